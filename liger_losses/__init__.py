@@ -1,0 +1,38 @@
+"""Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
+
+from liger_losses.chunked.base import ChunkedLoss, ChunkedTokenLoss
+from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.head import LogitTransform
+from liger_losses.chunked.pairs import Completions, Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.preference import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    ORPOMetrics,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChunkedLoss",
+    "ChunkedTokenLoss",
+    "Completions",
+    "CrossEntropyOutput",
+    "EngineOptions",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LogitTransform",
+    "ORPOMetrics",
+    "Pairs",
+    "PreferenceLoss",
+    "PreferenceMetrics",
+    "Statistics",
+    "linear_logps",
+    "linear_statistics",
+    "linear_token_loss",
+]

@@ -1,0 +1,115 @@
+"""Refuses bad input before any work, saying what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise ValueError, with the list of known names, for one that is not among them."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; it must be one of {', '.join(known)}.")
+
+
+def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise ValueError unless ``low <= value <= high`` (``low < value`` with ``open_low``)."""
+    if not (low <= value <= high) or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}.")
+
+
+def check_head(
+    hidden_states: Sequence[Tensor],
+    weight: Tensor,
+    labels: Sequence[Tensor],
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> torch.dtype:
+    """Check that hidden states, labels, weight and bias fit together.
+
+    Args:
+        hidden_states: ``[..., H]`` each.
+        weight: ``[V, H]``.
+        labels: ``[...]`` each, one per tensor of hidden states.
+        bias: ``[V]`` or ``None``.
+        class_weight: ``[V]`` or ``None``.
+
+    Returns:
+        The dtype to compute in: the inputs' common one, or autocast's.
+
+    Raises:
+        TypeError: not tensors, integer hidden states, floating-point labels, mixed dtypes outside autocast.
+        ValueError: shapes or devices that do not fit together.
+    """
+    for name, value in (("weight", weight), *(("hidden_states", part) for part in hidden_states)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+        if value.dtype not in _FLOATS:
+            raise TypeError(
+                f"{name} must be floating point, got {value.dtype} of shape {tuple(value.shape)}. "
+                "Hidden states come from the model's last layer; token ids go into labels."
+            )
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")
+    if 0 in weight.shape:
+        raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
+    vocab_size, hidden_size = weight.shape
+    if len(hidden_states) != len(labels):
+        raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(labels)} of labels.")
+    for part, target in zip(hidden_states, labels, strict=True):
+        _check_pair(part, target, hidden_size, tuple(weight.shape))
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        if vector is None:
+            continue
+        if not isinstance(vector, Tensor) or vector.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be a floating-point tensor, got {vector!r}.")
+        if vector.shape != (vocab_size,):
+            raise ValueError(
+                f"{name} must be [{vocab_size}], one value per row of the weight, got shape {tuple(vector.shape)}."
+            )
+    tensors = [weight, *hidden_states, *labels, *(v for v in (bias, class_weight) if v is not None)]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(
+            f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
+        )
+    return _compute_dtype([weight, *hidden_states, *([] if bias is None else [bias])])
+
+
+def _check_pair(hidden_states: Tensor, labels: Tensor, hidden_size: int, weight_shape: tuple[int, ...]) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64 token ids, got {labels.dtype}; convert them with .long().")
+    if hidden_states.dim() < 2 or hidden_states.shape[-1] != hidden_size:
+        raise ValueError(
+            f"hidden_states must be [..., {hidden_size}] to fit the weight {weight_shape}, "
+            f"got shape {tuple(hidden_states.shape)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
+        )
+    if labels.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states.shape)} need labels "
+            f"of shape {tuple(hidden_states.shape[:-1])}, got {tuple(labels.shape)}. To predict the next token, "
+            "pass both unshortened with shift=True."
+        )
+
+
+def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    device_type = tensors[0].device.type
+    dtypes = {tensor.dtype for tensor in tensors}
+    if torch.is_autocast_enabled(device_type) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(device_type)
+    if len(dtypes) > 1:
+        given = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise TypeError(
+            f"hidden_states, weight and bias must share a dtype outside autocast, got {given}. "
+            "Cast one side, or run under torch.autocast."
+        )
+    return dtypes.pop()

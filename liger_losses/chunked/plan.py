@@ -1,0 +1,117 @@
+"""How a stream is cut into blocks so that it fits its workspace.
+
+N tokens that carry loss, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MiB = 2**20
+
+#: Beyond this many blocks, adding them up in half precision costs more accuracy than a second pass costs time.
+MAX_HALF_PRECISION_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the blocks.
+
+    Args:
+        rows: tokens in a block of whole rows of logits (the statistics pass, the one-pass strategies).
+        tile_rows: tokens in a tile of the gradient pass.
+        tile_columns: columns of the vocabulary in such a tile.
+        scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size.
+        slab: rows of the weight that are cast at once; V when none need it.
+        resident: whether all logits fit the workspace at once.
+    """
+
+    rows: int
+    tile_rows: int
+    tile_columns: int
+    scratch: int
+    slab: int
+    resident: bool
+
+    def slice_rows(self, columns: int, itemsize: int) -> int:
+        """Rows of a slice whose temporaries (three of them) fit the scratch space."""
+        return max(1, self.scratch // (3 * columns * itemsize))
+
+    def blocks(self, tokens: int) -> int:
+        """How many blocks of whole rows the stream takes."""
+        return -(-tokens // self.rows)
+
+
+def padded(columns: int) -> int:
+    """A row length that keeps products aligned whatever the vocabulary size."""
+    return -(-columns // 64) * 64
+
+
+def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:
+    """Bytes: room for 2048 rows of logits on an accelerator, 512 on a CPU, within bounds that suit most machines."""
+    cpu = device.type == "cpu"
+    rows = 512 if cpu else 2048
+    return min(max(rows * padded(vocab_size) * itemsize * 5 // 4, 64 * MiB), (256 if cpu else 1024) * MiB)
+
+
+def make_plan(
+    *,
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    logits_dtype: torch.dtype,
+    operand_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    workspace: int | None = None,
+    chunk_size: int | None = None,
+) -> Plan:
+    """Cut a stream of ``tokens`` into blocks.
+
+    Args:
+        workspace: bytes that everything beyond inputs and outputs must fit; chosen from the shapes by default.
+        chunk_size: tokens per block of whole rows, instead of as many as fit.
+
+    Raises:
+        ValueError: the workspace cannot hold even one row.
+    """
+    item, operand = logits_dtype.itemsize, operand_dtype.itemsize
+    columns = padded(vocab_size)
+    given = workspace is not None
+    if workspace is None:
+        workspace = default_workspace(vocab_size, item, device)
+
+    # Per-token vectors (labels, positions, statistics and their gradients) are small, but they are not nothing.
+    vectors = tokens * 16 * item
+    cast = operand_dtype != weight_dtype
+    # A row of logits, its hidden state (gathered, then cast), and its gradient.
+    row_bytes = columns * item + hidden_size * (8 + operand + 2 * item)
+    least = row_bytes + 3 * columns * item + vectors + cast * hidden_size * (operand + item)
+    if given and workspace < least:
+        raise ValueError(
+            f"workspace={workspace} bytes is too small for {tokens} tokens over a vocabulary of {vocab_size} and a "
+            f"hidden size of {hidden_size}: give at least {least} bytes, or leave it out."
+        )
+    budget = max(workspace, least) - vectors
+
+    scratch_limit = (4 if device.type == "cpu" else 96) * MiB
+    scratch = max(min(budget // 8, scratch_limit), 3 * columns * item)
+    # A slab is cast once, and its part of grad_weight is computed wide before it is rounded.
+    slab = max(1, budget // 8 // (hidden_size * (operand + item))) if cast else vocab_size
+    slab = min(slab, vocab_size)
+    budget -= scratch + (slab * hidden_size * (operand + item) if cast else 0)
+
+    rows = max(1, min(budget // row_bytes, max(tokens, 1)))
+    if chunk_size is not None:
+        rows = min(rows, chunk_size)
+    resident = tokens * row_bytes <= budget and chunk_size is None
+
+    tile_row_bytes = hidden_size * (8 + operand + 2 * item)
+    tile_rows = max(1, min(budget // 2 // (tile_row_bytes + 64 * item), max(tokens, 1)))
+    room = budget - tile_rows * tile_row_bytes
+    tile_columns = max(1, room // (tile_rows * item))
+    # Aligned tiles, and none that is mostly padding.
+    tile_columns = tile_columns // 64 * 64 or tile_columns
+    return Plan(rows, tile_rows, min(tile_columns, columns), scratch, slab, resident)

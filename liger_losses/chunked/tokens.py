@@ -1,0 +1,161 @@
+"""Which tokens carry loss: everything else is dropped before the projection.
+
+T tokens given, N of them kept, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Move the label of position ``t + 1`` to position ``t``; the last position gets ``ignore_index``.
+
+    The hidden states stay as they are: shortening them instead would copy them.
+    """
+    return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignore_index)], -1)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The kept tokens of one or several tensors of labels, in order.
+
+    Several tensors (chosen and rejected completions of different lengths, say) are one stream for the engine,
+    without being concatenated.
+
+    Args:
+        labels: ``[N]`` int64, all inside the vocabulary.
+        shapes: the shape of each tensor of labels.
+        counts: how many tokens of each are kept.
+        indices: for each, where the kept ones stand in the flattened tensor; ``None`` when all are kept.
+        mask: ``[N]`` bool when tokens without loss were kept (``compact=False``), else ``None``.
+    """
+
+    labels: Tensor
+    shapes: tuple[torch.Size, ...]
+    counts: tuple[int, ...]
+    indices: tuple[Tensor | None, ...]
+    mask: Tensor | None
+
+    @classmethod
+    def select(
+        cls,
+        labels: Sequence[Tensor],
+        *,
+        vocab_size: int,
+        ignore_index: int = -100,
+        compact: bool = True,
+    ) -> Tokens:
+        """Find the tokens whose label is not ``ignore_index``.
+
+        Args:
+            labels: tensors of any shape, int64.
+            vocab_size: labels must be below it.
+            ignore_index: the label of a token without loss.
+            compact: drop tokens without loss. It costs one synchronisation with the device; without it they are
+                projected and then masked out.
+
+        Raises:
+            ValueError: a label is outside the vocabulary. Found in the same synchronisation; with ``compact=False``
+                on a GPU it is a device-side assertion.
+        """
+        shapes = tuple(part.shape for part in labels)
+        flat = [part.reshape(-1) for part in labels]
+        valid = [part != ignore_index for part in flat]
+        if not compact:
+            merged, mask = torch.cat(flat), torch.cat(valid)
+            safe = merged.masked_fill(~mask, 0)
+            if safe.numel():
+                torch._assert_async(((safe >= 0) & (safe < vocab_size)).all())
+            counts = tuple(part.numel() for part in flat)
+            return cls(safe, shapes, counts, (None,) * len(flat), mask)
+
+        facts = [mask.sum() for mask in valid]
+        for part, mask in zip(flat, valid, strict=True):
+            if part.numel():
+                kept = part.masked_fill(~mask, 0)
+                facts += [kept.amin(), kept.amax()]
+        numbers = torch.stack(facts).tolist()
+        counts, extremes = tuple(numbers[: len(flat)]), numbers[len(flat) :]
+        if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
+            raise ValueError(
+                f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
+                f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
+                "that the tokenizer and the weight have the same vocabulary."
+            )
+        indices = tuple(
+            None if count == part.numel() else torch.nonzero_static(mask, size=count).squeeze(-1)
+            for part, mask, count in zip(flat, valid, counts, strict=True)
+        )
+        kept_labels = [
+            part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
+        ]
+        return cls(kept_labels[0] if len(kept_labels) == 1 else torch.cat(kept_labels), shapes, counts, indices, None)
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return sum(self.counts)
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """``(segment, first, last)`` of the kept tokens ``start`` to ``stop``."""
+        pieces, offset = [], 0
+        for segment, count in enumerate(self.counts):
+            first, last = max(start - offset, 0), min(stop - offset, count)
+            if first < last:
+                pieces.append((segment, first, last))
+            offset += count
+        return pieces
+
+    def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """Rows of the kept tokens ``start`` to ``stop`` from flattened ``sources`` (``[T, ...]`` each)."""
+        rows = []
+        for segment, first, last in self._pieces(start, stop):
+            index = self.indices[segment]
+            source = sources[segment]
+            rows.append(source[first:last] if index is None else source.index_select(0, index[first:last]))
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def scatter_(self, targets: Sequence[Tensor | None], start: int, stop: int, values: Tensor) -> None:
+        """Write ``values`` to the rows of the kept tokens ``start`` to ``stop`` of flattened ``targets``.
+
+        A target of ``None`` takes nothing.
+        """
+        offset = 0
+        for segment, first, last in self._pieces(start, stop):
+            index, target = self.indices[segment], targets[segment]
+            if target is not None:
+                part = values[offset : offset + last - first].to(target.dtype)
+                if index is None:
+                    target[first:last].copy_(part)
+                else:
+                    target.index_copy_(0, index[first:last], part)
+            offset += last - first
+
+    def collect(self, values: Tensor) -> Tensor:
+        """From one value per given token ``[T]`` to one per kept token ``[N]``; 0 for masked ones."""
+        kept = self.gather(values.split([math.prod(s) for s in self.shapes]), 0, self.count) if self.count else None
+        if kept is None:
+            return values.new_zeros(0)
+        return kept if self.mask is None else torch.where(self.mask, kept, torch.zeros_like(kept))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """From one value per kept token ``[N]`` to one per given token ``[T]``; 0 for those without loss."""
+        if self.mask is not None:
+            return torch.where(self.mask, values, torch.zeros_like(values))
+        if all(index is None for index in self.indices):
+            return values
+        sizes = [math.prod(shape) for shape in self.shapes]
+        out = values.new_zeros(sum(sizes))
+        self.scatter_(out.split(sizes), 0, self.count, values)
+        return out
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """From ``[T]`` to one tensor per tensor of labels, in its shape."""
+        parts = values.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -1,0 +1,1 @@
+"""One file per kernel: the torch reference and the one public function over it."""

@@ -1,0 +1,37 @@
+"""Matrix products that never round their sums to half precision in between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
+    """Write ``a @ b`` into ``out``, or add it, with the sum taken at least in fp32.
+
+    ``out = a @ b`` or ``out = out + a @ b``
+
+    Args:
+        out: ``[M, N]``, any strides. Rounded once per call when it is narrower than fp32.
+        a: ``[M, K]``.
+        b: ``[K, N]``, of the same dtype as ``a``.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        ``out``.
+    """
+    if a.dtype == out.dtype and (a.dtype not in HALF_DTYPES or a.device.type == "cuda"):
+        # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.
+        if accumulate:
+            return torch.addmm(out, a, b, out=out)
+        return torch.mm(a, b, out=out)
+    if a.device.type == "cuda" and a.dtype in HALF_DTYPES and out.dtype == torch.float32:
+        if accumulate:
+            return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
+    wide = torch.promote_types(torch.float32, a.dtype)
+    product = torch.mm(a.to(wide), b.to(wide))
+    return out.add_(product) if accumulate else out.copy_(product)

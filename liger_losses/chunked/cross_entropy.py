@@ -123,6 +123,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """
         check_head((_input,), lin_weight, (target,), bias, self.ce_weight)
         labels = self.labels(target)
+        if token_weights is not None:
+            token_weights = token_weights.to(torch.promote_types(token_weights.dtype, torch.float32))
         wanted = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         statistics = [name for name, want in wanted.items() if want]
         wanted = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}

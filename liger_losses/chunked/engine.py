@@ -491,6 +491,7 @@ class _Gradients:
             if self.bias is not None:
                 self.bias[start:stop] += grad.sum(0)
             out[first:last].copy_(grad)
+            del grad  # or it would still be there beside the next slice's
         return out
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:

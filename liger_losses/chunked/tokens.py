@@ -114,7 +114,7 @@ class Tokens:
 
     def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """Rows of the kept tokens ``start`` to ``stop`` from flattened ``sources`` (``[T, ...]`` each)."""
-        rows = []
+        rows = [] if start < stop else [sources[0][:0]]
         for segment, first, last in self._pieces(start, stop):
             index = self.indices[segment]
             source = sources[segment]
@@ -139,9 +139,7 @@ class Tokens:
 
     def collect(self, values: Tensor) -> Tensor:
         """From one value per given token ``[T]`` to one per kept token ``[N]``; 0 for masked ones."""
-        kept = self.gather(values.split([math.prod(s) for s in self.shapes]), 0, self.count) if self.count else None
-        if kept is None:
-            return values.new_zeros(0)
+        kept = self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
         return kept if self.mask is None else torch.where(self.mask, kept, torch.zeros_like(kept))
 
     def spread(self, values: Tensor) -> Tensor:
@@ -157,5 +155,7 @@ class Tokens:
 
     def split(self, values: Tensor) -> list[Tensor]:
         """From ``[T]`` to one tensor per tensor of labels, in its shape."""
+        if len(self.shapes) == 1:
+            return [values.view(self.shapes[0])]
         parts = values.split([math.prod(shape) for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -110,7 +110,9 @@ def softmax_gradient(
         grad = grad.zero_() if c.p_coef is None else grad.mul_(c.p_coef[:, None])
     else:
         p = log_p.exp()
-        grad = torch.zeros_like(p) if c.p_coef is None else c.p_coef[:, None].expand_as(p).contiguous()
+        grad = torch.zeros_like(p)
+        if c.p_coef is not None:
+            grad.add_(c.p_coef[:, None])
         if c.p_logp_coef is not None:
             # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
             grad.add_(log_p.clamp_(min=-1e4).mul_(c.p_logp_coef[:, None]))

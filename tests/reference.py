@@ -1,0 +1,86 @@
+"""The plain computation, with all logits in memory, in any dtype: what the library must equal."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor
+
+NAMES = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
+
+
+def plain_logits(hidden, weight, bias=None, temperature=1.0, logit_scale=1.0, softcap=None) -> Tensor:
+    logits = hidden @ weight.t()
+    if bias is not None:
+        logits = logits + bias
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
+def plain_statistics(hidden, weight, labels, bias=None, class_weight=None, ignore_index=-100, **transform) -> dict:
+    """Every statistic per token, 0 where the label is ignored; in fp32 or fp64, of logits in the inputs' dtype."""
+    logits = plain_logits(hidden, weight, bias, **transform)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    mask = labels != ignore_index
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    c = 1.0 if class_weight is None else class_weight.to(logits.dtype)
+    values = {
+        "logp": log_p.gather(-1, labels.masked_fill(~mask, 0)[..., None]).squeeze(-1),
+        "entropy": -(p * log_p).sum(-1),
+        "lse": logits.logsumexp(-1),
+        "mean_logp": (c * log_p).mean(-1),
+        "log_sum_sq_probs": (p * p).sum(-1).log(),
+        "mean_logit": logits.mean(-1),
+    }
+    return {name: value * mask for name, value in values.items()}
+
+
+def problem(n=13, h=24, v=61, *, dtype=torch.float32, masked=0.3, bias=False, seed=0, scale=1.0, shape=None):
+    """Random hidden states, weight, labels and bias (or None), all that can require a gradient requiring one."""
+    g = torch.Generator().manual_seed(seed)
+    shape = shape or (n,)
+    hidden = (torch.randn(*shape, h, generator=g, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    weight = (torch.randn(v, h, generator=g, dtype=torch.float64) / h**0.5).to(dtype).requires_grad_()
+    labels = torch.randint(0, v, shape, generator=g)
+    labels[torch.rand(shape, generator=g) < masked] = -100
+    b = torch.randn(v, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, labels, b
+
+
+def double(*tensors):
+    """fp64 copies that require gradients where the originals do."""
+    return tuple(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors)
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    value, exact = value.detach().double(), exact.detach().double()
+    return float((value - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def assert_as_exact_as_plain(ours, plain, exact, what="value", slack=2.0, floor=None):
+    """Our error against float64 is at most twice the plain computation's in the same dtype (or rounding itself)."""
+    dtype = ours.dtype
+    eps = torch.finfo(dtype).eps
+    floor = floor or 4 * eps
+    limit = max(slack * relative_error(plain, exact), floor)
+    error = relative_error(ours, exact)
+    assert error <= limit, f"{what}: relative error {error:.3e}, allowed {limit:.3e} ({dtype})"
+
+
+def peak_bytes(function) -> int:
+    """Peak of what ``function`` allocates on the CPU beyond what was there before, temporaries inside ops included."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    del result
+    return peak

@@ -1,0 +1,177 @@
+"""Cross-entropy against torch.nn.functional in float64, option by option."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem
+
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"lse_square_scale": 1e-2},
+    {"softcap": 3.0},
+    {"ce_weight": True},
+    {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0},
+    {"use_token_scaling": True, "lse_square_scale": 1e-2},
+    {"token_weights": True},
+    {"token_weights": True, "ce_weight": True, "label_smoothing": 0.1},
+    {"num_items_in_batch": 7},
+    {"temperature": 0.5, "logit_scale": 2.0},
+]
+
+
+def split_options(options, v, n, dtype):
+    """Constructor and call keywords, with the tensors made."""
+    g = torch.Generator().manual_seed(9)
+    build = {k: x for k, x in options.items() if k not in ("token_weights", "num_items_in_batch")}
+    call = {k: x for k, x in options.items() if k in ("token_weights", "num_items_in_batch")}
+    if build.get("ce_weight"):
+        build["ce_weight"] = torch.rand(v, generator=g, dtype=torch.float64).to(dtype) + 0.5
+    if call.get("token_weights"):
+        call["token_weights"] = torch.rand(n, generator=g, dtype=torch.float64).to(dtype)
+    return build, call
+
+
+def plain_cross_entropy(hidden, weight, labels, bias, build, call, reduction="mean"):
+    """The definition, from all logits."""
+    transform = {k: build[k] for k in ("temperature", "logit_scale", "softcap") if k in build}
+    logits = plain_logits(hidden, weight, bias, **transform)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    mask = labels != -100
+    safe = labels.masked_fill(~mask, 0)
+    c = build.get("ce_weight")
+    c = c.to(logits.dtype) if c is not None else None
+    ce = F.cross_entropy(logits, labels, weight=c, label_smoothing=build.get("label_smoothing", 0.0), reduction="none")
+    z = build.get("lse_square_scale", 0.0) * logits.logsumexp(-1).square()
+    if build.get("use_token_scaling"):
+        p = logits.detach().softmax(-1).gather(-1, safe[:, None])[:, 0]
+        ce, z = ce * p, z * p
+    w = call.get("token_weights", torch.ones_like(ce)).to(ce.dtype) * mask
+    if reduction == "none":
+        return w * (ce + z)
+    total_ce = (w * (c[safe] if c is not None else 1)).sum()
+    total_z = w.sum()
+    if "num_items_in_batch" in call:
+        total_ce = total_z = call["num_items_in_batch"]
+    if reduction == "sum":
+        total_ce = total_z = 1.0
+    return (w * ce).sum() / total_ce + (w * z).sum() / total_z
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equals_the_definition(dtype, options, bias, reduction):
+    inputs = problem(37, 24, 131, dtype=dtype, bias=bias)
+    hidden, weight, labels, b = inputs
+    build, call = split_options(options, 131, 37, dtype)
+    loss_module = LigerFusedLinearCrossEntropyLoss(**build, reduction=reduction, chunk_size=11)
+    ours = loss_module(weight, hidden, labels, b, **call)
+    exact_in = double(hidden, weight, b)
+    wide = [{k: x.double() if isinstance(x, torch.Tensor) else x for k, x in d.items()} for d in (build, call)]
+    exact = plain_cross_entropy(exact_in[0], exact_in[1], labels, exact_in[2], *wide, reduction)
+    plain = plain_cross_entropy(hidden, weight, labels, b, build, call, reduction)
+    assert ours.dtype == torch.promote_types(dtype, torch.float32)
+    assert ours.shape == (labels.shape if reduction == "none" else ())
+    # fp64: the denominators are sums of fp32 ones, weights in fp64
+    assert_as_exact_as_plain(ours, plain, exact, "loss", floor=1e-12 if dtype == torch.float64 else None)
+
+    g = torch.linspace(0.5, 1.5, ours.numel()).view(ours.shape)
+    leaves = [t for t in (hidden, weight, b) if t is not None]
+    exact_leaves = [t for t in exact_in if t is not None]
+    ours_grads = torch.autograd.grad((ours * g).sum(), leaves)
+    plain_grads = torch.autograd.grad((plain * g).sum(), leaves)
+    exact_grads = torch.autograd.grad((exact * g.double()).sum(), exact_leaves)
+    for a, p, e in zip(ours_grads, plain_grads, exact_grads, strict=True):
+        assert_as_exact_as_plain(a, p, e, "gradient", floor=1e-12 if dtype == torch.float64 else None)
+
+
+def test_what_else_it_returns():
+    hidden, weight, labels, _ = problem(20, 8, 5)
+    labels[0] = -100
+    for reduction in ("mean", "none"):
+        out = LigerFusedLinearCrossEntropyLoss(
+            lse_square_scale=0.1,
+            reduction=reduction,
+            return_z_loss=True,
+            return_token_accuracy=True,
+            return_predicted_tokens=True,
+        )(weight, hidden, labels)
+        assert isinstance(out, CrossEntropyOutput)
+        logits, mask = hidden @ weight.t(), labels != -100
+        correct = (logits.argmax(-1) == labels)[mask].float()
+        z = 0.1 * logits.logsumexp(-1).square()
+        predicted = torch.where(mask, logits.argmax(-1), -1)
+        assert torch.equal(out.predicted_tokens, predicted)
+        if reduction == "mean":
+            torch.testing.assert_close(out.z_loss, z[mask].mean().detach())
+            torch.testing.assert_close(out.token_accuracy, correct.mean())
+        else:
+            torch.testing.assert_close(out.z_loss, (z * mask).detach())
+            torch.testing.assert_close(out.token_accuracy[mask], correct)
+        assert not out.z_loss.requires_grad
+
+
+def test_return_z_loss_without_a_z_loss_is_zero():
+    hidden, weight, labels, _ = problem()
+    assert LigerFusedLinearCrossEntropyLoss(return_z_loss=True)(weight, hidden, labels).z_loss == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_fully_masked_batch_has_loss_and_gradient_zero(reduction):
+    hidden, weight, labels, _ = problem()
+    labels[:] = -100
+    module = LigerFusedLinearCrossEntropyLoss(
+        reduction=reduction, label_smoothing=0.1, ce_weight=torch.rand(61), return_token_accuracy=True
+    )
+    loss = module(weight, hidden, labels).loss.sum()
+    loss.backward()
+    assert loss == 0
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
+
+
+def test_other_ignore_index_and_batched_shapes_and_shift():
+    hidden, weight, labels, _ = problem(shape=(3, 8), masked=0.0)
+    labels[:, :4] = 7
+    ours = LigerFusedLinearCrossEntropyLoss(ignore_index=7, shift=True)(weight, hidden, labels)
+    logits = (hidden @ weight.t())[:, :-1].reshape(-1, 61)
+    torch.testing.assert_close(ours, F.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=7))
+
+
+def test_num_items_in_batch_as_a_tensor():
+    hidden, weight, labels, _ = problem()
+    total = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
+    mean = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels, num_items_in_batch=torch.tensor(5))
+    torch.testing.assert_close(mean, total / 5)
+
+
+def test_ce_weight_moves_with_the_module_and_is_not_saved():
+    module = LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(3)).to(torch.float64)
+    assert module.ce_weight.dtype == torch.float64
+    assert module.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "average"}, "mean, sum, none"),
+        ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0.0, 1.0\]"),
+        ({"softcap": 0.0}, "softcap must be a positive"),
+        ({"temperature": -1.0}, "temperature must be a positive"),
+        ({"accum_dtype": torch.bfloat16}, "accum_dtype"),
+        ({"workspace": 0}, "workspace must be a positive integer"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearCrossEntropyLoss(**options)
+
+
+def test_bad_ce_weight():
+    hidden, weight, labels, _ = problem()
+    with pytest.raises(ValueError, match=r"class_weight must be \[61\]"):
+        LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(60))(weight, hidden, labels)

@@ -1,0 +1,179 @@
+"""Bad input is refused before any work, with what was given, what was expected and what to do."""
+
+import pytest
+import torch
+
+from liger_losses import (
+    ChunkedLoss,
+    Completions,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from tests.reference import problem
+
+
+def good():
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    return hidden, weight, labels
+
+
+def wide(**dtypes):
+    hidden, weight, labels = good()
+    return hidden.to(dtypes.get("hidden", torch.float32)), weight.to(dtypes.get("weight", torch.float32)), labels
+
+
+LOGPS = [
+    ("transposed weight", lambda h, w, y: (h, w.t(), y), ValueError, r"hidden_states must be \[..., 61\]"),
+    ("weight of another model", lambda h, w, y: (h, w[:, :-1], y), ValueError, r"\[vocab_size, hidden_size\]"),
+    ("unshifted labels", lambda h, w, y: (h[:, :-1], w, y), ValueError, "shift=True"),
+    ("float labels", lambda h, w, y: (h, w, y.float()), TypeError, r"int64 token ids.*\.long\(\)"),
+    ("int32 labels", lambda h, w, y: (h, w, y.int()), TypeError, "int64"),
+    ("integer hidden states", lambda h, w, y: (y[..., None].expand(4, 5, 24), w, y), TypeError, "token ids go into"),
+    ("mixed dtypes", lambda h, w, y: (h.bfloat16(), w, y), TypeError, "torch.bfloat16, torch.float32.*autocast"),
+    ("label too large", lambda h, w, y: (h, w, y.masked_fill(y == -100, 61)), ValueError, r"\[0, 61\).*to 61"),
+    ("negative label", lambda h, w, y: (h, w, y.masked_fill(y == -100, -1)), ValueError, "from -1"),
+    ("1-d weight", lambda h, w, y: (h, w[0], y), ValueError, "weight must be"),
+    ("lists", lambda h, w, y: (h, w, y.tolist()), TypeError, "must be a tensor"),
+    ("another device", lambda h, w, y: (h, w, y.to("meta")), ValueError, "on one device"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [c[1:] for c in LOGPS], ids=[c[0] for c in LOGPS])
+def test_linear_logps(change, error, message):
+    inputs = change(*good())
+    with pytest.raises(error, match=message):
+        if isinstance(inputs[2], list):
+            LigerFusedLinearCrossEntropyLoss()(inputs[1], inputs[0], inputs[2])
+        linear_logps(*inputs)
+
+
+def test_bad_labels_are_found_before_any_projection(monkeypatch):
+    hidden, weight, labels = good()
+    labels[0, 0] = 61
+
+    def refuse(*_, **__):
+        raise AssertionError("the projection was computed")
+
+    monkeypatch.setattr("liger_losses.chunked.head.matmul_into", refuse)
+    for call in (
+        lambda: linear_logps(hidden, weight, labels),
+        lambda: LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(61))(weight, hidden, labels),
+        lambda: LigerFusedLinearDPOLoss(use_ref_model=False)(weight, hidden, labels),
+    ):
+        with pytest.raises(ValueError, match="labels must be in"):
+            call()
+
+
+def test_bad_bias():
+    hidden, weight, labels = good()
+    with pytest.raises(ValueError, match=r"bias must be \[61\]"):
+        linear_logps(hidden, weight, labels, bias=torch.zeros(60))
+
+
+def test_workspace_that_cannot_hold_a_row():
+    hidden, weight, labels = good()
+    with pytest.raises(ValueError, match=r"workspace=100 bytes is too small.*give at least \d+ bytes"):
+        linear_logps(hidden, weight, labels, workspace=100)
+
+
+def test_unknown_names_list_the_known_ones():
+    hidden, weight, labels = good()
+    with pytest.raises(ValueError, match="unknown differentiable statistic 'logit'.*logp, entropy"):
+        linear_statistics(hidden, weight, labels, ("logit",))
+    with pytest.raises(ValueError, match="unknown differentiable statistic 'argmax'"):
+        linear_statistics(hidden, weight, labels, ("argmax",))
+    with pytest.raises(ValueError, match="unknown loss_type 'dpo'.*sigmoid.*apo_zero"):
+        LigerFusedLinearDPOLoss(loss_type="dpo")
+    with pytest.raises(ValueError, match="unknown loss_type 'orpo'.*simpo"):
+        LigerFusedLinearCPOLoss(loss_type="orpo")
+    with pytest.raises(ValueError, match="f_divergence_type.*js_divergence"):
+        LigerFusedLinearDPOLoss(f_divergence_type="kl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.0}, "beta must lie in"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
+        ({"loss_type": "exo_pair"}, "above 0 .*1e-3"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
+        ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "sigmoid, sigmoid_norm"),
+        ({"ld_alpha": 2.0}, "ld_alpha"),
+        ({"loss_type": "aot", "use_weighting": True}, "sort away"),
+        ({"loss_type": "ipo", "average_log_prob": True}, "twice"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"discopop_tau": 0.0}, "discopop_tau"),
+        ({"loss_type": []}, "one entry per loss_type"),
+    ],
+)
+def test_bad_dpo_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearDPOLoss(**options)
+
+
+def test_alphapo_needs_its_alpha():
+    with pytest.raises(ValueError, match=r"reward_alpha.*0\.25"):
+        LigerFusedLinearCPOLoss(loss_type="alphapo")
+
+
+def test_preference_inputs():
+    hidden, weight, labels = good()
+    free = LigerFusedLinearDPOLoss(use_ref_model=False)
+    with pytest.raises(ValueError, match="odd number, 3"):
+        free(weight, hidden[:3], labels[:3])
+    with pytest.raises(ValueError, match="as many chosen as rejected"):
+        free(weight, (hidden[:2], labels[:2]), (hidden[2:3], labels[2:3]))
+    with pytest.raises(TypeError, match="rejected must be Completions"):
+        free(weight, (hidden[:2], labels[:2]), hidden[2:])
+    with pytest.raises(TypeError, match="target must be a tensor"):
+        free(weight, hidden, (hidden, labels))
+    with pytest.raises(ValueError, match="stacked form takes hidden states"):
+        free(weight, hidden.reshape(20, 24), labels.reshape(20))
+    with pytest.raises(ValueError, match="nll_target must have the shape"):
+        LigerFusedLinearORPOLoss()(weight, hidden, labels, None, labels[:, :3])
+
+
+def test_references():
+    hidden, weight, labels = good()
+    ref = torch.zeros(2)
+    module = LigerFusedLinearDPOLoss()
+    with pytest.raises(ValueError, match=r"chosen completions have none.*ref_logps.*use_ref_model=False"):
+        module(weight, hidden, labels)
+    with pytest.raises(ValueError, match="rejected completions have none"):
+        module(weight, Completions(hidden[:2], labels[:2], ref_logps=ref), (hidden[2:], labels[2:]))
+    with pytest.raises(ValueError, match="no ref_weight="):
+        module(weight, hidden, labels, None, hidden)
+    with pytest.raises(ValueError, match="both ref_hidden_states and ref_logps"):
+        module(weight, hidden, labels, None, hidden, weight, ref_chosen_logps=ref, ref_rejected_logps=ref)
+    with pytest.raises(ValueError, match=r"must be \[2\].*or \(2, 5\).*got \(3,\)"):
+        module(weight, hidden, labels, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ref)
+    with pytest.raises(ValueError, match="built without one"):
+        LigerFusedLinearDPOLoss(use_ref_model=False)(weight, hidden, labels, None, hidden, weight)
+    with pytest.raises(ValueError, match="for both the chosen and the rejected"):
+        module(
+            weight,
+            Completions(hidden[:2], labels[:2], hidden[:2]),
+            Completions(hidden[2:], labels[2:], ref_logps=ref),
+            ref_weight=weight,
+        )
+    with pytest.raises(ValueError, match="reference's hidden states must be"):
+        module(weight, hidden, labels, None, hidden[:, :3], weight)
+    with pytest.raises(ValueError, match="with pairs"):
+        module(weight, (hidden[:2], labels[:2]), (hidden[2:], labels[2:]), ref_input=hidden)
+
+
+def test_own_losses():
+    hidden, weight, labels = good()
+    with pytest.raises(NotImplementedError, match="must define loss"):
+        ChunkedLoss()(weight, hidden, labels)
+    with pytest.raises(ValueError, match="one value per token"):
+        linear_token_loss(hidden, weight, labels, lambda s, y: s.logp.sum())
+    with pytest.raises(ValueError, match=r"advantages has shape \(3,\)"):
+        linear_token_loss(
+            hidden, weight, labels, lambda s, y, advantages: s.logp, token_inputs={"advantages": torch.ones(3)}
+        )

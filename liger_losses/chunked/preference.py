@@ -448,7 +448,8 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
         with torch.no_grad():
             margin = _log_odds(pairs.chosen_logps) - _log_odds(pairs.rejected_logps)
             ratio, count = F.logsigmoid(margin), max(margin.shape[0], 1)
-        return loss, ORPOMetrics(*metrics, ratio.sum() / count, margin.sum() / count)
+        means = (value.sum().to(loss.dtype) / count for value in (ratio, margin))
+        return loss, ORPOMetrics(*metrics, *means)
 
 
 def _log_odds(logps: Tensor) -> Tensor:

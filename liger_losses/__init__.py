@@ -3,7 +3,6 @@
 from liger_losses.chunked.base import ChunkedLoss, ChunkedTokenLoss
 from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.head import LogitTransform
 from liger_losses.chunked.pairs import Completions, Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.preference import (
     LigerFusedLinearCPOLoss,
@@ -12,6 +11,7 @@ from liger_losses.chunked.preference import (
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,
 )
+from liger_losses.kernels.logit_transform import LogitTransform
 
 __version__ = "0.1.0"
 

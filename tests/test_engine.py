@@ -172,6 +172,24 @@ def test_masked_tokens_never_leak_even_when_they_are_nan():
     assert (b[0][0, :3] == 0).all()
 
 
+@pytest.mark.parametrize("strategy", ["one_pass", "resident", "two_pass"])
+def test_triton_backend_equals_torch(strategy):
+    pytest.importorskip("triton", reason="triton is not installed")
+    hidden, weight, labels, bias = problem(37, 16, 203, bias=True)
+    results = []
+    for backend in ("torch", "triton"):
+        options = EngineOptions(strategy=strategy, backend=backend, chunk_size=None if strategy == "resident" else 8)
+        common = {"bias": bias, "transform": LogitTransform(**TRANSFORM), "options": options}
+        if strategy == "one_pass":
+            loss, _ = linear_token_loss(
+                hidden, weight, labels, lambda s, y: s.logp * s.entropy, ("logp", "entropy"), **common
+            )
+        else:
+            loss = weighted(v for v in linear_statistics(hidden, weight, labels, NAMES, **common) if v is not None)
+        results.append((loss, *gradients(loss, (hidden, weight, bias))))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_several_tensors_are_one_stream():
     parts = [problem(shape=(2, t), dtype=torch.float64, seed=t) for t in (3, 5, 1)]
     weight = parts[0][1]

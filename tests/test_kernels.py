@@ -1,74 +1,166 @@
-"""Each kernel's torch reference against float64 and autograd."""
+"""Each kernel, by every backend, against float64 and autograd. Triton runs in its interpreter where there is no GPU."""
+
+import itertools
 
 import pytest
 import torch
 
+from liger_losses.kernels import choose_backend
+from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import matmul_into
-from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import STATISTICS, softmax_statistics
 from tests.reference import NAMES
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-@pytest.mark.parametrize("class_weighted", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_statistic_and_its_closed_form_gradient(name, class_weighted):
-    torch.manual_seed(0)
-    logits = torch.randn(5, 17, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, 17, (5,))
-    c = torch.rand(17, dtype=torch.float64) if class_weighted else None
-    value = softmax_statistics(logits.detach(), labels, frozenset(STATISTICS), c)
+
+def triton_or_skip():
+    pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    if request.param == "triton":
+        triton_or_skip()
+    return request.param
+
+
+def exact_statistics(projected, labels, transform, bias, c):
+    logits = transform(projected, bias)
     log_p = logits.log_softmax(-1)
-    exact = {
+    return {
         "logp": log_p.gather(1, labels[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p).sum(-1),
         "lse": logits.logsumexp(-1),
         "mean_logp": (log_p if c is None else c * log_p).mean(-1),
         "log_sum_sq_probs": log_p.exp().square().sum(-1).log(),
         "mean_logit": logits.mean(-1),
-    }[name]
-    torch.testing.assert_close(value[name], exact.detach())
+    }
 
-    g = torch.randn(5, dtype=torch.float64)
-    (expected,) = torch.autograd.grad((exact * g).sum(), logits)
-    coefficients = SoftmaxGradient.of({name: g}, value, c)
-    whole = softmax_gradient(logits.detach(), value["lse"], labels, coefficients, class_weight=c)
-    torch.testing.assert_close(whole, expected)
-    parts = [
-        softmax_gradient(
-            logits.detach()[:, a:b],
-            value["lse"],
-            labels,
-            coefficients,
-            first_column=a,
-            vocab_size=17,
-            class_weight=None if c is None else c[a:b],
-        )
-        for a, b in ((0, 7), (7, 8), (8, 17))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), expected)
+
+class Differentiable(LogitTransform):
+    """The transform without in-place steps, for autograd."""
+
+    def __call__(self, projected, bias=None):
+        logits = (projected if bias is None else projected + bias) * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature
+
+
+def inputs(rows, columns, seed=0, scale=2.0):
+    g = torch.Generator().manual_seed(seed)
+    projected = torch.randn(rows, columns, generator=g) * scale
+    labels = torch.randint(columns, (rows,), generator=g)
+    bias, c = torch.randn(columns, generator=g), torch.rand(columns, generator=g)
+    return tuple(t.to(DEVICE) for t in (projected, labels, bias, c))
+
+
+def padded_rows(block, width):
+    """The same block at the beginning of wider rows, as the engine's buffers have them."""
+    buffer = torch.full((block.shape[0], width), float("nan"), device=block.device)
+    buffer[:, : block.shape[1]] = block
+    return buffer
+
+
+TRANSFORMS = [{}, {"temperature": 0.7, "logit_scale": 1.3}, {"softcap": 3.0, "logit_scale": 0.9, "temperature": 1.1}]
+
+
+@pytest.mark.parametrize("columns", [1, 17, 64, 5000])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("class_weighted", [False, True])
+@pytest.mark.parametrize("options", TRANSFORMS, ids=str)
+def test_statistics_and_their_closed_form_gradients(backend, options, class_weighted, with_bias, columns):
+    projected, labels, bias, c = inputs(5, columns)
+    bias, c = bias if with_bias else None, c if class_weighted else None
+    wide = projected.double().requires_grad_()
+    exact = exact_statistics(
+        wide, labels, Differentiable(**options), bias if bias is None else bias.double(), c if c is None else c.double()
+    )
+    buffer = padded_rows(projected, -(-columns // 64) * 64)
+    transform = LogitTransform(**options)
+    found = softmax_statistics(
+        buffer[:, :columns],
+        labels,
+        frozenset(STATISTICS),
+        transform=transform,
+        bias=bias,
+        class_weight=c,
+        scratch=1000,
+        backend=backend,
+    )
+    for name, value in exact.items():
+        torch.testing.assert_close(found[name].double(), value.detach(), rtol=1e-5, atol=2e-5)
+    assert torch.equal(found["argmax"], transform(projected, bias).argmax(-1))
+
+    g = {name: torch.linspace(0.5, 1.5, 5, device=DEVICE) * (i + 1) for i, name in enumerate(NAMES)}
+    for names in (*((name,) for name in NAMES), NAMES):
+        (expected,) = torch.autograd.grad(sum((exact[n] * g[n]).sum() for n in names), wide, retain_graph=True)
+        coefficients = SoftmaxGradient.of({n: g[n] for n in names}, found, c)
+        for dtype in (torch.float32, torch.bfloat16):
+            for cuts in ([0, columns], sorted({0, columns // 3, columns // 2, columns})):
+                parts = []
+                for start, stop in itertools.pairwise(cuts):
+                    tile = padded_rows(projected[:, start:stop], -(-(stop - start) // 64) * 64)
+                    grad_bias = torch.ones(stop - start, device=DEVICE)
+                    part = softmax_gradient_into(
+                        tile.view(dtype)[:, : stop - start],  # over the memory of the projections
+                        tile[:, : stop - start],
+                        found["lse"],
+                        labels,
+                        coefficients,
+                        first_column=start,
+                        vocab_size=columns,
+                        transform=transform,
+                        bias=None if bias is None else bias[start:stop],
+                        class_weight=None if c is None else c[start:stop],
+                        grad_bias=grad_bias,
+                        scratch=1000,
+                        backend=backend,
+                    )
+                    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+                    torch.testing.assert_close(
+                        grad_bias.double() - 1, expected[:, start:stop].sum(0), rtol=tolerance, atol=tolerance
+                    )
+                    parts.append(part)
+                ours = torch.cat(parts, 1).double()
+                eps = torch.finfo(dtype).eps
+                torch.testing.assert_close(ours, expected, rtol=max(eps, 1e-5), atol=2e-5)
 
 
 def test_every_statistic_has_a_test_and_a_closed_form():
     assert set(STATISTICS) == {*NAMES, "argmax"}
 
 
-def test_extreme_logits_give_finite_statistics_and_gradients():
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 0.0, 3e4], [0.0, float("-inf"), 1.0]])
-    labels = torch.tensor([0, 2, 2])
-    value = softmax_statistics(logits, labels, frozenset({"logp", "entropy", "lse", "log_sum_sq_probs"}))
+def test_no_rows(backend):
+    projected, labels, _, _ = inputs(0, 7)
+    found = softmax_statistics(projected, labels, frozenset(STATISTICS), backend=backend)
+    assert all(value.shape == (0,) for value in found.values())
+    softmax_gradient_into(projected, projected, found["lse"], labels, SoftmaxGradient(), backend=backend)
+
+
+def test_extreme_logits_give_finite_statistics_and_gradients(backend):
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 0.0, 3e4], [0.0, float("-inf"), 1.0]], device=DEVICE)
+    labels = torch.tensor([0, 2, 2], device=DEVICE)
+    names = frozenset({"logp", "entropy", "lse", "log_sum_sq_probs"})
+    value = softmax_statistics(logits, labels, names, backend=backend)
     assert value["logp"][0] == 0
     for name, v in value.items():
         assert v.isfinite().all(), name
-        grad = softmax_gradient(logits, value["lse"], labels, SoftmaxGradient.of({name: torch.ones(3)}, value))
+        coefficients = SoftmaxGradient.of({name: torch.ones(3, device=DEVICE)}, value)
+        grad = softmax_gradient_into(
+            torch.empty_like(logits), logits, value["lse"], labels, coefficients, backend=backend
+        )
         assert grad.isfinite().all(), name
 
 
-def test_argmax_is_the_first_maximum():
-    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 1.0, 0.0]])
-    assert softmax_statistics(logits, torch.zeros(2, dtype=torch.int64), frozenset({"argmax"}))["argmax"].tolist() == [
-        1,
-        0,
-    ]
+def test_argmax_is_the_first_maximum(backend):
+    logits = torch.zeros(2, 9000, device=DEVICE)
+    logits[0, [5, 8000]] = 3.0
+    logits[1, 8999] = 1.0
+    labels = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    assert softmax_statistics(logits, labels, frozenset({"argmax"}), backend=backend)["argmax"].tolist() == [5, 8999]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -88,3 +180,18 @@ def test_matmul_into_strided_output():
     matmul_into(buffer[:, 2:5], a, b)
     torch.testing.assert_close(buffer[:, 2:5], a @ b)
     assert (buffer[:, [0, 1, 5, 6, 7]] == 0).all()
+
+
+def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
+    monkeypatch.delenv("LIGER_LOSSES_BACKEND", raising=False)
+    cpu = torch.empty(0)
+    assert choose_backend(cpu) == "torch"
+    with pytest.raises(ValueError, match="torch, triton.*'cuda'"):
+        choose_backend(cpu, "cuda")
+    with pytest.raises(ValueError, match=r"half and single precision.*torch\.float64"):
+        triton_or_skip()
+        choose_backend(cpu.double(), "triton")
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
+        choose_backend(cpu)
+    assert choose_backend(cpu, "torch") == "torch"

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.head import LogitTransform
 from liger_losses.chunked.tokens import shift_labels
+from liger_losses.kernels.logit_transform import LogitTransform
 
 
 class ChunkedLoss(nn.Module):
@@ -25,12 +25,13 @@ class ChunkedLoss(nn.Module):
 
     Args:
         ignore_index: the label of tokens that carry no loss; they are dropped before the projection.
-        temperature, logit_scale, softcap: see :class:`liger_losses.chunked.head.LogitTransform`.
+        temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
         compact: drop tokens without loss (costs one synchronisation with the device).
         workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
         chunk_size: tokens per block, instead of as many as fit the workspace.
         accum_dtype: ``torch.float32`` to add up the weight's gradient in a buffer of that dtype.
+        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default.
     """
 
     #: What :meth:`loss` is differentiated by; names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`.
@@ -50,12 +51,13 @@ class ChunkedLoss(nn.Module):
         workspace: int | None = None,
         chunk_size: int | None = None,
         accum_dtype: Any = None,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
         self.shift = shift
         self.transform = LogitTransform(temperature, logit_scale, softcap)
-        self.options = EngineOptions(ignore_index, compact, workspace, chunk_size, accum_dtype)
+        self.options = EngineOptions(ignore_index, compact, workspace, chunk_size, accum_dtype, backend)
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels as the engine takes them: shifted if this loss was told that they are not."""

@@ -74,6 +74,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         compact: bool = True,
         workspace: int | None = None,
         chunk_size: int | None = None,
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             ignore_index=ignore_index,
@@ -85,6 +86,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             workspace=workspace,
             chunk_size=chunk_size,
             accum_dtype=accum_dtype,
+            backend=backend,
         )
         check_range("label_smoothing", label_smoothing, 0.0, 1.0)
         check_names([reduction], _REDUCTIONS, "reduction")

@@ -23,7 +23,7 @@ class Plan:
         rows: tokens in a block of whole rows of logits (the statistics pass, the one-pass strategies).
         tile_rows: tokens in a tile of the gradient pass.
         tile_columns: columns of the vocabulary in such a tile.
-        scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size.
+        scratch: bytes for elementwise temporaries of the torch backend, which works on blocks in slices of that size.
         slab: rows of the weight that are cast at once; V when none need it.
         resident: whether all logits fit the workspace at once.
     """
@@ -34,10 +34,6 @@ class Plan:
     scratch: int
     slab: int
     resident: bool
-
-    def slice_rows(self, columns: int, itemsize: int) -> int:
-        """Rows of a slice whose temporaries (three of them) fit the scratch space."""
-        return max(1, self.scratch // (3 * columns * itemsize))
 
     def blocks(self, tokens: int) -> int:
         """How many blocks of whole rows the stream takes."""
@@ -66,12 +62,14 @@ def make_plan(
     device: torch.device,
     workspace: int | None = None,
     chunk_size: int | None = None,
+    temporaries: bool = True,
 ) -> Plan:
     """Cut a stream of ``tokens`` into blocks.
 
     Args:
         workspace: bytes that everything beyond inputs and outputs must fit; chosen from the shapes by default.
         chunk_size: tokens per block of whole rows, instead of as many as fit.
+        temporaries: whether elementwise work needs scratch space.
 
     Raises:
         ValueError: the workspace cannot hold even one row.
@@ -87,7 +85,8 @@ def make_plan(
     cast = operand_dtype != weight_dtype
     # A row of logits, its hidden state (gathered, then cast), and its gradient.
     row_bytes = columns * item + hidden_size * (8 + operand + 2 * item)
-    least = row_bytes + 3 * columns * item + vectors + cast * hidden_size * (operand + item)
+    least_scratch = 4 * columns * item if temporaries else 0
+    least = row_bytes + least_scratch + vectors + cast * hidden_size * (operand + item)
     if given and workspace < least:
         raise ValueError(
             f"workspace={workspace} bytes is too small for {tokens} tokens over a vocabulary of {vocab_size} and a "
@@ -96,7 +95,7 @@ def make_plan(
     budget = max(workspace, least) - vectors
 
     scratch_limit = (4 if device.type == "cpu" else 96) * MiB
-    scratch = max(min(budget // 8, scratch_limit), 3 * columns * item)
+    scratch = max(min(budget // 8, scratch_limit), least_scratch) if temporaries else 0
     # A slab is cast once, and its part of grad_weight is computed wide before it is rounded.
     slab = max(1, budget // 8 // (hidden_size * (operand + item))) if cast else vocab_size
     slab = min(slab, vocab_size)

@@ -140,12 +140,16 @@ class Tokens:
     def collect(self, values: Tensor) -> Tensor:
         """From one value per given token ``[T]`` to one per kept token ``[N]``; 0 for masked ones."""
         kept = self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
-        return kept if self.mask is None else torch.where(self.mask, kept, torch.zeros_like(kept))
+        return self.masked(kept)
+
+    def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Values of (some of) the kept tokens, 0 for those that carry no loss."""
+        return values if self.mask is None else torch.where(self.mask[rows], values, torch.zeros_like(values))
 
     def spread(self, values: Tensor) -> Tensor:
         """From one value per kept token ``[N]`` to one per given token ``[T]``; 0 for those without loss."""
         if self.mask is not None:
-            return torch.where(self.mask, values, torch.zeros_like(values))
+            return self.masked(values)
         if all(index is None for index in self.indices):
             return values
         sizes = [math.prod(shape) for shape in self.shapes]

@@ -11,6 +11,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._triton import choose_backend, jit, tl, triton
+from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.softmax_stats import row_slices
+
 
 @dataclass(frozen=True)
 class SoftmaxGradient:
@@ -77,33 +81,85 @@ _CLOSED_FORMS: dict[str, Callable[[Tensor, dict[str, Tensor], Tensor | None], di
 }
 
 
-def softmax_gradient(
-    logits: Tensor,
+def softmax_gradient_into(
+    out: Tensor,
+    projected: Tensor,
     lse: Tensor,
     labels: Tensor,
     coefficients: SoftmaxGradient,
     *,
     first_column: int = 0,
     vocab_size: int | None = None,
+    transform: LogitTransform = LogitTransform(),
+    bias: Tensor | None = None,
     class_weight: Tensor | None = None,
+    grad_bias: Tensor | None = None,
+    scratch: int | None = None,
+    backend: str | None = None,
 ) -> Tensor:
-    """Gradient of the loss with respect to a slice of logits; see :class:`SoftmaxGradient`.
+    """Gradient of the loss with respect to a slice of projections; see :class:`SoftmaxGradient`.
 
     Args:
-        logits: ``[R, C]``, fp32 or fp64: columns ``first_column`` to ``first_column + C``.
+        out: ``[R, C]``, of any floating-point dtype. It may be ``projected`` itself, or lie in the memory of its
+            rows, each row of ``out`` at the beginning of its own row.
+        projected: ``[R, C]``, fp32 or fp64, rows contiguous: columns ``first_column`` to ``first_column + C`` of the
+            vocabulary.
         lse: ``[R]``, log-sum-exp over the whole vocabulary.
         labels: ``[R]`` int64, indices into the whole vocabulary.
-        coefficients: the row's coefficients.
+        coefficients: the rows' coefficients.
         first_column: where the slice starts in the vocabulary.
         vocab_size: V; ``C`` when the slice is the whole vocabulary.
-        class_weight: ``[C]``, the slice's ``c`` of ``mean_logp``.
+        transform: from projections to logits.
+        bias: ``[C]``, the slice's.
+        class_weight: ``[C]`` in the projections' dtype, the slice's ``c`` of ``mean_logp``.
+        grad_bias: ``[C]``, to which the sum over the rows is added.
+        scratch: bytes for temporaries of the torch backend; unbounded by default.
+        backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
     Returns:
-        ``[R, C]`` in the logits' dtype, a new tensor.
+        ``out``.
     """
-    width = logits.shape[1]
-    vocab_size = vocab_size or width
-    c = coefficients
+    vocab_size = vocab_size or projected.shape[1]
+    if choose_backend(projected, backend) == "triton":
+        _gradient_triton(
+            out, projected, lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight
+        )
+        if grad_bias is not None:
+            grad_bias += out.sum(0, dtype=grad_bias.dtype)
+        return out
+    for rows in row_slices(projected, scratch):
+        grad = _gradient_torch(
+            projected[rows],
+            lse[rows],
+            labels[rows],
+            coefficients.rows(rows.start, rows.stop),
+            first_column,
+            vocab_size,
+            transform,
+            bias,
+            class_weight,
+        )
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        out[rows].copy_(grad)
+        del grad  # or it would still be there beside the next slice's
+    return out
+
+
+def _gradient_torch(
+    projected: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    c: SoftmaxGradient,
+    first_column: int,
+    vocab_size: int,
+    transform: LogitTransform,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+) -> Tensor:
+    """The reference: a new tensor ``[R, C]``."""
+    width = projected.shape[1]
+    logits = transform(projected, bias)
     log_p = logits - lse[:, None]
     if c.p_logp_coef is None and c.p_squared_coef is None:
         grad = log_p.exp_()
@@ -119,6 +175,7 @@ def softmax_gradient(
         if c.p_squared_coef is not None:
             grad.addcmul_(p, c.p_squared_coef[:, None])
         grad.mul_(p)
+        del p, log_p
     if c.uniform_coef is not None:
         grad.add_(c.uniform_coef[:, None], alpha=1.0 / vocab_size)
     if c.class_coef is not None:
@@ -131,4 +188,122 @@ def softmax_gradient(
         # Gather, add, scatter: one write per row, so the result never depends on the order of threads.
         at_label = grad.gather(1, column) + torch.where(inside, c.label_coef, 0.0)[:, None]
         grad.scatter_(1, column, at_label)
-    return grad
+    return transform.chain_(grad, logits)
+
+
+def _gradient_triton(
+    out: Tensor,
+    projected: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    c: SoftmaxGradient,
+    first_column: int,
+    vocab_size: int,
+    transform: LogitTransform,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+) -> None:
+    rows, columns = projected.shape
+    if not rows:
+        return
+    given = {f.name: getattr(c, f.name) for f in fields(c)}
+    _gradient_kernel[(rows,)](
+        out,
+        out.stride(0),
+        projected,
+        projected.stride(0),
+        lse,
+        labels,
+        bias,
+        class_weight,
+        *(None if value is None else value.contiguous() for value in given.values()),
+        first_column,
+        columns,
+        1.0 / vocab_size,
+        **transform.kernel_arguments(),
+        HAS_BIAS=bias is not None,
+        **{f"HAS_{name.removesuffix('_coef').upper()}": value is not None for name, value in given.items()},
+        BLOCK=min(4096, triton.next_power_of_2(columns)),
+        num_warps=8,
+    )
+
+
+@jit
+def _gradient_kernel(
+    out,
+    out_stride,
+    projected,
+    row_stride,
+    lse,
+    labels,
+    bias,
+    class_weight,
+    p_coef,
+    p_logp_coef,
+    p_squared_coef,
+    label_coef,
+    uniform_coef,
+    class_coef,
+    first_column,
+    columns,
+    inverse_vocab_size,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_P_LOGP: tl.constexpr,
+    HAS_P_SQUARED: tl.constexpr,
+    HAS_LABEL: tl.constexpr,
+    HAS_UNIFORM: tl.constexpr,
+    HAS_CLASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row, from left to right: a row of ``out`` may begin where its row of projections does."""
+    row = tl.program_id(0).to(tl.int64)
+    row_lse = tl.load(lse + row)
+    label = (tl.load(labels + row) - first_column).to(tl.int32)
+    if HAS_P:
+        p_c = tl.load(p_coef + row)
+    if HAS_P_LOGP:
+        p_logp_c = tl.load(p_logp_coef + row)
+    if HAS_P_SQUARED:
+        p_squared_c = tl.load(p_squared_coef + row)
+    if HAS_LABEL:
+        label_c = tl.load(label_coef + row)
+    if HAS_UNIFORM:
+        uniform_c = tl.load(uniform_coef + row) * inverse_vocab_size
+    if HAS_CLASS:
+        class_c = tl.load(class_coef + row) * inverse_vocab_size
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < columns
+        x = tl.load(projected + row * row_stride + offsets, mask=inside, other=0.0)
+        if HAS_BIAS:
+            x += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
+        z = transform_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        log_p = z - row_lse
+        p = tl.exp(log_p)
+        grad = tl.zeros((BLOCK,), tl.float32)
+        if HAS_P:
+            grad += p_c
+        if HAS_P_LOGP:
+            # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
+            grad += p_logp_c * tl.maximum(log_p, -1e4)
+        if HAS_P_SQUARED:
+            grad += p_squared_c * p
+        grad *= p
+        if HAS_UNIFORM:
+            grad += uniform_c
+        if HAS_CLASS:
+            grad += class_c * tl.load(class_weight + offsets, mask=inside, other=0.0)
+        if HAS_LABEL:
+            grad += tl.where(offsets == label, label_c, 0.0)
+        if HAS_SOFTCAP:
+            t = z / (softcap * inverse_temperature)
+            grad *= 1 - t * t
+        grad *= scale * inverse_temperature
+        # A narrower `out` overwrites what lies to the left of this block, and part of it: all must have been read.
+        tl.debug_barrier()
+        tl.store(out + row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)

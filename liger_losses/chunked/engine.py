@@ -267,6 +267,8 @@ def _prepare(
     )
     operand = operand_dtype(compute_dtype, weight.device)
     logits_dtype = torch.promote_types(torch.float32, operand)
+    grad = torch.is_grad_enabled()
+    needs_bias = grad and bias is not None and bias.requires_grad
     backend = choose_backend(torch.empty(0, dtype=logits_dtype, device=weight.device), options.backend)
     plan = make_plan(
         tokens=tokens.count,
@@ -278,9 +280,8 @@ def _prepare(
         device=weight.device,
         workspace=options.workspace,
         chunk_size=options.chunk_size,
-        temporaries=backend == "torch",
+        temporaries=backend == "torch" or needs_bias,
     )
-    grad = torch.is_grad_enabled()
     job = Job(
         transform=transform,
         class_weight=None if class_weight is None else class_weight.detach().to(logits_dtype),
@@ -294,7 +295,7 @@ def _prepare(
         strategy="",
         needs_hidden=tuple(grad and part.requires_grad for part in hidden),
         needs_weight=grad and weight.requires_grad,
-        needs_bias=grad and bias is not None and bias.requires_grad,
+        needs_bias=needs_bias,
     )
     possible = _possible_strategies(job, compute_dtype, separable)
     strategy = possible[0]

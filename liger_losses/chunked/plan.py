@@ -23,7 +23,7 @@ class Plan:
         rows: tokens in a block of whole rows of logits (the statistics pass, the one-pass strategies).
         tile_rows: tokens in a tile of the gradient pass.
         tile_columns: columns of the vocabulary in such a tile.
-        scratch: bytes for elementwise temporaries of the torch backend, which works on blocks in slices of that size.
+        scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any.
         slab: rows of the weight that are cast at once; V when none need it.
         resident: whether all logits fit the workspace at once.
     """

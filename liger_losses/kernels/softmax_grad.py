@@ -113,19 +113,23 @@ def softmax_gradient_into(
         bias: ``[C]``, the slice's.
         class_weight: ``[C]`` in the projections' dtype, the slice's ``c`` of ``mean_logp``.
         grad_bias: ``[C]``, to which the sum over the rows is added.
-        scratch: bytes for temporaries of the torch backend; unbounded by default.
+        scratch: bytes for temporaries; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
     Returns:
-        ``out``.
+        ``out``. ``projected`` is overwritten where that saves memory.
     """
     vocab_size = vocab_size or projected.shape[1]
     if choose_backend(projected, backend) == "triton":
+        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
+        target = out if grad_bias is None else projected
         _gradient_triton(
-            out, projected, lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight
+            target, projected, lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight
         )
         if grad_bias is not None:
-            grad_bias += out.sum(0, dtype=grad_bias.dtype)
+            grad_bias += projected.sum(0, dtype=grad_bias.dtype)
+            for rows in row_slices(projected, scratch):
+                out[rows].copy_(projected[rows].to(out.dtype))
         return out
     for rows in row_slices(projected, scratch):
         grad = _gradient_torch(

@@ -43,6 +43,7 @@ class ChunkedDPOTrainer(DPOTrainer):
         super().__init__(*args, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError("this trainer does not add a mixture-of-experts model's auxiliary loss; use DPOTrainer.")
+        check_head_is_linear(self.accelerator.unwrap_model(self.model))
         self.chunked_loss = LigerFusedLinearDPOLoss(
             beta=self.beta,
             loss_type=self.loss_types,
@@ -98,6 +99,23 @@ class ChunkedDPOTrainer(DPOTrainer):
         }.items():
             log[name].append(value.mean().item())
         return (loss, {"loss": loss}) if return_outputs else loss
+
+
+def check_head_is_linear(model):
+    """Refuse a model whose logits are more than a linear layer's (soft-cap, scale): they would be left out."""
+    ids = torch.arange(2, 10, device=model.device)[None]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        projected = model.get_output_embeddings()(hidden)
+    model.train(training)
+    if not torch.allclose(logits.float(), projected.float(), rtol=1e-2, atol=1e-2):
+        raise SystemExit(
+            f"{type(model).__name__} changes its logits after lm_head (a soft-cap or scale). Give its softcap= and "
+            "logit_scale= to LigerFusedLinearDPOLoss and linear_logps in ChunkedDPOTrainer."
+        )
 
 
 class Speed(TrainerCallback):

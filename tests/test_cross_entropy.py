@@ -65,6 +65,8 @@ def plain_cross_entropy(hidden, weight, labels, bias, build, call, reduction="me
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_definition(dtype, options, bias, reduction):
+    if "num_items_in_batch" in options and reduction != "mean":
+        pytest.skip("num_items_in_batch is what 'mean' divides by")
     inputs = problem(37, 24, 131, dtype=dtype, bias=bias)
     hidden, weight, labels, b = inputs
     build, call = split_options(options, 131, 37, dtype)
@@ -173,5 +175,42 @@ def test_bad_options(options, message):
 
 def test_bad_ce_weight():
     hidden, weight, labels, _ = problem()
-    with pytest.raises(ValueError, match=r"class_weight must be \[61\]"):
+    with pytest.raises(ValueError, match=r"ce_weight must be \[61\]"):
         LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(60))(weight, hidden, labels)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_token_weights_are_constants(dtype, reduction):
+    hidden, weight, labels, _ = problem(dtype=dtype)
+    weights = torch.rand(13, requires_grad=True)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, hidden, labels, token_weights=weights)
+    loss.sum().backward()
+    assert weights.grad is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bad_token_weights(reduction):
+    hidden, weight, labels, _ = problem(shape=(3, 4))
+    module = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    with pytest.raises(ValueError, match=r"token_weights must have one value per label, \(3, 4\), got \(4,\)"):
+        module(weight, hidden, labels, token_weights=torch.ones(4))
+    with pytest.raises(TypeError, match="token_weights must be a tensor, got list"):
+        module(weight, hidden, labels, token_weights=[1.0])
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_no_items_in_the_batch(compact):
+    hidden, weight, labels, _ = problem()
+    labels[:] = -100
+    loss = LigerFusedLinearCrossEntropyLoss(compact=compact)(weight, hidden, labels, num_items_in_batch=0)
+    loss.backward()
+    assert loss == 0
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
+
+
+def test_num_items_in_batch_belongs_to_the_mean():
+    hidden, weight, labels, _ = problem()
+    with pytest.raises(ValueError, match="the reduction is 'sum'"):
+        LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels, num_items_in_batch=3)

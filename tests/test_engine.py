@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 
+MiB = 2**20
 TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 5.0}
 OPTIONS = {
     "resident": EngineOptions(strategy="resident"),
@@ -238,6 +239,29 @@ def test_any_strides():
     a, b = linear_logps(hidden, weight, labels), linear_logps(strided, wide, every_other)
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(gradients(weighted([a]), (hidden, weight)), gradients(weighted([b]), (strided, wide)))
+
+
+def test_strided_hidden_states_are_not_copied_whole():
+    hidden, weight, labels, _ = problem(shape=(4, 2000), h=256, v=512, masked=0.0)
+    workspace = 4 * MiB
+    shifted, targets = hidden[:, :-1], labels[:, 1:]
+    assert shifted.numel() * 4 > workspace
+    with torch.no_grad():
+        assert peak_bytes(lambda: linear_logps(shifted, weight, targets, workspace=workspace)) <= workspace
+    expected = linear_logps(hidden, weight, labels, shift=True)[:, :-1]
+    torch.testing.assert_close(linear_logps(shifted, weight, targets), expected)
+
+
+def test_hidden_states_of_different_dtypes_under_autocast():
+    (a, weight, y, _), (b, _, z, _) = problem(seed=1), problem(seed=2)
+    weight.requires_grad_(False)
+    half = a.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_statistics([half, b], weight, [y, z])
+        alone = linear_statistics(b, weight, z, options=EngineOptions(strategy="two_pass"))
+    torch.testing.assert_close(
+        gradients(mixed[1].logp.sum(), (b,)), gradients(alone.logp.sum(), (b,)), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])

@@ -108,7 +108,8 @@ def test_unknown_names_list_the_known_ones():
         ({"loss_type": "ipo", "average_log_prob": True}, "twice"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"discopop_tau": 0.0}, "discopop_tau"),
-        ({"loss_type": []}, "one entry per loss_type"),
+        ({"loss_type": []}, "unknown loss_type"),
+        ({"beta": float("inf")}, "beta must lie in"),
     ],
 )
 def test_bad_dpo_options(options, message):
@@ -165,6 +166,44 @@ def test_references():
         module(weight, hidden, labels, None, hidden[:, :3], weight)
     with pytest.raises(ValueError, match="with pairs"):
         module(weight, (hidden[:2], labels[:2]), (hidden[2:], labels[2:]), ref_input=hidden)
+
+
+def test_a_reference_that_does_not_fit_is_found_before_any_projection(monkeypatch):
+    hidden, weight, labels = good()
+
+    def refuse(*_, **__):
+        raise AssertionError("the projection was computed")
+
+    monkeypatch.setattr("liger_losses.chunked.head.matmul_into", refuse)
+    with pytest.raises(ValueError, match=r"of the reference model.*hidden_states must be \[..., 7\]"):
+        LigerFusedLinearDPOLoss()(weight, hidden, labels, None, hidden, torch.randn(61, 7))
+
+
+def test_labels_are_checked_without_compaction_too():
+    hidden, weight, labels = good()
+    labels[0, 0] = 61
+    with pytest.raises(ValueError, match="labels must be in"):
+        linear_logps(hidden, weight, labels, compact=False)
+
+
+def test_wrong_kinds_of_arguments():
+    hidden, weight, labels = good()
+    free = LigerFusedLinearDPOLoss(use_ref_model=False)
+    for call, message in (
+        (lambda: linear_logps(hidden, weight, labels.tolist(), shift=True), "labels must be a tensor, got list"),
+        (lambda: linear_logps(None, weight, labels), "hidden_states must be a tensor, got NoneType"),
+        (lambda: linear_logps(hidden, weight, labels, ignore_index=None), "ignore_index must be an integer"),
+        (lambda: linear_logps(hidden, weight, labels, softcap="30"), "softcap must be a number"),
+        (lambda: linear_logps(hidden, weight.to(torch.uint8), labels), "weight must be floating point.*dequantise"),
+        (lambda: free(weight, (hidden, [1]), (hidden, labels)), "labels must be a tensor"),
+        (lambda: LigerFusedLinearDPOLoss()(weight, hidden, labels, ref_chosen_logps=[1.0]), "ref_chosen_logps must be"),
+        (lambda: LigerFusedLinearORPOLoss()(weight, hidden, labels, None, [[1]]), "must be a tensor, got list"),
+        (lambda: LigerFusedLinearDPOLoss(beta="0.1"), "beta must be a number"),
+        (lambda: LigerFusedLinearCrossEntropyLoss(ce_weight=[1.0]), "ce_weight must be a tensor"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert linear_statistics(hidden, weight, labels, "logp").logp.shape == labels.shape
 
 
 def test_own_losses():

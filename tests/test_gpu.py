@@ -69,6 +69,33 @@ def test_as_exact_as_plain_pytorch(sizes, dtype):
             assert_as_exact_as_plain(a, p, e, f"grad_{what} by {strategy}", floor=floor)
 
 
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "sizes", [(1, 64, 50257), (517, 576, 1031), (1000, 896, 151643), (300, 33, 77), (4097, 72, 999)]
+)
+def test_statistics_without_logits(sizes, dtype, tma, monkeypatch):
+    if not tma:
+        monkeypatch.setattr("liger_losses.kernels.linear_stats._tma_can_load", lambda matrix: False)
+    hidden, weight, labels, bias = on_gpu(
+        *sizes, dtype=dtype, bias=True, masked=0.2 if sizes[0] > 1 else 0.0, scale=3.0
+    )
+    transform = {"temperature": 0.8, "logit_scale": 1.2, "softcap": 12.0}
+    exact_in = double(hidden, weight, bias)
+    with torch.no_grad():
+        for b, options in ((None, {}), (bias, transform)):
+            exact = plain_statistics(exact_in[0], exact_in[1], labels, None if b is None else exact_in[2], **options)
+            found = linear_statistics(
+                hidden, weight, labels, NAMES, metrics=("argmax",), bias=b, transform=LogitTransform(**options)
+            )
+            for name in NAMES:
+                torch.testing.assert_close(
+                    getattr(found, name).double(), exact[name], rtol=1e-4, atol=1e-4, msg=f"{name} {options}"
+                )
+            again = linear_statistics(hidden, weight, labels, NAMES, bias=b, transform=LogitTransform(**options))
+            assert all(torch.equal(getattr(found, name), getattr(again, name)) for name in NAMES)
+
+
 def test_frozen_head():
     hidden, weight, labels, _ = on_gpu(700, 256, 5003, dtype=torch.bfloat16)
     weight.requires_grad_(False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_losses.kernels import choose_backend
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -161,6 +162,26 @@ def test_argmax_is_the_first_maximum(backend):
     logits[1, 8999] = 1.0
     labels = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     assert softmax_statistics(logits, labels, frozenset({"argmax"}), backend=backend)["argmax"].tolist() == [5, 8999]
+
+
+# The interpreter has no bf16 products; the GPU's tests have.
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), (130, 40, 300), (5, 33, 257)])
+def test_statistics_without_logits(tokens, hidden_size, columns, tma, monkeypatch):
+    triton_or_skip()
+    if not tma:
+        monkeypatch.setattr("liger_losses.kernels.linear_stats._tma_can_load", lambda matrix: False)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, hidden_size, generator=g).half().to(DEVICE) for n in (tokens, columns))
+    labels = torch.randint(columns, (tokens,), generator=g).to(DEVICE)
+    bias, c = (torch.rand(columns, generator=g).to(DEVICE) for _ in range(2))
+    projected = hidden.double() @ weight.double().t()
+    for options in ({}, {"bias": bias, "class_weight": c, "transform": LogitTransform(0.7, 1.2, 8.0)}):
+        found = linear_softmax_statistics(hidden, weight, labels, frozenset(STATISTICS), **options, backend="triton")
+        doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        exact = softmax_statistics(projected, labels, frozenset(STATISTICS), **doubled)
+        for name, value in exact.items():
+            torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-5, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -365,6 +365,33 @@ def test_a_completion_without_tokens_has_log_probability_zero():
         assert module(weight, hidden, labels)[1].chosen_logps[0] == 0
 
 
+def test_reference_log_probs_may_be_anything_at_masked_tokens():
+    hidden, weight, labels, _, _ = batch()
+    module = LigerFusedLinearDPOLoss()
+    ref = torch.full(labels.shape, -1.0, dtype=torch.float64)
+    clean = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
+    ref[labels == -100] = -math.inf
+    torch.testing.assert_close(
+        module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0], clean
+    )
+
+
+def test_a_single_completion_takes_one_reference_log_prob_and_its_own_nll_labels():
+    hidden, weight, labels, _, _ = batch()
+    for shape in ((), (1,)):
+        ref = torch.full(shape, -20.0, dtype=torch.float64)
+        sides = (Completions(hidden[i], labels[i], ref_logps=ref) for i in (0, 3))
+        assert LigerFusedLinearDPOLoss()(weight, *sides)[0].isfinite()
+    pair = ((hidden[0], labels[0]), (hidden[3], labels[3]))
+    plain = LigerFusedLinearORPOLoss()(weight, *pair)[0]
+    torch.testing.assert_close(LigerFusedLinearORPOLoss()(weight, *pair, None, labels[0])[0], plain)
+
+
+def test_attributes_are_those_that_were_given():
+    module = LigerFusedLinearDPOLoss(loss_type="ipo", label_smoothing=0.1, discopop_tau=0.2, beta=0.3)
+    assert (module.loss_type, module.label_smoothing, module.discopop_tau, module.beta) == ("ipo", 0.1, 0.2, 0.3)
+
+
 # --- One's own -------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from liger_losses.chunked.checks import check_tensor
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.tokens import shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -29,7 +31,7 @@ class ChunkedLoss(nn.Module):
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
         compact: drop tokens without loss (costs one synchronisation with the device).
         workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
-        chunk_size: tokens per block, instead of as many as fit the workspace.
+        chunk_size: at most so many tokens' logits in a block of the forward pass, where more would fit the workspace.
         accum_dtype: ``torch.float32`` to add up the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default.
     """
@@ -50,7 +52,7 @@ class ChunkedLoss(nn.Module):
         compact: bool = True,
         workspace: int | None = None,
         chunk_size: int | None = None,
-        accum_dtype: Any = None,
+        accum_dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ class ChunkedLoss(nn.Module):
         self.options = EngineOptions(ignore_index, compact, workspace, chunk_size, accum_dtype, backend)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels as the engine takes them: shifted if this loss was told that they are not."""
+        """Labels ``[...]`` as the engine takes them: shifted if this loss was told that they are not."""
+        check_tensor("labels", labels)
         return shift_labels(labels, self.ignore_index) if self.shift else labels
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
@@ -97,7 +100,14 @@ class ChunkedLoss(nn.Module):
     def from_function(
         function: Callable[..., Any], statistics: Sequence[str] = ("logp",), metrics: Sequence[str] = (), **options: Any
     ) -> ChunkedLoss:
-        """A loss from ``function(statistics, mask, **inputs) -> loss``, with :class:`ChunkedLoss`'s options."""
+        """A loss from a function.
+
+        Args:
+            function: ``(statistics, mask, **inputs) -> loss`` (or loss and metrics), as :meth:`loss`.
+            statistics: names that it is differentiated by.
+            metrics: names that it reads besides.
+            options: as in :class:`ChunkedLoss`.
+        """
         body = {
             "statistics": tuple(statistics),
             "metrics": tuple(metrics),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,17 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
             raise ValueError(f"unknown {what} {name!r}; it must be one of {', '.join(known)}.")
 
 
+def check_tensor(name: str, value: Any) -> None:
+    """Raise TypeError for what is not a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+
+
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise ValueError unless ``low <= value <= high`` (``low < value`` with ``open_low``)."""
-    if not (low <= value <= high) or (open_low and value == low):
+    """Raise ValueError unless ``low <= value <= high`` (``low < value`` with ``open_low``), finite in any case."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not math.isfinite(value) or not (low <= value <= high) or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}.")
 
@@ -48,13 +58,17 @@ def check_head(
         TypeError: not tensors, integer hidden states, floating-point labels, mixed dtypes outside autocast.
         ValueError: shapes or devices that do not fit together.
     """
-    for name, value in (("weight", weight), *(("hidden_states", part) for part in hidden_states)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
-        if value.dtype not in _FLOATS:
+    check_tensor("weight", weight)
+    if weight.dtype not in _FLOATS:
+        raise TypeError(
+            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
+        )
+    for part in hidden_states:
+        check_tensor("hidden_states", part)
+        if part.dtype not in _FLOATS:
             raise TypeError(
-                f"{name} must be floating point, got {value.dtype} of shape {tuple(value.shape)}. "
-                "Hidden states come from the model's last layer; token ids go into labels."
+                f"hidden_states must be floating point, got {part.dtype} of shape {tuple(part.shape)}. They come from "
+                "the model's last layer; token ids go into labels."
             )
     if weight.dim() != 2:
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")
@@ -68,8 +82,9 @@ def check_head(
     for name, vector in (("bias", bias), ("class_weight", class_weight)):
         if vector is None:
             continue
-        if not isinstance(vector, Tensor) or vector.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be a floating-point tensor, got {vector!r}.")
+        check_tensor(name, vector)
+        if vector.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be floating point, got {vector.dtype}.")
         if vector.shape != (vocab_size,):
             raise ValueError(
                 f"{name} must be [{vocab_size}], one value per row of the weight, got shape {tuple(vector.shape)}."
@@ -84,8 +99,7 @@ def check_head(
 
 
 def _check_pair(hidden_states: Tensor, labels: Tensor, hidden_size: int, weight_shape: tuple[int, ...]) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
+    check_tensor("labels", labels)
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64 token ids, got {labels.dtype}; convert them with .long().")
     if hidden_states.dim() < 2 or hidden_states.shape[-1] != hidden_size:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_names, check_range
+from liger_losses.chunked.checks import check_head, check_names, check_range, check_tensor
 from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -90,11 +90,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
         check_range("label_smoothing", label_smoothing, 0.0, 1.0)
         check_names([reduction], _REDUCTIONS, "reduction")
+        if ce_weight is not None:
+            check_tensor("ce_weight", ce_weight)
         self.ce_weight: Tensor | None
         self.register_buffer("ce_weight", ce_weight, persistent=False)
         self.lse_square_scale = lse_square_scale
         self.label_smoothing = label_smoothing
         self.reduction = reduction
+        self.softcap, self.accum_dtype = softcap, accum_dtype
         self.return_z_loss = return_z_loss
         self.use_token_scaling = use_token_scaling
         self.return_token_accuracy = return_token_accuracy
@@ -118,32 +121,51 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             target: ``[...]`` int64.
             bias: ``[V]``.
             num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
-            token_weights: ``[...]``, weight of each token.
+            token_weights: ``[...]``, weight of each token; a constant for the gradient.
 
         Returns:
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for.
+
+        Raises:
+            TypeError, ValueError: shapes or dtypes that do not fit together, labels outside the vocabulary,
+                ``num_items_in_batch`` with a reduction other than ``mean``.
         """
-        check_head((_input,), lin_weight, (target,), bias, self.ce_weight)
-        labels = self.labels(target)
+        check_head((_input,), lin_weight, (target,), bias)
+        if self.ce_weight is not None and self.ce_weight.shape != lin_weight.shape[:1]:
+            raise ValueError(
+                f"ce_weight must be [{lin_weight.shape[0]}], one value per row of the weight, got shape "
+                f"{tuple(self.ce_weight.shape)}."
+            )
+        if num_items_in_batch is not None and self.reduction != "mean":
+            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
         if token_weights is not None:
-            token_weights = token_weights.to(torch.promote_types(token_weights.dtype, torch.float32))
-        wanted = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
-        statistics = [name for name, want in wanted.items() if want]
-        wanted = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        metrics = [name for name, want in wanted.items() if want]
+            check_tensor("token_weights", token_weights)
+            if token_weights.shape != target.shape:
+                raise ValueError(
+                    f"token_weights must have one value per label, {tuple(target.shape)}, got "
+                    f"{tuple(token_weights.shape)}."
+                )
+            token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+        labels = self.labels(target)
+        mask = labels != self.ignore_index
+        read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
+        also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
+        statistics = [name for name, wanted in read.items() if wanted]
         common: dict[str, Any] = {
-            "metrics": metrics,
+            "metrics": [name for name, wanted in also.items() if wanted],
             "bias": bias,
-            "class_weight": self.ce_weight,
+            "class_weight": self.ce_weight if self.label_smoothing else None,
             "transform": self.transform,
             "options": self.options,
         }
-        mask = labels != self.ignore_index
+        z_loss: Tensor | None = None
         if self.reduction == "none":
             found = linear_statistics(_input, lin_weight, labels, statistics, **common)
             one = torch.ones((), dtype=found.logp.dtype, device=labels.device)
             ce, z = self._terms(found, labels.where(mask, 0), one, one, token_weights)
-            loss, z_loss = torch.where(mask, ce + z, 0.0), torch.where(mask, z, 0.0)
+            loss = torch.where(mask, ce + z, 0.0)
+            if self.return_z_loss:
+                z_loss = torch.where(mask, z, 0.0).detach()
         else:
             ce_total, z_total = self._denominators(labels, mask, num_items_in_batch, token_weights)
 
@@ -155,7 +177,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             loss, found = linear_token_loss(
                 _input, lin_weight, labels, token_loss, statistics, token_inputs=inputs, **common
             )
-            z_loss = loss
             if self.return_z_loss:
                 z = self._terms(found, labels.where(mask, 0), ce_total, z_total, token_weights)[1]
                 z_loss = torch.where(mask, z, 0.0).sum()
@@ -163,7 +184,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return loss
         return CrossEntropyOutput(
             loss,
-            z_loss.detach() if self.return_z_loss else None,
+            z_loss,
             self._accuracy(found, labels, mask) if self.return_token_accuracy else None,
             torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None,
         )
@@ -195,7 +216,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return one, one
         if num_items_in_batch is not None:
             total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=labels.device)
-            return total, total
+            return torch.where(total == 0, one, total), torch.where(total == 0, one, total)
         weights = mask.float() if token_weights is None else token_weights * mask
         z_total = ce_total = weights.sum()
         if self.ce_weight is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_losses.chunked.checks import check_head, check_names
+from liger_losses.chunked.checks import check_head, check_names, check_tensor
 from liger_losses.chunked.head import operand_dtype
 from liger_losses.chunked.plan import MAX_HALF_PRECISION_BLOCKS, make_plan
 from liger_losses.chunked.stream import Job, Statistics, Stream
@@ -32,7 +32,7 @@ STRATEGIES = {
     "statistics": "no gradient is needed: statistics only. 2",
     "one_pass": "separable loss: loss and gradients of a block while its logits are there. 6 (4)",
     "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
-    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, scaled in backward. 4",
+    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H] kept until backward. 4",
     "two_pass": "coupled loss: statistics first, then every block again with the weights known. 8 (6)",
 }
 
@@ -45,7 +45,7 @@ class EngineOptions:
         ignore_index: the label of tokens without loss.
         compact: drop tokens without loss before the projection, at the cost of one synchronisation.
         workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
-        chunk_size: tokens per block, instead of as many as fit the workspace.
+        chunk_size: at most so many tokens' logits in a block of the forward pass, where more would fit the workspace.
         accum_dtype: dtype to add up grad_weight in, ``torch.float32`` or ``None`` for the weight's own. It costs a
             buffer of the weight's size.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
@@ -62,6 +62,8 @@ class EngineOptions:
     strategy: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
         for name in ("workspace", "chunk_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -78,9 +80,9 @@ def linear_statistics(
     hidden_states: Tensor | Sequence[Tensor],
     weight: Tensor,
     labels: Tensor | Sequence[Tensor],
-    statistics: Iterable[str] = ("logp",),
+    statistics: Iterable[str] | str = ("logp",),
     *,
-    metrics: Iterable[str] = (),
+    metrics: Iterable[str] | str = (),
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
@@ -92,7 +94,7 @@ def linear_statistics(
         hidden_states: ``[..., H]``, or a sequence of such tensors that are streamed as one.
         weight: ``[V, H]``, the ``lm_head``.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
-        statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`, differentiable.
+        statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
         metrics: further names, returned without gradient.
         bias: ``[V]``.
         class_weight: ``[V]``, the weights in ``mean_logp``.
@@ -108,7 +110,7 @@ def linear_statistics(
             unknown names, a workspace that cannot hold one row.
     """
     job, hidden = _prepare(
-        hidden_states, weight, labels, tuple(statistics), tuple(metrics), bias, class_weight, transform, options
+        hidden_states, weight, labels, _names(statistics), _names(metrics), bias, class_weight, transform, options
     )
     by_name = {name: job.tokens.split(value) for name, value in _run(job, weight, bias, hidden).items()}
     per_tensor = [Statistics(**{name: parts[i] for name, parts in by_name.items()}) for i in range(len(hidden))]
@@ -128,7 +130,10 @@ def linear_logps(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    compact: bool = True,
     workspace: int | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
 ) -> Any:
     """Per-token log-probabilities of the labels, an ordinary differentiable operation.
 
@@ -144,7 +149,7 @@ def linear_logps(
         ignore_index: the label of tokens that need no log-probability; they get 0 and cost nothing.
         shift: position ``t`` predicts the label at ``t + 1``; the last position gets 0.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
-        workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
+        compact, workspace, chunk_size, backend: see :class:`EngineOptions`.
 
     Returns:
         The log-probabilities ``[...]`` in fp32 (fp64 for fp64 inputs); with ``entropy`` or ``lse``, a
@@ -153,6 +158,7 @@ def linear_logps(
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`.
     """
+    check_tensor("labels", labels)
     extra = tuple(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted)
     statistics = linear_statistics(
         hidden_states,
@@ -161,7 +167,7 @@ def linear_logps(
         ("logp", *extra),
         bias=bias,
         transform=LogitTransform(temperature, logit_scale, softcap),
-        options=EngineOptions(ignore_index=ignore_index, workspace=workspace),
+        options=EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend),
     )
     return statistics if extra else statistics.logp
 
@@ -171,9 +177,9 @@ def linear_token_loss(
     weight: Tensor,
     labels: Tensor,
     token_loss: Callable[..., Tensor],
-    statistics: Iterable[str] = ("logp",),
+    statistics: Iterable[str] | str = ("logp",),
     *,
-    metrics: Iterable[str] = (),
+    metrics: Iterable[str] | str = (),
     token_inputs: Mapping[str, Tensor] | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
@@ -197,14 +203,19 @@ def linear_token_loss(
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
-        The loss (0-dim, fp32 or fp64) and the detached :class:`Statistics` in the labels' shape.
+        The loss (0-dim, fp32 or fp64), differentiable once by hidden states, weight and bias, and the detached
+        :class:`Statistics` in the labels' shape.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
+    check_tensor("hidden_states", hidden_states)
     job, (hidden,) = _prepare(
         hidden_states,
         weight,
         labels,
-        tuple(statistics),
-        tuple(metrics),
+        _names(statistics),
+        _names(metrics),
         bias,
         class_weight,
         transform,
@@ -213,6 +224,7 @@ def linear_token_loss(
     )
     inputs = {}
     for name, value in (token_inputs or {}).items():
+        check_tensor(name, value)
         if value.shape != labels.shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels.shape)}."
@@ -228,6 +240,10 @@ def linear_token_loss(
     kept = {name: job.tokens.gather([value], 0, job.tokens.count) for name, value in values.items()}
     losses = job.tokens.masked(token_loss(Statistics(**kept), job.tokens.labels, **inputs))
     return losses.sum(), Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
+
+
+def _names(names: Iterable[str] | str) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _run(job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -253,8 +269,9 @@ def _prepare(
     separable: bool = False,
 ) -> tuple[Job, tuple[Tensor, ...]]:
     """Check the inputs, select the tokens, and choose how to run."""
-    hidden = (hidden_states,) if isinstance(hidden_states, Tensor) else tuple(hidden_states)
-    targets = (labels,) if isinstance(labels, Tensor) else tuple(labels)
+    if not isinstance(hidden_states, (list, tuple)):
+        hidden_states, labels = (hidden_states,), (labels,)  # type: ignore[assignment]
+    hidden, targets = tuple(hidden_states), tuple(labels)
     compute_dtype = check_head(hidden, weight, targets, bias, class_weight)
     check_names(statistics, Statistics._fields[:-1], "differentiable statistic")
     check_names(metrics, Statistics._fields, "statistic")

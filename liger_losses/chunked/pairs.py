@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_range
+from liger_losses.chunked.checks import check_head, check_range, check_tensor
 from liger_losses.chunked.engine import Statistics, linear_statistics
 
 
@@ -27,8 +27,9 @@ class Completions:
         hidden_states: ``[B, T, H]``, or ``[T, H]`` for a single completion.
         labels: ``[B, T]`` or ``[T]``; prompts and padding carry ``ignore_index``.
         ref_hidden_states: the reference model's hidden states, in the shape of ``hidden_states``.
-        ref_logps: the reference model's log-probabilities instead, precomputed: per sequence ``[B]`` (sums, or
-            averages where the loss averages), or per token in the shape of ``labels``.
+        ref_logps: the reference model's log-probabilities instead, precomputed: per sequence ``[B]`` (summed,
+            averaged or weighted as the loss does it), or per token in the shape of ``labels``, where its labels are
+            after any shift.
     """
 
     hidden_states: Tensor
@@ -38,14 +39,19 @@ class Completions:
 
     def batched(self) -> Completions:
         """This, with a batch dimension."""
-        if not isinstance(self.labels, Tensor) or self.labels.dim() != 1:
-            return self
         ref_hidden, ref_logps = self.ref_hidden_states, self.ref_logps
+        check_tensor("hidden_states", self.hidden_states)
+        check_tensor("labels", self.labels)
+        for name, value in (("ref_hidden_states", ref_hidden), ("ref_logps", ref_logps)):
+            if value is not None:
+                check_tensor(name, value)
+        if self.labels.dim() != 1:
+            return self
         return Completions(
             self.hidden_states[None],
             self.labels[None],
             None if ref_hidden is None else ref_hidden[None],
-            None if ref_logps is None else ref_logps[None],
+            ref_logps if ref_logps is None or ref_logps.shape == (1,) else ref_logps[None],
         )
 
 
@@ -121,6 +127,10 @@ class _Batch:
         return chosen, rejected
 
 
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weights: Tensor | None = None) -> Tensor:
     """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
 
@@ -134,8 +144,9 @@ def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weight
         ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
         would leave it two digits. (Devices without fp64: fp32.)
     """
-    wide = torch.float32 if logps.device.type == "mps" else torch.float64
-    total = (logps * mask if weights is None else logps * weights * mask).sum(-1, dtype=wide)
+    # What stands at tokens that do not count may be anything, infinities too.
+    logps = torch.where(mask, logps, 0.0)
+    total = (logps if weights is None else logps * weights).sum(-1, dtype=_wide(logps.device))
     return total / mask.sum(-1).clamp(min=1) if average else total
 
 
@@ -146,7 +157,8 @@ def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> 
         chosen, rejected: masks ``[B, T]`` (T may differ).
     """
     shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
-    first, second = (torch.where(mask.cumsum(-1) <= shared, 1.0, ld_alpha) for mask in (chosen, rejected))
+    one, alpha = torch.tensor([1.0, ld_alpha], dtype=_wide(chosen.device), device=chosen.device)
+    first, second = (torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in (chosen, rejected))
     return first, second
 
 
@@ -162,9 +174,12 @@ class PreferenceLoss(ChunkedLoss):
         compute_nll_loss: whether to add it.
         average_log_prob: divide each sequence's log-probability by its length.
         use_ref_model: whether the loss compares with a reference model.
-        chunk_size: pairs whose logits are held at a time, instead of as many as fit the workspace.
+        chunk_size: at most so many pairs' worth of logits in a block of the forward pass, where more would fit.
         compiled: accepted from code written for Liger; there is nothing to compile.
         options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong kind or out of its range.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("mean_logit",)
@@ -185,7 +200,9 @@ class PreferenceLoss(ChunkedLoss):
     ) -> None:
         super().__init__(ignore_index=ignore_index, **options)
         check_range("beta", beta, 0.0, math.inf, open_low=True)
-        if chunk_size is not None and chunk_size < 1:
+        if chunk_size is not None and (
+            isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
+        ):
             raise ValueError(f"chunk_size must be a positive number of pairs, got {chunk_size!r}.")
         self.beta = beta
         self.alpha = alpha
@@ -193,6 +210,7 @@ class PreferenceLoss(ChunkedLoss):
         self.average_log_prob = average_log_prob
         self.use_ref_model = use_ref_model
         self.chunk_size = chunk_size
+        self.compiled = compiled
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""
@@ -253,7 +271,7 @@ class PreferenceLoss(ChunkedLoss):
         else:
             raise ValueError("with pairs, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
         check_head(batch.hidden_states, lin_weight, batch.labels, bias)
-        self._check_reference(batch, ref_weight)
+        self._check_reference(batch, ref_weight, ref_bias)
         batch = replace(batch, labels=[self.labels(part) for part in batch.labels])
 
         hidden, labels = batch.hidden_states, batch.labels
@@ -294,7 +312,7 @@ class PreferenceLoss(ChunkedLoss):
                 *(v.detach().to(means[0].dtype) for v in (*logps, *means, pairs.chosen_nll, *rewards))
             )
 
-    def _check_reference(self, batch: _Batch, ref_weight: Tensor | None) -> None:
+    def _check_reference(self, batch: _Batch, ref_weight: Tensor | None, ref_bias: Tensor | None) -> None:
         name = type(self).__name__
         has_hidden = batch.ref_hidden_states is not None
         for which, labels, logps in zip(
@@ -328,6 +346,10 @@ class PreferenceLoss(ChunkedLoss):
                     f"the reference's hidden states must be [{labels.shape[0]}, {labels.shape[1]}, hidden_size], one "
                     f"for each label, got {tuple(ref.shape)}."
                 )
+        try:
+            check_head(batch.ref_hidden_states, ref_weight, batch.labels, ref_bias)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"of the reference model (ref_hidden_states, ref_weight, ref_bias): {error}") from None
 
     def _statistics(
         self,
@@ -372,7 +394,8 @@ class PreferenceLoss(ChunkedLoss):
         return self._sequence_logps([None if part is None else part.detach() for part in logps], masks)
 
     def _nll_labels(self, nll_target: Tensor, chosen_labels: Tensor) -> Tensor:
-        labels = self.labels(nll_target[: chosen_labels.shape[0]])
+        labels = self.labels(nll_target)
+        labels = labels[None] if labels.dim() == 1 else labels[: chosen_labels.shape[0]]
         if labels.shape != chosen_labels.shape:
             raise ValueError(
                 f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
@@ -421,6 +444,13 @@ def _from_stacked(
 ) -> _Batch:
     if not isinstance(labels, Tensor):
         raise TypeError(f"target must be a tensor of labels in the stacked form, got {type(labels).__name__}.")
+    for name, value in (
+        ("ref_input", ref_hidden_states),
+        ("ref_chosen_logps", ref_logps[0]),
+        ("ref_rejected_logps", ref_logps[1]),
+    ):
+        if value is not None:
+            check_tensor(name, value)
     if hidden_states.dim() != 3 or labels.dim() != 2:
         raise ValueError(
             "the stacked form takes hidden states [2 * pairs, tokens, hidden_size] and labels [2 * pairs, tokens], "

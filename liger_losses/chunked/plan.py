@@ -11,8 +11,9 @@ import torch
 
 MiB = 2**20
 
-#: Beyond this many blocks, adding them up in half precision costs more accuracy than a second pass costs time.
-MAX_HALF_PRECISION_BLOCKS = 16
+#: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the plain
+#: computation's, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of it once instead.
+MAX_HALF_PRECISION_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ def padded(columns: int) -> int:
 
 
 def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:
-    """Bytes: room for 2048 rows of logits on an accelerator, 1024 on a CPU, between 64 MiB and 1 GiB."""
+    """Bytes: room for 2048 rows of logits on an accelerator, 1024 on a CPU, between 64 MiB and 1.5 GiB."""
     rows = 1024 if device.type == "cpu" else 2048
-    return min(max(rows * padded(vocab_size) * itemsize * 5 // 4, 64 * MiB), 1024 * MiB)
+    return min(max(rows * padded(vocab_size) * itemsize * 5 // 4, 64 * MiB), 1536 * MiB)
 
 
 def make_plan(

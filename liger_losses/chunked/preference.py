@@ -189,8 +189,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size: as in
             :class:`PreferenceLoss`.
         loss_type: a name from :data:`DPO_LOSSES`, or several.
-        label_smoothing: share of pairs taken to be labelled the wrong way round, in [0, 1); ``robust`` needs less
-            than 0.5, ``exo_pair`` more than 0.
+        label_smoothing: share of pairs taken to be labelled the wrong way round, in [0, 1]; ``robust`` needs less
+            than 0.5, ``exo_pair`` more than 0. Read by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``,
+            ``aot`` and ``aot_unpaired``; the others' papers have none.
         discopop_tau: temperature of DiscoPOP's mixture (> 0).
         loss_weights: one per ``loss_type``; 1 by default.
         f_divergence_type: a name from :data:`F_DIVERGENCES`; others than ``reverse_kl`` only with losses of the
@@ -237,9 +238,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             **options,
         )
         types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-        check_names(types, DPO_LOSSES, "loss_type")
+        check_names(types or ("",), DPO_LOSSES, "loss_type")
         weights = tuple(loss_weights) if loss_weights is not None else (1.0,) * len(types)
-        if not types or len(weights) != len(types):
+        if len(weights) != len(types):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
         check_names([f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if f_divergence_type != "reverse_kl":
@@ -261,7 +262,8 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             raise ValueError(
                 "'ipo' and 'sigmoid_norm' divide by the length themselves: average_log_prob=True would do it twice."
             )
-        self.loss_type, self.loss_weights = types, weights
+        self.loss_type, self.loss_types, self.loss_weights = loss_type, types, weights
+        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
         self.loss_options = DPOOptions(beta, label_smoothing, discopop_tau)
         self.f_divergence_type = f_divergence_type
         self.f_alpha_divergence_coef = f_alpha_divergence_coef
@@ -278,7 +280,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         )
         terms = [
             weight * DPO_LOSSES[name](pairs, scores, self.loss_options)
-            for name, weight in zip(self.loss_type, self.loss_weights, strict=True)
+            for name, weight in zip(self.loss_types, self.loss_weights, strict=True)
         ]
         return torch.stack(terms).sum(0)
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from liger_losses.chunked.head import Projection
 from liger_losses.chunked.plan import Plan, padded
 from liger_losses.chunked.tokens import Tokens
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -89,6 +90,14 @@ def blocks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
+def _flat(hidden: Tensor) -> Tensor:
+    """``[T, H]``, or the tensor as it is where that would copy it: then only what is used is gathered."""
+    try:
+        return hidden.view(-1, hidden.shape[-1])
+    except RuntimeError:
+        return hidden
+
+
 class Stream:
     """One call's tokens on their way through the head.
 
@@ -102,7 +111,7 @@ class Stream:
     def __init__(self, job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]) -> None:
         self.job, self.weight, self.bias, self.hidden = job, weight, bias, hidden
         self.projection = Projection(weight, job.operand_dtype, job.plan.slab)
-        self.flat = [part.reshape(-1, part.shape[-1]) for part in hidden]
+        self.flat = [_flat(part) for part in hidden]
         self.count, self.vocab_size = job.tokens.count, weight.shape[0]
 
     # --- Whole passes ------------------------------------------------------------------------------------------
@@ -110,6 +119,20 @@ class Stream:
     def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], Tensor | None]:
         """The statistics ``[N]`` of every kept token, and the projections ``[N, >= V]`` if they are to be kept."""
         values = self._empty_statistics()
+        if not keep and self._can_keep_logits_in_registers():
+            for rows in blocks(self.count, self._gathered_at_once()):
+                found = linear_softmax_statistics(
+                    self._hidden_rows(rows),
+                    self.weight,
+                    self.job.tokens.labels[rows],
+                    self.job.names,
+                    transform=self.job.transform,
+                    bias=self.bias,
+                    class_weight=self.job.class_weight,
+                    backend=self.job.backend,
+                )
+                self._store(found, rows, values)
+            return values, None
         size = self.count if keep else self.job.plan.rows
         buffer = self._buffer(min(size, self.count), self.vocab_size)
         for rows in blocks(self.count, size):
@@ -144,7 +167,10 @@ class Stream:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
         (statistic,) = self.job.statistics
         values, head_grads = self._empty_statistics(), _HeadGradients(self)
-        unit_gradient = self.weight.new_empty(self.count, self.weight.shape[1], dtype=self.hidden[0].dtype)
+        dtype = self.hidden[0].dtype
+        for part in self.hidden:
+            dtype = torch.promote_types(dtype, part.dtype)
+        unit_gradient = self.weight.new_empty(self.count, self.weight.shape[1], dtype=dtype)
         buffer = self._buffer(min(self.job.plan.rows, self.count), self.vocab_size)
         for rows in blocks(self.count, self.job.plan.rows):
             hidden = self._project(buffer, rows)
@@ -164,7 +190,7 @@ class Stream:
         return hidden_grads.results
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
-        """A separable loss (0-dim), the statistics, and the gradients for an upstream gradient of 1."""
+        """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of it."""
         values = self._empty_statistics()
         losses = torch.zeros(self.count, dtype=self.job.logits_dtype, device=self.weight.device)
         head_grads, hidden_grads = _HeadGradients(self), _HiddenGradients(self)
@@ -209,9 +235,24 @@ class Stream:
             scratch=job.plan.scratch,
             backend=job.backend,
         )
+        return self._store(found, rows, values)
+
+    def _store(self, found: Mapping[str, Tensor], rows: slice, values: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, value in found.items():
             values[name][rows] = value
         return {name: value[rows] for name, value in values.items()}
+
+    def _can_keep_logits_in_registers(self) -> bool:
+        """Whether the kernel that needs no buffer of logits serves this call's dtypes and strides."""
+        job, weight = self.job, self.weight
+        return job.backend == "triton" and weight.dtype == job.operand_dtype in HALF_DTYPES and weight.stride(1) == 1
+
+    def _gathered_at_once(self) -> int:
+        """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
+        if len(self.flat) == 1 and self.flat[0].dim() == 2 and self.job.tokens.indices[0] is None:
+            return self.count
+        parts = -(-self.count // self.job.plan.tile_rows)
+        return -(-self.count // max(parts, 1))
 
     def _whole_rows(self, buffer: Tensor, rows: slice) -> list[tuple[slice, Tensor]]:
         return [(slice(0, self.vocab_size), buffer[: rows.stop - rows.start])]

@@ -21,6 +21,15 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignore_index)], -1)
 
 
+def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
+    if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
+        raise ValueError(
+            f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
+            f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
+            "that the tokenizer and the weight have the same vocabulary."
+        )
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The kept tokens of one or several tensors of labels, in order.
@@ -70,7 +79,9 @@ class Tokens:
         if not compact:
             merged, mask = torch.cat(flat), torch.cat(valid)
             safe = merged.masked_fill(~mask, 0)
-            if safe.numel():
+            if safe.numel() and safe.device.type == "cpu":
+                _check_vocabulary([int(safe.amin()), int(safe.amax())], vocab_size, ignore_index)
+            elif safe.numel():
                 torch._assert_async(((safe >= 0) & (safe < vocab_size)).all())
             counts = tuple(part.numel() for part in flat)
             return cls(safe, shapes, counts, (None,) * len(flat), mask)
@@ -82,12 +93,7 @@ class Tokens:
                 facts += [kept.amin(), kept.amax()]
         numbers = torch.stack(facts).tolist()
         counts, extremes = tuple(numbers[: len(flat)]), numbers[len(flat) :]
-        if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
-            raise ValueError(
-                f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
-                f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
-                "that the tokenizer and the weight have the same vocabulary."
-            )
+        _check_vocabulary(extremes, vocab_size, ignore_index)
         indices = tuple(
             None if count == part.numel() else torch.nonzero_static(mask, size=count).squeeze(-1)
             for part, mask, count in zip(flat, valid, counts, strict=True)
@@ -113,12 +119,21 @@ class Tokens:
         return pieces
 
     def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """Rows of the kept tokens ``start`` to ``stop`` from flattened ``sources`` (``[T, ...]`` each)."""
-        rows = [] if start < stop else [sources[0][:0]]
+        """Rows of the kept tokens ``start`` to ``stop``.
+
+        Args:
+            sources: ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
+        """
+        rows = []
         for segment, first, last in self._pieces(start, stop):
-            index = self.indices[segment]
-            source = sources[segment]
-            rows.append(source[first:last] if index is None else source.index_select(0, index[first:last]))
+            index, source = self.indices[segment], sources[segment]
+            if source.dim() > 2:
+                flat = torch.arange(first, last, device=source.device) if index is None else index[first:last]
+                rows.append(source[torch.unravel_index(flat, self.shapes[segment])])
+            else:
+                rows.append(source[first:last] if index is None else source.index_select(0, index[first:last]))
+        if not rows:  # still part of the graph
+            return sources[0][:0] if sources[0].dim() <= 2 else sources[0].new_empty(0, sources[0].shape[-1])
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def scatter_(self, targets: Sequence[Tensor | None], start: int, stop: int, values: Tensor) -> None:

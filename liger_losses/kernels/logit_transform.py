@@ -33,6 +33,8 @@ class LogitTransform:
     def __post_init__(self) -> None:
         for name in ("temperature", "softcap"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}.")
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
         if not math.isfinite(self.logit_scale):

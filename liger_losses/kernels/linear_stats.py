@@ -1,0 +1,271 @@
+"""Statistics of the softmax of ``hidden @ weight.T``, the logits never leaving the registers.
+
+N tokens, H hidden size, V vocabulary size, S splits of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.softmax_stats import softmax_statistics
+
+#: Tokens, columns of the vocabulary and hidden dimensions of a tile.
+_TILE = {"BLOCK_N": 128, "BLOCK_V": 256, "BLOCK_H": 64}
+#: Tokens times splits: 12 MiB of what the splits leave.
+_MAX_PARTIAL = 12 * 2**20 // (8 * 4)
+
+
+def linear_softmax_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    names: frozenset[str],
+    *,
+    transform: LogitTransform = LogitTransform(),
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    backend: str = "torch",
+) -> dict[str, Tensor]:
+    """:func:`softmax_statistics` of ``hidden @ weight.T``, fp32 from fp32 sums.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, rows contiguous, of the same dtype.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        names, transform, bias, class_weight: as there.
+        backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
+
+    Returns:
+        One fp32 tensor ``[N]`` per name (``argmax``: int64).
+    """
+    if backend == "torch":
+        projected = hidden.float() @ weight.float().t()
+        return softmax_statistics(
+            projected, labels, names, transform=transform, bias=bias, class_weight=class_weight, backend=backend
+        )
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    if hidden.dtype not in HALF_DTYPES or weight.dtype != hidden.dtype:
+        raise ValueError(f"the kernel multiplies fp16 or bf16, got {hidden.dtype} and {weight.dtype}.")
+    return _linear_statistics_triton(hidden, weight, labels, names, transform, bias, class_weight)
+
+
+def _linear_statistics_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    names: frozenset[str],
+    transform: LogitTransform,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+) -> dict[str, Tensor]:
+    tokens, vocab_size = len(hidden), len(weight)
+    row_tiles = -(-tokens // _TILE["BLOCK_N"])
+    column_tiles = -(-vocab_size // _TILE["BLOCK_V"])
+    splits = _splits(row_tiles, column_tiles, _processors(hidden.device))
+    partial = torch.empty(len(_PARTIAL), splits, tokens, device=hidden.device)
+    flags = {
+        "HAS_ENTROPY": "entropy" in names,
+        "HAS_SUM_SQ": "log_sum_sq_probs" in names,
+        "HAS_MEAN": "mean_logit" in names or ("mean_logp" in names and class_weight is None),
+        "HAS_CLASS_WEIGHT": "mean_logp" in names and class_weight is not None,
+        "HAS_ARGMAX": "argmax" in names,
+    }
+    if tokens:
+        tma = _tma_can_load(hidden) and _tma_can_load(weight)
+        _linear_statistics_kernel[(row_tiles, splits)](
+            _descriptor(hidden, "BLOCK_N") if tma else hidden,
+            _descriptor(weight, "BLOCK_V") if tma else weight,
+            hidden.stride(0),
+            weight.stride(0),
+            labels,
+            bias,
+            class_weight,
+            partial,
+            tokens,
+            vocab_size,
+            hidden.shape[1],
+            splits,
+            **transform.kernel_arguments(),
+            **flags,
+            HAS_BIAS=bias is not None,
+            TMA=tma,
+            **_TILE,
+            num_warps=8,
+            num_stages=3,
+        )
+    return _combine(dict(zip(_PARTIAL, partial, strict=True)), names, vocab_size, class_weight)
+
+
+#: What each split leaves of a token: sums over its columns of e = exp(z - top), e (z - top), e^2, z, c z ...
+_PARTIAL = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "argmax")
+
+
+def _combine(
+    partial: dict[str, Tensor], names: frozenset[str], vocab_size: int, class_weight: Tensor | None
+) -> dict[str, Tensor]:
+    """Statistics ``[N]`` from what the splits left, ``[S, N]`` each."""
+    tops = partial["top"]
+    top = tops.amax(0)
+    below = tops - top
+    scale = below.exp()
+    total = (partial["total"] * scale).sum(0)
+    log_total = total.log()
+    label_logit = partial["label_logit"].sum(0)
+    values = {"lse": top + log_total, "logp": (label_logit - top) - log_total}
+    if "entropy" in names:
+        moment = ((partial["moment"] + partial["total"] * below) * scale).sum(0)
+        values["entropy"] = log_total - moment / total
+    if "log_sum_sq_probs" in names:
+        values["log_sum_sq_probs"] = (partial["squares"] * scale.square()).sum(0).log() - 2 * log_total
+    if "mean_logit" in names:
+        values["mean_logit"] = partial["logit_sum"].sum(0) / vocab_size
+    if "mean_logp" in names and class_weight is None:
+        values["mean_logp"] = partial["logit_sum"].sum(0) / vocab_size - values["lse"]
+    elif "mean_logp" in names and class_weight is not None:
+        values["mean_logp"] = (partial["weighted_sum"].sum(0) - values["lse"] * class_weight.sum()) / vocab_size
+    if "argmax" in names:
+        values["argmax"] = partial["argmax"].gather(0, tops.argmax(0, keepdim=True))[0].long()
+    return {name: value for name, value in values.items() if name in names or name == "lse"}
+
+
+def _splits(row_tiles: int, column_tiles: int, processors: int) -> int:
+    """Into how many parts the vocabulary goes, so that whole waves of programs fill the device."""
+
+    def cost(splits: int) -> float:
+        # Each program walks its columns, after a start that costs about half a tile.
+        waves = -(-row_tiles * splits // processors)
+        return waves * (-(-column_tiles // splits) + 0.5)
+
+    most = max(1, min(column_tiles, processors, _MAX_PARTIAL // max(row_tiles * _TILE["BLOCK_N"], 1)))
+    return min(range(1, most + 1), key=cost)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _tma_can_load(matrix: Tensor) -> bool:
+    """The tensor memory accelerator (Hopper and later) takes 16-byte aligned rows."""
+    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device)[0] < 9:
+        return False
+    row_bytes = matrix.stride(0) * matrix.dtype.itemsize
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def _descriptor(matrix: Tensor, rows: str) -> object:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [_TILE[rows], _TILE["BLOCK_H"]])
+
+
+@jit
+def _linear_statistics_kernel(
+    hidden,
+    weight,
+    hidden_stride,
+    weight_stride,
+    labels,
+    bias,
+    class_weight,
+    partial,
+    tokens,
+    vocab_size,
+    hidden_size,
+    splits,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SUM_SQ: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per tile of tokens and split: it walks the split's columns, the softmax's sums in registers."""
+    first_row = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    rows = first_row + tl.arange(0, BLOCK_N)
+    valid = rows < tokens
+    label = tl.load(labels + rows, mask=valid, other=-1).to(tl.int32)
+    column_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    per_split = tl.cdiv(column_tiles, splits)
+    # Finite, so that the first rescaling is exp(-huge) = 0 and not exp(-inf + inf).
+    top = tl.full((BLOCK_N,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    label_logit = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    logit_sum = tl.zeros((BLOCK_N,), tl.float32)
+    weighted_sum = tl.zeros((BLOCK_N,), tl.float32)
+    best = tl.zeros((BLOCK_N,), tl.int32)
+    for tile in tl.range(split * per_split, tl.minimum((split + 1) * per_split, column_tiles)):
+        first_column = tile * BLOCK_V
+        columns = first_column + tl.arange(0, BLOCK_V)
+        z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        for k in tl.range(0, hidden_size, BLOCK_H):
+            if TMA:
+                a = hidden.load([first_row, k])
+                b = weight.load([first_column, k])
+            else:
+                ks = k + tl.arange(0, BLOCK_H)
+                a = tl.load(
+                    hidden + rows.to(tl.int64)[:, None] * hidden_stride + ks[None, :],
+                    mask=valid[:, None] & (ks < hidden_size)[None, :],
+                    other=0.0,
+                )
+                b = tl.load(
+                    weight + columns.to(tl.int64)[:, None] * weight_stride + ks[None, :],
+                    mask=(columns < vocab_size)[:, None] & (ks < hidden_size)[None, :],
+                    other=0.0,
+                )
+            z = tl.dot(a, b.T, z)
+        inside = columns < vocab_size
+        if HAS_BIAS:
+            z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        z = transform_block(z, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
+        if HAS_MEAN:
+            logit_sum += tl.sum(tl.where(inside[None, :], z, 0.0), 1)
+        if HAS_CLASS_WEIGHT:
+            c = tl.load(class_weight + columns, mask=inside, other=0.0)
+            weighted_sum += tl.sum(tl.where(inside[None, :], z * c[None, :], 0.0), 1)
+        z = tl.where(inside[None, :], z, float("-inf"))
+        tile_top = tl.max(z, 1)
+        if HAS_ARGMAX:
+            best = tl.where(tile_top > top, first_column + tl.argmax(z, 1), best)
+        new_top = tl.maximum(top, tile_top)
+        rescale = tl.exp(top - new_top)
+        z -= new_top[:, None]
+        e = tl.exp(z)
+        if HAS_ENTROPY:
+            moment = rescale * (moment + total * (top - new_top)) + tl.sum(tl.where(e > 0, e * z, 0.0), 1)
+        if HAS_SUM_SQ:
+            squares = squares * rescale * rescale + tl.sum(e * e, 1)
+        total = total * rescale + tl.sum(e, 1)
+        top = new_top
+
+    out = partial + split * tokens + rows
+    step = splits * tokens
+    tl.store(out, top, mask=valid)
+    tl.store(out + step, total, mask=valid)
+    tl.store(out + 2 * step, label_logit, mask=valid)
+    if HAS_ENTROPY:
+        tl.store(out + 3 * step, moment, mask=valid)
+    if HAS_SUM_SQ:
+        tl.store(out + 4 * step, squares, mask=valid)
+    if HAS_MEAN:
+        tl.store(out + 5 * step, logit_sum, mask=valid)
+    if HAS_CLASS_WEIGHT:
+        tl.store(out + 6 * step, weighted_sum, mask=valid)
+    if HAS_ARGMAX:
+        tl.store(out + 7 * step, best.to(tl.float32), mask=valid)

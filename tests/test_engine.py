@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.plan import make_plan
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 
 MiB = 2**20
@@ -120,6 +121,46 @@ def test_half_precision_grad_weight_does_not_suffer_from_many_blocks(blocks, dty
     )
     for a, b, c in zip(gradients(loss, (hidden, weight)), plain, exact, strict=True):
         assert_as_exact_as_plain(a, b, c, f"{blocks} blocks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_many_tiles_and_slabs(dtype, needs):
+    """Tokens and vocabulary both cut into tiles, and (in half precision on a CPU) tiles into slabs of the weight."""
+    hidden, weight, labels, bias = problem(300, 24, 3001, dtype=dtype, bias=True)
+    for tensor, need in zip((hidden, weight), needs, strict=True):
+        tensor.requires_grad_(need)
+    workspace = 200_000
+    plan = make_plan(
+        tokens=int((labels != -100).sum()),
+        hidden_size=24,
+        vocab_size=3001,
+        logits_dtype=torch.float32,
+        operand_dtype=torch.float32,
+        weight_dtype=dtype,
+        device=torch.device("cpu"),
+        workspace=workspace,
+    )
+    assert plan.tile_columns < 3001 / 4
+    assert plan.tile_rows < 200
+    assert dtype == torch.float32 or plan.slab < plan.tile_columns
+    options = EngineOptions(workspace=workspace, strategy="two_pass")
+    transform = {"softcap": 9.0}
+    found = linear_statistics(
+        hidden, weight, labels, NAMES[:3], bias=bias, transform=LogitTransform(**transform), options=options
+    )
+    exact_in = double(hidden, weight, bias)
+    exact = plain_statistics(exact_in[0], exact_in[1], labels, exact_in[2], **transform)
+    plain = plain_statistics(hidden, weight, labels, bias, **transform)
+    leaves = (hidden, weight, bias)
+    for what, a, p, e in zip(
+        [n for n, need in zip(("hidden", "weight"), needs, strict=True) if need] + ["bias"],
+        gradients(weighted(found[:3]), leaves),
+        gradients(weighted(plain[n] for n in NAMES[:3]), leaves),
+        gradients(weighted(exact[n] for n in NAMES[:3]), exact_in),
+        strict=True,
+    ):
+        assert_as_exact_as_plain(a, p, e, f"grad_{what}")
 
 
 def test_accum_dtype_adds_up_in_fp32():

@@ -15,7 +15,7 @@ from liger_losses import (
     Pairs,
     PreferenceLoss,
 )
-from liger_losses.chunked.preference import DPO_LOSSES, F_DIVERGENCES
+from liger_losses.chunked.preference import DPO_LOSSES, F_DIVERGENCES, DPOOptions, Scores
 from tests.reference import plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37
@@ -332,6 +332,17 @@ def test_finite_where_others_are_not(name, module):
         run(module, *[(t.detach() * scale).requires_grad_() for t in (hidden, weight)], labels)
     empty = torch.zeros(0, T, H, requires_grad=True)
     assert run(module, empty, weight, torch.zeros(0, T, dtype=torch.int64)) == 0
+
+
+@pytest.mark.parametrize("name", DPO_LOSSES)
+@pytest.mark.parametrize("margin", [-1e6, 1e6])
+def test_any_margin(name, margin):
+    w, l = (torch.full((2,), side * margin / 2, dtype=torch.float64, requires_grad=True) for side in (1, -1))
+    zero, length = torch.zeros(2, dtype=torch.float64), torch.tensor([3, 1])
+    pairs = Pairs(w, l, zero, zero, length, length, w.mean())
+    losses = DPO_LOSSES[name](pairs, Scores(w, l), DPOOptions(beta=0.1, label_smoothing=0.1))
+    assert losses.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(losses.sum(), (w, l), materialize_grads=True))
 
 
 def certain(labels, sign=1.0):

@@ -321,7 +321,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face model id or path (default: %(default)s)")
     parser.add_argument("--dataset", default=str(HERE / "data" / "preferences.jsonl"), help="a JSONL file or hub id")
     parser.add_argument("--output", default="runs/dpo", help="where model, plot and numbers go (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=4, help="pairs per step")
     parser.add_argument("--held-out", type=int, default=12, help="pairs to evaluate on, never trained on")
     parser.add_argument("--compare-steps", type=int, default=3, help="steps with plain TRL; 0 for no comparison")

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from liger_losses.kernels import choose_backend
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows_
+from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import matmul_into
@@ -164,17 +167,33 @@ def test_argmax_is_the_first_maximum(backend):
     assert softmax_statistics(logits, labels, frozenset({"argmax"}), backend=backend)["argmax"].tolist() == [5, 8999]
 
 
-# The interpreter has no bf16 products; the GPU's tests have.
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), (130, 40, 300), (5, 33, 257)])
-def test_statistics_without_logits(tokens, hidden_size, columns, tma, monkeypatch):
+# --- Kernels that multiply: tiles of hidden @ weight.T in their epilogue ---------------------------------------------
+
+
+@pytest.fixture(params=["tma", "pointers"])
+def loads(request, monkeypatch):
+    """Through the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     triton_or_skip()
-    if not tma:
-        monkeypatch.setattr("liger_losses.kernels.linear_stats._tma_can_load", lambda matrix: False)
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, hidden_size, generator=g).half().to(DEVICE) for n in (tokens, columns))
+    monkeypatch.setattr("liger_losses.kernels._tiles._has_tma", lambda device: request.param == "tma")
+
+
+def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, hidden_size, generator=g).to(dtype).to(DEVICE) for n in (tokens, columns))
     labels = torch.randint(columns, (tokens,), generator=g).to(DEVICE)
     bias, c = (torch.rand(columns, generator=g).to(DEVICE) for _ in range(2))
+    return hidden, weight, labels, bias, c
+
+
+SIZES = pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), (130, 40, 300), (5, 33, 257)])
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+@SIZES
+@HALF
+@pytest.mark.usefixtures("loads")
+def test_statistics_without_logits(tokens, hidden_size, columns, dtype):
+    hidden, weight, labels, bias, c = head(tokens, hidden_size, columns, dtype)
     projected = hidden.double() @ weight.double().t()
     for options in ({}, {"bias": bias, "class_weight": c, "transform": LogitTransform(0.7, 1.2, 8.0)}):
         found = linear_softmax_statistics(hidden, weight, labels, frozenset(STATISTICS), **options, backend="triton")
@@ -182,6 +201,115 @@ def test_statistics_without_logits(tokens, hidden_size, columns, tma, monkeypatc
         exact = softmax_statistics(projected, labels, frozenset(STATISTICS), **doubled)
         for name, value in exact.items():
             torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-5, atol=1e-4, msg=name)
+
+
+TRANSFORMS_OF_HEAD = [LogitTransform(), LogitTransform(0.7, 1.2), LogitTransform(0.7, 1.2, 8.0)]
+
+
+@SIZES
+@HALF
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("loads")
+def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
+    hidden, weight, labels, bias, _ = head(tokens, hidden_size, columns, dtype)
+    bias = bias if with_bias else None
+    # One token whose label is hopeless: exp(z - z_label) overflows, and another offset must be found.
+    hidden[1] *= 25
+    labels[1] = (hidden[1].float() @ weight.float().t()).argmin()
+    for transform in TRANSFORMS_OF_HEAD:
+        logits = transform(hidden.double() @ weight.double().t(), None if bias is None else bias.double())
+        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp"}))
+        for backend in ("torch", "triton"):
+            out = torch.full((tokens, columns + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :columns]
+            for block in (out, None):
+                found = linear_exponentials(
+                    hidden, weight, labels, block, transform=transform, bias=bias, backend=backend
+                )
+                torch.testing.assert_close(found.lse.double(), exact["lse"], rtol=1e-5, atol=1e-4)
+                torch.testing.assert_close(found.logp.double(), exact["logp"], rtol=1e-5, atol=1e-4)
+            if dtype == torch.float16:
+                continue  # does not hold exponentials of any size
+            e = (logits - found.offset.double()[:, None]).exp()
+            expected = (e * transform.slope(logits)).scatter(1, labels[:, None], 0.0)
+            # A saturated soft-cap's slope is 1 less a number that fp32 cannot tell from 1.
+            allowed = 8e-3 * expected + 1e-6 * e + 1e-6
+            assert ((out.double() - expected).abs() <= allowed).all()
+
+
+def test_confident_tokens_are_exact():
+    """1 - p is not what is left of 1 when p is taken from it."""
+    hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.tensor([[4.0], [0.0]], dtype=torch.bfloat16, device=DEVICE)
+    labels = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for backend in ("torch", "triton"):
+        if backend == "triton":
+            triton_or_skip()
+        logp = linear_exponentials(hidden, weight, labels, backend=backend).logp
+        assert abs(logp.item() / -1.2664165549e-14 - 1) < 1e-4
+
+
+@SIZES
+@HALF
+@pytest.mark.usefixtures("loads")
+def test_gradients_without_logits(tokens, hidden_size, columns, dtype):
+    hidden, weight, labels, bias, c = head(tokens, hidden_size, columns, dtype)
+    hidden = hidden / 4
+    for options in ({}, {"bias": bias, "class_weight": c, "transform": LogitTransform(0.7, 1.2, 8.0)}):
+        doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        projected = hidden.double() @ weight.double().t()
+        values = softmax_statistics(projected, labels, frozenset(STATISTICS), **doubled)
+        for names in (("logp",), NAMES):
+            g = {name: torch.linspace(0.5, 1.5, tokens, device=DEVICE) * (i + 1) for i, name in enumerate(names)}
+            table = SoftmaxGradient.of(g, {k: v.float() for k, v in values.items()}, options.get("class_weight"))
+            exact = torch.empty(tokens, columns, dtype=torch.float64, device=DEVICE)
+            softmax_gradient_into(
+                exact,
+                projected.clone(),
+                values["lse"],
+                labels,
+                SoftmaxGradient.of({k: v.double() for k, v in g.items()}, values, doubled.get("class_weight")),
+                **doubled,
+                backend="torch",
+            )
+            for start, stop in itertools.pairwise([0, columns // 3, columns]):
+                part = {k: v[start:stop] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+                for backend in ("torch", "triton"):
+                    out = torch.full((tokens, stop - start + 5), float("nan"), dtype=dtype, device=DEVICE)
+                    out = linear_softmax_gradient_into(
+                        out[:, : stop - start],
+                        hidden,
+                        weight[start:stop],
+                        values["lse"].float(),
+                        labels,
+                        table,
+                        first_column=start,
+                        vocab_size=columns,
+                        **part,
+                        backend=backend,
+                    )
+                    eps = torch.finfo(dtype).eps
+                    torch.testing.assert_close(out.double(), exact[:, start:stop], rtol=eps, atol=3e-5)
+
+
+@HALF
+@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(1, 5, 3), (40, 70, 6), (9, 1030, 50)])
+def test_label_rows(backend, tokens, hidden_size, columns, dtype):
+    hidden, weight, labels, _, _ = head(tokens, hidden_size, columns, dtype)
+    scale, coef = torch.linspace(-1, 1, 2 * tokens, device=DEVICE).split(tokens)
+    exact = (hidden.double() * weight.double()[labels]).sum(-1)
+    torch.testing.assert_close(
+        label_logits(hidden, weight, labels, backend=backend).double(), exact, rtol=1e-5, atol=1e-4
+    )
+
+    out = torch.randn(tokens, hidden_size, device=DEVICE)
+    exact = scale.double()[:, None] * out.double() + coef.double()[:, None] * weight.double()[labels]
+    scale_and_add_label_rows_(out, scale, coef, weight, labels, backend=backend)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+    grad = weight.clone()
+    exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
+    add_to_label_rows_(grad, labels, coef, hidden, backend=backend)
+    torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

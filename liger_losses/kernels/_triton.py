@@ -21,9 +21,15 @@ BACKEND_VARIABLE = "LIGER_LOSSES_BACKEND"
 BACKENDS = ("torch", "triton")
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, or the bare function where it will never be launched."""
-    return function if triton is None else triton.jit(function)
+#: Whether kernels run in Triton's interpreter, on any device.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit`` with its options, or the bare function where it will never be launched."""
+    if function is None:
+        return lambda function: jit(function, **options)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def choose_backend(tensor: torch.Tensor, backend: str | None = None) -> str:
@@ -38,7 +44,7 @@ def choose_backend(tensor: torch.Tensor, backend: str | None = None) -> str:
             f"backend must be one of {', '.join(BACKENDS)}, got {asked!r} ({BACKEND_VARIABLE} or backend=)."
         )
     on_gpu = tensor.device.type == "cuda"
-    able = tensor.dtype == torch.float32 and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
+    able = tensor.dtype == torch.float32 and (on_gpu or INTERPRETED)
     if asked == "triton":
         if triton is None:
             raise ValueError("backend='triton' was asked for, but triton is not installed.")
@@ -51,10 +57,11 @@ def choose_backend(tensor: torch.Tensor, backend: str | None = None) -> str:
     if asked is None and on_gpu and able:
         if triton is not None:
             return "triton"
-        _warn_once("triton is not installed: the slower torch kernels run on the GPU. Install triton to mend this.")
+        warn_once("triton is not installed: the slower torch kernels run on the GPU. Install triton to mend this.")
     return "torch"
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Say so the first time."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._tiles import Tiling, processors, product_arguments, project_tile, tile_position
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
-#: Tokens, columns of the vocabulary and hidden dimensions of a tile.
-_TILE = {"BLOCK_N": 128, "BLOCK_V": 256, "BLOCK_H": 64}
-#: Tokens times splits: 12 MiB of what the splits leave.
-_MAX_PARTIAL = 12 * 2**20 // (8 * 4)
+_TILING = Tiling(tokens=128, columns=256, depth=64, group=16, programs=1, warps=8, stages=3)
+_POINTER_TILING = Tiling(tokens=128, columns=128, depth=64, group=16, programs=1, warps=4, stages=2)
+#: Tokens of one launch, so that what the splits leave stays small (8 MiB of 8 splits).
+_MAX_TOKENS = 32768
 
 
 def linear_softmax_statistics(
@@ -53,6 +54,19 @@ def linear_softmax_statistics(
     return _linear_statistics_triton(hidden, weight, labels, names, transform, bias, class_weight)
 
 
+def log_sum_exp_where(
+    needed: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    transform: LogitTransform = LogitTransform(),
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``lse`` alone if the device finds ``needed`` (int32, 0 or 1) set, else anything: an exception costs no synchronisation."""
+    return _linear_statistics_triton(hidden, weight, labels, frozenset(), transform, bias, None, needed)["lse"]
+
+
 def _linear_statistics_triton(
     hidden: Tensor,
     weight: Tensor,
@@ -61,12 +75,31 @@ def _linear_statistics_triton(
     transform: LogitTransform,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    needed: Tensor | None = None,
+) -> dict[str, Tensor]:
+    found = [
+        _launch(hidden[rows], weight, labels[rows], names, transform, bias, class_weight, needed)
+        for rows in (slice(i, i + _MAX_TOKENS) for i in range(0, max(len(hidden), 1), _MAX_TOKENS))
+    ]
+    return found[0] if len(found) == 1 else {name: torch.cat([part[name] for part in found]) for name in found[0]}
+
+
+def _launch(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    names: frozenset[str],
+    transform: LogitTransform,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    needed: Tensor | None,
 ) -> dict[str, Tensor]:
     tokens, vocab_size = len(hidden), len(weight)
-    row_tiles = -(-tokens // _TILE["BLOCK_N"])
-    column_tiles = -(-vocab_size // _TILE["BLOCK_V"])
-    splits = _splits(row_tiles, column_tiles, _processors(hidden.device))
-    partial = torch.empty(len(_PARTIAL), splits, tokens, device=hidden.device)
+    operands = product_arguments(hidden, weight, _TILING)
+    tiling = _TILING if operands["TMA"] else _POINTER_TILING
+    row_tiles, column_tiles = -(-tokens // tiling.tokens), -(-vocab_size // tiling.columns)
+    group = max(1, min(row_tiles, tiling.group))
+    splits = max(1, min(processors(hidden.device) // group, column_tiles))
     flags = {
         "HAS_ENTROPY": "entropy" in names,
         "HAS_SUM_SQ": "log_sum_sq_probs" in names,
@@ -74,30 +107,25 @@ def _linear_statistics_triton(
         "HAS_CLASS_WEIGHT": "mean_logp" in names and class_weight is not None,
         "HAS_ARGMAX": "argmax" in names,
     }
+    partial = torch.empty(len(_PARTIAL) if any(flags.values()) else 3, splits, tokens, device=hidden.device)
     if tokens:
-        tma = _tma_can_load(hidden) and _tma_can_load(weight)
-        _linear_statistics_kernel[(row_tiles, splits)](
-            _descriptor(hidden, "BLOCK_N") if tma else hidden,
-            _descriptor(weight, "BLOCK_V") if tma else weight,
-            hidden.stride(0),
-            weight.stride(0),
-            labels,
-            bias,
-            class_weight,
-            partial,
-            tokens,
-            vocab_size,
-            hidden.shape[1],
-            splits,
+        _linear_statistics_kernel[(row_tiles * splits,)](
+            **operands,
+            labels=labels,
+            bias=bias,
+            class_weight=class_weight,
+            partial=partial,
+            needed=needed,
+            splits=splits,
+            group=group,
             **transform.kernel_arguments(),
             **flags,
             HAS_BIAS=bias is not None,
-            TMA=tma,
-            **_TILE,
-            num_warps=8,
-            num_stages=3,
+            CONDITIONAL=needed is not None,
+            **tiling.constants(),
+            **tiling.launch(),
         )
-    return _combine(dict(zip(_PARTIAL, partial, strict=True)), names, vocab_size, class_weight)
+    return _combine(dict(zip(_PARTIAL, partial, strict=False)), names, vocab_size, class_weight)
 
 
 #: What each split leaves of a token: sums over its columns of e = exp(z - top), e (z - top), e^2, z, c z ...
@@ -132,53 +160,29 @@ def _combine(
     return {name: value for name, value in values.items() if name in names or name == "lse"}
 
 
-def _splits(row_tiles: int, column_tiles: int, processors: int) -> int:
-    """Into how many parts the vocabulary goes, so that whole waves of programs fill the device."""
-
-    def cost(splits: int) -> float:
-        # Each program walks its columns, after a start that costs about half a tile.
-        waves = -(-row_tiles * splits // processors)
-        return waves * (-(-column_tiles // splits) + 0.5)
-
-    most = max(1, min(column_tiles, processors, _MAX_PARTIAL // max(row_tiles * _TILE["BLOCK_N"], 1)))
-    return min(range(1, most + 1), key=cost)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def _tma_can_load(matrix: Tensor) -> bool:
-    """The tensor memory accelerator (Hopper and later) takes 16-byte aligned rows."""
-    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device)[0] < 9:
-        return False
-    row_bytes = matrix.stride(0) * matrix.dtype.itemsize
-    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
-
-
-def _descriptor(matrix: Tensor, rows: str) -> object:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, [_TILE[rows], _TILE["BLOCK_H"]])
-
-
-@jit
+@jit(
+    do_not_specialize=["tokens", "splits", "group"],
+    do_not_specialize_on_alignment=["hidden", "labels", "partial", "needed"],
+)
 def _linear_statistics_kernel(
     hidden,
     weight,
     hidden_stride,
     weight_stride,
+    tokens,
+    vocab_size,
+    hidden_size,
     labels,
     bias,
     class_weight,
     partial,
-    tokens,
-    vocab_size,
-    hidden_size,
+    needed,
     splits,
+    group,
     scale,
     softcap,
     inverse_temperature,
+    HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SUM_SQ: tl.constexpr,
@@ -186,19 +190,25 @@ def _linear_statistics_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CONDITIONAL: tl.constexpr,
     TMA: tl.constexpr,
+    UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """One program per tile of tokens and split: it walks the split's columns, the softmax's sums in registers."""
-    first_row = tl.program_id(0) * BLOCK_N
-    split = tl.program_id(1)
+    row_tile, split = tile_position(tl.program_id(0), tl.cdiv(tokens, BLOCK_N), splits, group)
+    first_row = row_tile * BLOCK_N
     rows = first_row + tl.arange(0, BLOCK_N)
     valid = rows < tokens
     label = tl.load(labels + rows, mask=valid, other=-1).to(tl.int32)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     per_split = tl.cdiv(column_tiles, splits)
+    first_tile = split * per_split
+    last_tile = tl.minimum(first_tile + per_split, column_tiles)
+    if CONDITIONAL:
+        last_tile = last_tile * tl.load(needed)
     # Finite, so that the first rescaling is exp(-huge) = 0 and not exp(-inf + inf).
     top = tl.full((BLOCK_N,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -208,31 +218,29 @@ def _linear_statistics_kernel(
     logit_sum = tl.zeros((BLOCK_N,), tl.float32)
     weighted_sum = tl.zeros((BLOCK_N,), tl.float32)
     best = tl.zeros((BLOCK_N,), tl.int32)
-    for tile in tl.range(split * per_split, tl.minimum((split + 1) * per_split, column_tiles)):
+    for tile in tl.range(first_tile, last_tile, flatten=True):
         first_column = tile * BLOCK_V
         columns = first_column + tl.arange(0, BLOCK_V)
-        z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for k in tl.range(0, hidden_size, BLOCK_H):
-            if TMA:
-                a = hidden.load([first_row, k])
-                b = weight.load([first_column, k])
-            else:
-                ks = k + tl.arange(0, BLOCK_H)
-                a = tl.load(
-                    hidden + rows.to(tl.int64)[:, None] * hidden_stride + ks[None, :],
-                    mask=valid[:, None] & (ks < hidden_size)[None, :],
-                    other=0.0,
-                )
-                b = tl.load(
-                    weight + columns.to(tl.int64)[:, None] * weight_stride + ks[None, :],
-                    mask=(columns < vocab_size)[:, None] & (ks < hidden_size)[None, :],
-                    other=0.0,
-                )
-            z = tl.dot(a, b.T, z)
+        z = project_tile(
+            hidden,
+            weight,
+            hidden_stride,
+            weight_stride,
+            first_row,
+            first_column,
+            tokens,
+            vocab_size,
+            hidden_size,
+            TMA,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
+        )
         inside = columns < vocab_size
         if HAS_BIAS:
             z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        z = transform_block(z, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        z = transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
         if HAS_MEAN:
             logit_sum += tl.sum(tl.where(inside[None, :], z, 0.0), 1)

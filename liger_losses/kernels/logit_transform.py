@@ -51,13 +51,23 @@ class LogitTransform:
         logits = torch.tanh(logits) if logits is projected else logits.tanh_()
         return logits.mul_(self.softcap / self.temperature)
 
+    @property
+    def factor(self) -> float:
+        """``d logits / d projection`` where the soft-cap is flat: what every gradient is multiplied by."""
+        return self.logit_scale / self.temperature
+
+    def slope(self, logits: Tensor) -> Tensor:
+        """What the soft-cap multiplies gradients by besides: ``1 - tanh^2``, and tanh is what the logits still hold."""
+        if self.softcap is None:
+            return torch.ones_like(logits)
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
+
     def chain_(self, grad: Tensor, logits: Tensor) -> Tensor:
         """From d loss / d logits to d loss / d projection, in place."""
         if self.softcap is not None:
-            # d (softcap * tanh(x / softcap)) / dx = 1 - tanh^2, and tanh is what the logits still hold.
-            grad.mul_((logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0))
-        if self.logit_scale != self.temperature:
-            grad.mul_(self.logit_scale / self.temperature)
+            grad.mul_(self.slope(logits))
+        if self.factor != 1.0:
+            grad.mul_(self.factor)
         return grad
 
     def kernel_arguments(self) -> dict[str, float | bool]:
@@ -66,14 +76,18 @@ class LogitTransform:
             "scale": self.logit_scale,
             "softcap": self.softcap or 1.0,
             "inverse_temperature": 1.0 / self.temperature,
+            "HAS_SCALE": self.factor != 1.0,
             "HAS_SOFTCAP": self.softcap is not None,
         }
 
 
 @jit
-def transform_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+def transform_block(
+    x, scale, softcap, inverse_temperature, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
     """Logits of a block of projections, in a kernel."""
-    x = x * scale
     if HAS_SOFTCAP:
-        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
-    return x * inverse_temperature
+        x = softcap * inverse_temperature * (2 * tl.sigmoid(2 * scale / softcap * x) - 1)
+    elif HAS_SCALE:
+        x = x * (scale * inverse_temperature)
+    return x

@@ -233,6 +233,73 @@ def _gradient_triton(
 
 
 @jit
+def gradient_block(
+    z,
+    lse,
+    at_label,
+    class_weight,
+    p_coef,
+    p_logp_coef,
+    p_squared_coef,
+    label_coef,
+    uniform_coef,
+    class_coef,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_P_LOGP: tl.constexpr,
+    HAS_P_SQUARED: tl.constexpr,
+    HAS_LABEL: tl.constexpr,
+    HAS_UNIFORM: tl.constexpr,
+    HAS_CLASS: tl.constexpr,
+):
+    """Gradient of a block of logits ``z`` with respect to projections; everything else broadcasts against them."""
+    log_p = z - lse
+    grad = tl.exp(log_p)
+    if HAS_P_LOGP or HAS_P_SQUARED:
+        p = grad
+        grad = p * p_coef
+        if HAS_P_LOGP:
+            # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
+            grad += p * p_logp_coef * tl.maximum(log_p, -1e4)
+        if HAS_P_SQUARED:
+            grad += p * p_squared_coef * p
+    else:
+        grad *= p_coef
+    if HAS_UNIFORM:
+        grad += uniform_coef
+    if HAS_CLASS:
+        grad += class_coef * class_weight
+    if HAS_LABEL:
+        grad += tl.where(at_label, label_coef, 0.0)
+    if HAS_SOFTCAP:
+        t = z / (softcap * inverse_temperature)
+        grad *= 1 - t * t
+    if HAS_SCALE:
+        grad *= scale * inverse_temperature
+    return grad
+
+
+@jit(
+    do_not_specialize=["first_column"],
+    do_not_specialize_on_alignment=[
+        "out",
+        "projected",
+        "lse",
+        "labels",
+        "bias",
+        "class_weight",
+        "p_coef",
+        "p_logp_coef",
+        "p_squared_coef",
+        "label_coef",
+        "uniform_coef",
+        "class_coef",
+    ],
+)
 def _gradient_kernel(
     out,
     out_stride,
@@ -254,6 +321,7 @@ def _gradient_kernel(
     scale,
     softcap,
     inverse_temperature,
+    HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_P: tl.constexpr,
@@ -268,46 +336,42 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_lse = tl.load(lse + row)
     label = (tl.load(labels + row) - first_column).to(tl.int32)
-    if HAS_P:
-        p_c = tl.load(p_coef + row)
-    if HAS_P_LOGP:
-        p_logp_c = tl.load(p_logp_coef + row)
-    if HAS_P_SQUARED:
-        p_squared_c = tl.load(p_squared_coef + row)
-    if HAS_LABEL:
-        label_c = tl.load(label_coef + row)
-    if HAS_UNIFORM:
-        uniform_c = tl.load(uniform_coef + row) * inverse_vocab_size
-    if HAS_CLASS:
-        class_c = tl.load(class_coef + row) * inverse_vocab_size
+    p_c = tl.load(p_coef + row) if HAS_P else 0.0
+    p_logp_c = tl.load(p_logp_coef + row) if HAS_P_LOGP else 0.0
+    p_squared_c = tl.load(p_squared_coef + row) if HAS_P_SQUARED else 0.0
+    label_c = tl.load(label_coef + row) if HAS_LABEL else 0.0
+    uniform_c = tl.load(uniform_coef + row) * inverse_vocab_size if HAS_UNIFORM else 0.0
+    class_c = tl.load(class_coef + row) * inverse_vocab_size if HAS_CLASS else 0.0
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
         x = tl.load(projected + row * row_stride + offsets, mask=inside, other=0.0)
         if HAS_BIAS:
             x += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
-        log_p = z - row_lse
-        p = tl.exp(log_p)
-        grad = tl.zeros((BLOCK,), tl.float32)
-        if HAS_P:
-            grad += p_c
-        if HAS_P_LOGP:
-            # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
-            grad += p_logp_c * tl.maximum(log_p, -1e4)
-        if HAS_P_SQUARED:
-            grad += p_squared_c * p
-        grad *= p
-        if HAS_UNIFORM:
-            grad += uniform_c
-        if HAS_CLASS:
-            grad += class_c * tl.load(class_weight + offsets, mask=inside, other=0.0)
-        if HAS_LABEL:
-            grad += tl.where(offsets == label, label_c, 0.0)
-        if HAS_SOFTCAP:
-            t = z / (softcap * inverse_temperature)
-            grad *= 1 - t * t
-        grad *= scale * inverse_temperature
+        z = transform_block(x, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
+        grad = gradient_block(
+            z,
+            row_lse,
+            offsets == label,
+            tl.load(class_weight + offsets, mask=inside, other=0.0) if HAS_CLASS else 0.0,
+            p_c,
+            p_logp_c,
+            p_squared_c,
+            label_c,
+            uniform_c,
+            class_c,
+            scale,
+            softcap,
+            inverse_temperature,
+            HAS_SCALE,
+            HAS_SOFTCAP,
+            HAS_P,
+            HAS_P_LOGP,
+            HAS_P_SQUARED,
+            HAS_LABEL,
+            HAS_UNIFORM,
+            HAS_CLASS,
+        )
         # A narrower `out` overwrites what lies to the left of this block, and part of it: all must have been read.
         tl.debug_barrier()
         tl.store(out + row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)

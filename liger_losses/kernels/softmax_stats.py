@@ -165,6 +165,7 @@ def _statistics_kernel(
     scale,
     softcap,
     inverse_temperature,
+    HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -192,7 +193,7 @@ def _statistics_kernel(
         z = tl.load(start_of_row + offsets, mask=inside, other=0.0)
         if HAS_BIAS:
             z += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(z, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        z = transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
         if HAS_MEAN:
             logit_sum += tl.sum(tl.where(inside, z, 0.0), 0)
         if HAS_CLASS_WEIGHT:
@@ -218,7 +219,7 @@ def _statistics_kernel(
     z_label = tl.load(start_of_row + label)
     if HAS_BIAS:
         z_label += tl.load(bias + label).to(tl.float32)
-    z_label = transform_block(z_label, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    z_label = transform_block(z_label, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
     log_total = tl.log(total)
     lse = top + log_total
     tl.store(values + row, lse)

@@ -1,0 +1,163 @@
+"""The rows of the head that labels point to: read for logits, added to gradients. Never a ``[N, V]`` tensor.
+
+N tokens, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_losses.kernels._triton import jit, tl, triton
+
+
+def label_logits(hidden: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch") -> Tensor:
+    """``out_n = hidden_n . weight[labels_n]``, summed in fp32.
+
+    Args:
+        hidden: ``[N, H]``, rows contiguous.
+        weight: ``[V, H]``, rows contiguous.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``[N]`` fp32.
+    """
+    if backend == "torch":
+        return (hidden.float() * weight[labels].float()).sum(-1)
+    out = torch.empty(len(labels), device=hidden.device)
+    if len(labels):
+        _label_logits_kernel[(len(labels),)](
+            out, hidden, weight, hidden.stride(0), weight.stride(0), labels, hidden.shape[1], BLOCK=1024
+        )
+    return out
+
+
+def scale_and_add_label_rows_(
+    out: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
+) -> Tensor:
+    """``out_n = scale_n out_n + coef_n weight[labels_n]``, in place.
+
+    Args:
+        out: ``[N, H]`` fp32, contiguous.
+        scale, coef: ``[N]`` fp32.
+        weight: ``[V, H]``, rows contiguous.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``out``.
+    """
+    if backend == "torch":
+        return out.mul_(scale[:, None]).addcmul_(coef[:, None], weight[labels].to(out.dtype))
+    if len(labels):
+        _add_label_rows_kernel[(len(labels),)](
+            out, scale, coef, weight, weight.stride(0), labels, out.shape[1], BLOCK=1024
+        )
+    return out
+
+
+def add_to_label_rows_(
+    grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden: Tensor, *, backend: str = "torch"
+) -> Tensor:
+    """``grad_weight[v] += sum_{n: labels_n = v} coef_n hidden_n``: summed in fp32, rounded once, in a fixed order.
+
+    Args:
+        grad_weight: ``[V, H]``, rows contiguous.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        coef: ``[N]`` fp32.
+        hidden: ``[N, H]``, rows contiguous.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``grad_weight``.
+    """
+    if backend == "torch":
+        rows, inverse = labels.unique(return_inverse=True)
+        wide = torch.promote_types(torch.float32, grad_weight.dtype)
+        sums = grad_weight[rows].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
+        return grad_weight.index_copy_(0, rows, sums.to(grad_weight.dtype))
+    if len(labels):
+        ordered, order = labels.sort(stable=True)
+        block = min(1024, triton.next_power_of_2(hidden.shape[1]))
+        _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
+            grad_weight,
+            grad_weight.stride(0),
+            ordered,
+            order,
+            coef,
+            hidden,
+            hidden.stride(0),
+            len(labels),
+            hidden.shape[1],
+            BLOCK=block,
+            AT_ONCE=4,
+        )
+    return grad_weight
+
+
+@jit(do_not_specialize_on_alignment=["out", "labels"])
+def _label_logits_kernel(out, hidden, weight, hidden_stride, weight_stride, labels, hidden_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+        total += h * w
+    tl.store(out + row, tl.sum(total, 0))
+
+
+@jit(do_not_specialize_on_alignment=["scale", "coef", "labels"])
+def _add_label_rows_kernel(out, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    s = tl.load(scale + row)
+    c = tl.load(coef + row)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        value = tl.load(out + row * hidden_size + at, mask=inside, other=0.0)
+        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * hidden_size + at, s * value + c * w, mask=inside)
+
+
+@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "order", "coef"])
+def _add_to_label_rows_kernel(
+    grad_weight,
+    grad_stride,
+    ordered,
+    order,
+    coef,
+    hidden,
+    hidden_stride,
+    tokens,
+    hidden_size,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One program per sorted token; the first of each label sums all of that label's tokens."""
+    first = tl.program_id(0)
+    label = tl.load(ordered + first)
+    before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
+    if before != label:
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        target = grad_weight + label * grad_stride + at
+        total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        start = first
+        same = label
+        while same == label:
+            members = start + tl.arange(0, AT_ONCE)
+            mine = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
+            token = tl.load(order + members, mask=mine, other=0)
+            c = tl.load(coef + token, mask=mine, other=0.0)
+            h = tl.load(
+                hidden + token[:, None] * hidden_stride + at[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+            )
+            total += tl.sum(c[:, None] * h.to(tl.float32), 0)
+            start += AT_ONCE
+            same = tl.load(ordered + start, mask=start < tokens, other=-1)
+        tl.store(target, total.to(grad_weight.dtype.element_ty), mask=inside)

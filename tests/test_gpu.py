@@ -76,7 +76,7 @@ def test_as_exact_as_plain_pytorch(sizes, dtype):
 )
 def test_statistics_without_logits(sizes, dtype, tma, monkeypatch):
     if not tma:
-        monkeypatch.setattr("liger_losses.kernels.linear_stats._tma_can_load", lambda matrix: False)
+        monkeypatch.setattr("liger_losses.kernels._tiles._has_tma", lambda device: False)
     hidden, weight, labels, bias = on_gpu(
         *sizes, dtype=dtype, bias=True, masked=0.2 if sizes[0] > 1 else 0.0, scale=3.0
     )

@@ -12,6 +12,7 @@ from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.scale import scale_
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import STATISTICS, softmax_statistics
 from tests.reference import NAMES
@@ -310,6 +311,16 @@ def test_label_rows(backend, tokens, hidden_size, columns, dtype):
     exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
     add_to_label_rows_(grad, labels, coef, hidden, backend=backend)
     torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, -0.37])
+@pytest.mark.parametrize("count", [0, 1, 4096, 10_001])
+def test_scale(backend, count, factor, dtype):
+    tensor = torch.linspace(-2, 2, count, device=DEVICE).to(dtype)
+    expected, eps = tensor * factor, torch.finfo(dtype).eps * (factor != 1.0)
+    scaled = scale_(tensor, torch.tensor(factor, device=DEVICE), backend=backend)
+    torch.testing.assert_close(scaled, expected, rtol=eps, atol=0.0)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -25,6 +25,7 @@ from liger_losses.chunked.tokens import Tokens, shift_labels
 from liger_losses.kernels import BACKENDS, choose_backend
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.scale import scale_
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
 #: Each way to run, with its cost in N H V floating-point operations (with a frozen head in brackets).
@@ -282,11 +283,22 @@ def _prepare(
         ignore_index=options.ignore_index,
         compact=options.compact,
     )
-    operand = operand_dtype(compute_dtype, weight.device)
+    backend = choose_backend(
+        torch.empty(0, dtype=torch.promote_types(torch.float32, compute_dtype), device=weight.device), options.backend
+    )
+    operand = operand_dtype(compute_dtype, weight.device, backend)
     logits_dtype = torch.promote_types(torch.float32, operand)
     grad = torch.is_grad_enabled()
     needs_bias = grad and bias is not None and bias.requires_grad
-    backend = choose_backend(torch.empty(0, dtype=logits_dtype, device=weight.device), options.backend)
+    fused = (
+        backend == "triton"
+        and weight.dtype == operand
+        and operand in HALF_DTYPES
+        and weight.stride(1) == 1
+        and not needs_bias
+    )
+    # fp16 would not hold exponentials of any size.
+    exponentials = fused and operand == torch.bfloat16 and {*statistics, *metrics} <= {"logp", "lse"}
     plan = make_plan(
         tokens=tokens.count,
         hidden_size=weight.shape[1],
@@ -298,6 +310,9 @@ def _prepare(
         workspace=options.workspace,
         chunk_size=options.chunk_size,
         temporaries=backend == "torch" or needs_bias,
+        gathered=any(index is not None for index in tokens.indices) or len(hidden) > 1,
+        fused=fused,
+        exponentials=exponentials,
     )
     job = Job(
         transform=transform,
@@ -307,6 +322,8 @@ def _prepare(
         operand_dtype=operand,
         grad_weight_dtype=torch.promote_types(weight.dtype, options.accum_dtype or weight.dtype),
         backend=backend,
+        fused=fused,
+        exponentials=exponentials,
         statistics=statistics,
         metrics=tuple(name for name in metrics if name not in statistics),
         strategy="",
@@ -347,13 +364,13 @@ class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.projected, ctx.unit_gradient = job, None, None
+        ctx.job, ctx.kept, ctx.unit_gradient = job, None, None
         with torch.autocast(weight.device.type, enabled=False):
             stream = Stream(job, weight, bias, hidden)
             if job.strategy == "frozen_head":
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
-                values, ctx.projected = stream.statistics(keep=job.strategy == "resident")
+                values, ctx.kept = stream.statistics(keep=job.strategy == "resident")
         needed = {name: values[name] for name in ("lse", *job.statistics)}
         ctx.saved_names = tuple(needed)
         ctx.save_for_backward(weight, bias, *hidden, *needed.values())
@@ -380,9 +397,9 @@ class _LinearStatistics(torch.autograd.Function):
             if ctx.unit_gradient is not None:
                 return None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
             coefficients = SoftmaxGradient.of(gradients, values, job.class_weight)
-            # The kept projections are overwritten: a second backward computes them again.
-            projected, ctx.projected = ctx.projected, None
-            return None, *stream.gradients(values, coefficients, projected)
+            # What was kept may be overwritten, and its memory is wanted back: a second backward computes it again.
+            kept, ctx.kept = ctx.kept, None
+            return None, *stream.gradients(values, coefficients, kept)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -410,4 +427,5 @@ class _TokenLoss(torch.autograd.Function):
             weight, bias, hidden = ctx.saved_tensors
             with torch.autocast(weight.device.type, enabled=False):
                 gradients = Stream(ctx.job, weight, bias, [hidden]).token_loss()[-1]
-        return None, *(None if grad is None else grad.mul_(upstream) for grad in gradients)
+        backend = ctx.job.backend
+        return None, *(None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients)

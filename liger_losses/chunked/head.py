@@ -47,8 +47,11 @@ class Projection:
         return out
 
 
-def operand_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Half precision is multiplied as it is on CUDA; elsewhere in fp32, where products would be rounded."""
-    if compute_dtype in HALF_DTYPES and device.type != "cuda":
+def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
+    """Half precision is multiplied as it is on CUDA; elsewhere in fp32, where products would be rounded.
+
+    So it is where Triton's kernels were asked for elsewhere, in their interpreter.
+    """
+    if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype

@@ -11,6 +11,10 @@ import torch
 
 MiB = 2**20
 
+#: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle.
+FULL_BLOCK = 512 * MiB
+DEFAULT_TILES = 256 * MiB
+
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the plain
 #: computation's, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of it once instead.
 MAX_HALF_PRECISION_BLOCKS = 8
@@ -64,6 +68,9 @@ def make_plan(
     workspace: int | None = None,
     chunk_size: int | None = None,
     temporaries: bool = True,
+    gathered: bool = True,
+    fused: bool = False,
+    exponentials: bool = False,
 ) -> Plan:
     """Cut a stream of ``tokens`` into blocks.
 
@@ -71,21 +78,31 @@ def make_plan(
         workspace: bytes that everything beyond inputs and outputs must fit; chosen from the shapes by default.
         chunk_size: tokens per block of whole rows, instead of as many as fit.
         temporaries: whether elementwise work needs scratch space.
+        gathered: whether hidden states are gathered before they are multiplied, and their gradients scattered.
+        fused: whether tiles of the gradient pass hold half-precision gradients only.
+        exponentials: whether blocks of whole rows hold half-precision exponentials only.
 
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
     item, operand = logits_dtype.itemsize, operand_dtype.itemsize
     columns = padded(vocab_size)
+    # What goes with a row: its hidden state (gathered, cast or scaled), its gradient, then in the result's dtype.
+    hidden_bytes = hidden_size * (8 + operand + 2 * item)
+    tile_hidden_bytes = hidden_size * (item + 2 * operand * gathered) if fused else hidden_bytes
+    row_bytes = columns * item + hidden_bytes
+    if exponentials:
+        # The sums that every lane of the kernel leaves are a small matter beside these.
+        row_bytes = columns * operand + tile_hidden_bytes + hidden_size * operand + 1024
     given = workspace is not None
     if workspace is None:
         workspace = default_workspace(vocab_size, item, device)
+        if exponentials:
+            workspace = min(max(2048 * row_bytes, FULL_BLOCK), 1536 * MiB)
 
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but they are not nothing.
     vectors = tokens * 16 * item
     cast = operand_dtype != weight_dtype
-    # A row of logits, its hidden state (gathered, then cast), and its gradient.
-    row_bytes = columns * item + hidden_size * (8 + operand + 2 * item)
     least_scratch = 4 * columns * item if temporaries else 0
     least = row_bytes + least_scratch + vectors + cast * hidden_size * (operand + item)
     if given and workspace < least:
@@ -93,7 +110,7 @@ def make_plan(
             f"workspace={workspace} bytes is too small for {tokens} tokens over a vocabulary of {vocab_size} and a "
             f"hidden size of {hidden_size}: give at least {least} bytes, or leave it out."
         )
-    budget = max(workspace, least) - vectors
+    budget = max(workspace, least) - vectors if given else max(workspace, least)
 
     scratch_limit = (4 if device.type == "cpu" else 96) * MiB
     scratch = max(min(budget // 8, scratch_limit), least_scratch) if temporaries else 0
@@ -107,10 +124,19 @@ def make_plan(
         rows = min(rows, chunk_size)
     resident = tokens * row_bytes <= budget and chunk_size is None
 
-    tile_row_bytes = hidden_size * (8 + operand + 2 * item)
-    tile_rows = max(1, min(budget // 2 // (tile_row_bytes + 64 * item), max(tokens, 1)))
-    room = budget - tile_rows * tile_row_bytes
-    tile_columns = max(1, room // (tile_rows * item))
+    if fused and not given:
+        budget = min(budget, DEFAULT_TILES)
+    tile_item = operand if fused else item
+    tile_rows = max(1, min(budget // 2 // (tile_hidden_bytes + 64 * tile_item), max(tokens, 1)))
+    tile_rows = _even(tokens, tile_rows)
+    room = budget - tile_rows * tile_hidden_bytes
+    tile_columns = max(1, room // (tile_rows * tile_item))
     # Aligned tiles, and none that is mostly padding.
     tile_columns = tile_columns // 64 * 64 or tile_columns
-    return Plan(rows, tile_rows, min(tile_columns, columns), scratch, slab, resident)
+    return Plan(_even(tokens, rows), tile_rows, min(tile_columns, columns), scratch, slab, resident)
+
+
+def _even(total: int, most: int) -> int:
+    """The size of as few parts as ``most`` allows, all about as large, and a multiple of what kernels take at once."""
+    even = -(-total // max(-(-total // most), 1))
+    return max(1, min(most, -(-even // 128) * 128))

@@ -2,26 +2,28 @@
 
 N tokens that carry loss, H hidden size, V vocabulary size, R rows and C columns of a block.
 
-A block's buffer holds projections ``hidden @ weight.T``; the kernels make logits of them as they read.
+What a block holds between its statistics and its gradients is :mod:`liger_losses.chunked.blocks`'s to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.blocks import ExponentialBlock, LogitBlock, projection_gradient
+from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
 from liger_losses.chunked.head import Projection
 from liger_losses.chunked.plan import Plan, padded
 from liger_losses.chunked.tokens import Tokens
+from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
-from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
-from liger_losses.kernels.softmax_stats import softmax_statistics
+from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
 
 class Statistics(NamedTuple):
@@ -51,6 +53,8 @@ class Job:
         operand_dtype: what products are taken in.
         grad_weight_dtype: what the weight's gradient is added up in.
         backend: of the kernels.
+        fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
+        exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
         statistics: names that are differentiated.
         metrics: further names.
         strategy: one of :data:`liger_losses.chunked.engine.STRATEGIES`.
@@ -65,6 +69,8 @@ class Job:
     operand_dtype: torch.dtype
     grad_weight_dtype: torch.dtype
     backend: str
+    fused: bool
+    exponentials: bool
     statistics: tuple[str, ...]
     metrics: tuple[str, ...]
     strategy: str
@@ -98,6 +104,10 @@ def _flat(hidden: Tensor) -> Tensor:
         return hidden
 
 
+#: What is filled with some tokens, gives their statistics, and then their gradients.
+Block = LogitBlock | ExponentialBlock
+
+
 class Stream:
     """One call's tokens on their way through the head.
 
@@ -116,74 +126,64 @@ class Stream:
 
     # --- Whole passes ------------------------------------------------------------------------------------------
 
-    def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The statistics ``[N]`` of every kept token, and the projections ``[N, >= V]`` if they are to be kept."""
+    def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], Block | None]:
+        """The statistics ``[N]`` of every kept token, and one block of all of them if it is to be kept."""
         values = self._empty_statistics()
-        if not keep and self._can_keep_logits_in_registers():
+        if not keep and self.job.fused:
             for rows in blocks(self.count, self._gathered_at_once()):
-                found = linear_softmax_statistics(
-                    self._hidden_rows(rows),
-                    self.weight,
-                    self.job.tokens.labels[rows],
-                    self.job.names,
-                    transform=self.job.transform,
-                    bias=self.bias,
-                    class_weight=self.job.class_weight,
-                    backend=self.job.backend,
-                )
-                self._store(found, rows, values)
+                self._store(self._fused_statistics(rows), rows, values)
             return values, None
         size = self.count if keep else self.job.plan.rows
-        buffer = self._buffer(min(size, self.count), self.vocab_size)
+        block = self._block(min(size, self.count))
         for rows in blocks(self.count, size):
-            self._project(buffer, rows)
-            self._read(buffer, rows, values)
-        return values, buffer if keep else None
+            self._store(block.fill(rows, self._hidden_rows(rows)), rows, values)
+        return values, block if keep else None
 
     def gradients(
-        self, values: Mapping[str, Tensor], coefficients: SoftmaxGradient, projected: Tensor | None
+        self, values: Mapping[str, Tensor], coefficients: SoftmaxGradient, kept: Block | None
     ) -> tuple[Tensor | None, ...]:
-        """``(grad_weight, grad_bias, *grad_hidden)``, from projections where they were kept, else computed again.
+        """``(grad_weight, grad_bias, *grad_hidden)``, from the block of all tokens if it was kept, else computed again.
 
         Recomputed tiles walk the vocabulary, so that each part of grad_weight is written once per ``tile_rows`` tokens.
         """
-        plan, head_grads, hidden_grads = self.job.plan, _HeadGradients(self), _HiddenGradients(self)
-        size = plan.tile_rows if projected is None else self.count
-        columns = min(plan.tile_columns, self.vocab_size)
-        buffer = self._buffer(min(size, self.count), columns) if projected is None else projected
-        for rows in blocks(self.count, size):
+        plan, head_grads, hidden_grads = self.job.plan, HeadGradients(self), HiddenGradients(self)
+        tiles = None if kept is not None else self._tiles()
+        for rows in blocks(self.count, plan.tile_rows if kept is None else self.count):
             hidden = self._hidden_rows(rows)
-            if projected is None:
-                tiles: Iterable[tuple[slice, Tensor]] = self._recomputed(hidden, buffer, columns)
-            else:
-                tiles = [(slice(0, self.vocab_size), buffer)]
             found = {name: value[rows] for name, value in values.items()}
-            hidden_grads.write(
-                rows, head_grads.add(rows, hidden, tiles, found, coefficients.rows(rows.start, rows.stop))
-            )
+            wanted = coefficients.rows(rows.start, rows.stop)
+            if kept is not None:
+                out = kept.gradients(rows, hidden, found, wanted, head_grads)
+            else:
+                out = None
+                for columns in blocks(self.vocab_size, plan.tile_columns):
+                    assert tiles is not None
+                    grad = self._tile_gradient(tiles, rows, columns, hidden, found, wanted, head_grads.bias)
+                    out = head_grads.add(grad, hidden, columns, first=rows.start == 0, out=out)
+            hidden_grads.write(rows, out)
         return *head_grads.results(), *hidden_grads.results
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
         (statistic,) = self.job.statistics
-        values, head_grads = self._empty_statistics(), _HeadGradients(self)
+        values, head_grads = self._empty_statistics(), HeadGradients(self)
         dtype = self.hidden[0].dtype
         for part in self.hidden:
             dtype = torch.promote_types(dtype, part.dtype)
         unit_gradient = self.weight.new_empty(self.count, self.weight.shape[1], dtype=dtype)
-        buffer = self._buffer(min(self.job.plan.rows, self.count), self.vocab_size)
+        block = self._block(min(self.job.plan.rows, self.count))
         for rows in blocks(self.count, self.job.plan.rows):
-            hidden = self._project(buffer, rows)
-            found = self._read(buffer, rows, values)
+            hidden = self._hidden_rows(rows)
+            found = self._store(block.fill(rows, hidden), rows, values)
             coefficients = SoftmaxGradient.of({statistic: torch.ones_like(found["lse"])}, found, self.job.class_weight)
-            gradient = head_grads.add(rows, hidden, self._whole_rows(buffer, rows), found, coefficients)
+            gradient = block.gradients(rows, hidden, found, coefficients, head_grads)
             assert gradient is not None
             unit_gradient[rows] = gradient
         return values, unit_gradient
 
     def scaled(self, unit_gradient: Tensor, upstream: Mapping[str, Tensor]) -> list[Tensor | None]:
         """Gradients of the hidden states: each token's own, times what the loss makes of its statistic."""
-        hidden_grads = _HiddenGradients(self)
+        hidden_grads = HiddenGradients(self)
         for g in upstream.values():
             for rows in blocks(self.count, self.job.plan.rows):
                 hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
@@ -193,21 +193,76 @@ class Stream:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of it."""
         values = self._empty_statistics()
         losses = torch.zeros(self.count, dtype=self.job.logits_dtype, device=self.weight.device)
-        head_grads, hidden_grads = _HeadGradients(self), _HiddenGradients(self)
-        buffer = self._buffer(min(self.job.plan.rows, self.count), self.vocab_size)
+        head_grads, hidden_grads = HeadGradients(self), HiddenGradients(self)
+        block = self._block(min(self.job.plan.rows, self.count))
         for rows in blocks(self.count, self.job.plan.rows):
-            hidden = self._project(buffer, rows)
-            found = self._read(buffer, rows, values)
+            hidden = self._hidden_rows(rows)
+            found = self._store(block.fill(rows, hidden), rows, values)
             losses[rows], upstream = self._token_losses(rows, found)
             coefficients = SoftmaxGradient.of(upstream, found, self.job.class_weight)
-            hidden_grads.write(rows, head_grads.add(rows, hidden, self._whole_rows(buffer, rows), found, coefficients))
+            hidden_grads.write(rows, block.gradients(rows, hidden, found, coefficients, head_grads))
         return losses.sum(), values, (*head_grads.results(), *hidden_grads.results)
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _buffer(self, rows: int, columns: int) -> Tensor:
-        """``[rows, >= columns]`` with aligned rows."""
-        return torch.empty(rows, padded(columns), dtype=self.job.logits_dtype, device=self.weight.device)
+    def _block(self, rows: int) -> Block:
+        return ExponentialBlock(self, rows) if self.job.exponentials else LogitBlock(self, rows)
+
+    def _tiles(self) -> Tensor:
+        """Memory of the gradient pass's tiles: half-precision gradients, or the fp32 projections they overwrite."""
+        plan = self.job.plan
+        dtype = self.job.operand_dtype if self.job.fused else self.job.logits_dtype
+        rows, columns = min(plan.tile_rows, self.count), padded(min(plan.tile_columns, self.vocab_size))
+        return torch.empty(rows, columns, dtype=dtype, device=self.weight.device)
+
+    def _tile_gradient(
+        self,
+        tiles: Tensor,
+        rows: slice,
+        columns: slice,
+        hidden: Tensor,
+        values: Mapping[str, Tensor],
+        coefficients: SoftmaxGradient,
+        grad_bias: Tensor | None,
+    ) -> Tensor:
+        """d loss / d projection ``[R, C]`` in the operand dtype, computed again."""
+        job, width = self.job, columns.stop - columns.start
+        if not job.fused:
+            self.projection.into(tiles[: len(hidden), :width], hidden, columns.start, columns.stop)
+            return projection_gradient(self, tiles, rows, columns, values, coefficients, grad_bias)
+        return linear_softmax_gradient_into(
+            tiles[: len(hidden), :width],
+            hidden,
+            self.weight[columns],
+            values["lse"],
+            job.tokens.labels[rows],
+            coefficients,
+            first_column=columns.start,
+            vocab_size=self.vocab_size,
+            transform=job.transform,
+            bias=None if self.bias is None else self.bias[columns],
+            class_weight=None if job.class_weight is None else job.class_weight[columns],
+            backend=job.backend,
+        )
+
+    def _fused_statistics(self, rows: slice) -> dict[str, Tensor]:
+        """Statistics whose logits never reach memory."""
+        job, hidden, labels = self.job, self._hidden_rows(rows), self.job.tokens.labels[rows]
+        if job.names <= {"logp", "lse"}:
+            found = linear_exponentials(
+                hidden, self.weight, labels, transform=job.transform, bias=self.bias, backend=job.backend
+            )
+            return {"lse": found.lse, "logp": found.logp}
+        return linear_softmax_statistics(
+            hidden,
+            self.weight,
+            labels,
+            job.names,
+            transform=job.transform,
+            bias=self.bias,
+            class_weight=job.class_weight,
+            backend=job.backend,
+        )
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         dtypes = {name: torch.int64 if name == "argmax" else self.job.logits_dtype for name in self.job.names}
@@ -216,36 +271,11 @@ class Stream:
     def _hidden_rows(self, rows: slice) -> Tensor:
         return self.job.tokens.gather(self.flat, rows.start, rows.stop).to(self.job.operand_dtype)
 
-    def _project(self, buffer: Tensor, rows: slice) -> Tensor:
-        """Fill the buffer with these tokens' whole rows; their hidden states ``[R, H]``."""
-        hidden = self._hidden_rows(rows)
-        self.projection.into(buffer[: len(hidden), : self.vocab_size], hidden, 0, self.vocab_size)
-        return hidden
-
-    def _read(self, buffer: Tensor, rows: slice, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Reduce these tokens' projections to statistics, into ``values``; views of those."""
-        job = self.job
-        found = softmax_statistics(
-            buffer[: rows.stop - rows.start, : self.vocab_size],
-            job.tokens.labels[rows],
-            job.names,
-            transform=job.transform,
-            bias=self.bias,
-            class_weight=job.class_weight,
-            scratch=job.plan.scratch,
-            backend=job.backend,
-        )
-        return self._store(found, rows, values)
-
     def _store(self, found: Mapping[str, Tensor], rows: slice, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, value in found.items():
-            values[name][rows] = value
+        """Statistics of some tokens into those of all; views of these."""
+        for name, value in values.items():
+            value[rows] = found[name]
         return {name: value[rows] for name, value in values.items()}
-
-    def _can_keep_logits_in_registers(self) -> bool:
-        """Whether the kernel that needs no buffer of logits serves this call's dtypes and strides."""
-        job, weight = self.job, self.weight
-        return job.backend == "triton" and weight.dtype == job.operand_dtype in HALF_DTYPES and weight.stride(1) == 1
 
     def _gathered_at_once(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
@@ -253,15 +283,6 @@ class Stream:
             return self.count
         parts = -(-self.count // self.job.plan.tile_rows)
         return -(-self.count // max(parts, 1))
-
-    def _whole_rows(self, buffer: Tensor, rows: slice) -> list[tuple[slice, Tensor]]:
-        return [(slice(0, self.vocab_size), buffer[: rows.stop - rows.start])]
-
-    def _recomputed(self, hidden: Tensor, buffer: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        tile = buffer[: len(hidden)]
-        for part in blocks(self.vocab_size, columns):
-            self.projection.into(tile[:, : part.stop - part.start], hidden, part.start, part.stop)
-            yield part, tile
 
     def _token_losses(self, rows: slice, found: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' losses, and their derivatives by each statistic, from ordinary autograd on ``[R]`` tensors."""
@@ -280,107 +301,3 @@ class Stream:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)
         return losses.detach(), {name: g for name, g in zip(leaves, upstream, strict=True) if g is not None}
-
-
-class _HeadGradients:
-    """Gradients of weight and bias, added up block by block."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.job, self.projection = stream, stream.job, stream.projection
-        weight, bias = stream.weight, stream.bias
-        self.weight = self.bias = None
-        if self.job.needs_weight:
-            new = torch.empty if stream.count else torch.zeros  # the first block overwrites it
-            self.weight = new(weight.shape, dtype=self.job.grad_weight_dtype, device=weight.device)
-        if self.job.needs_bias and bias is not None:
-            self.bias = torch.zeros(bias.shape, dtype=self.job.logits_dtype, device=bias.device)
-
-    def add(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        tiles: Iterable[tuple[slice, Tensor]],
-        values: Mapping[str, Tensor],
-        coefficients: SoftmaxGradient,
-    ) -> Tensor | None:
-        """Add the gradients of some tokens.
-
-        Args:
-            rows: which of the kept tokens, R of them.
-            hidden: ``[R, H]``, theirs, in the operand dtype.
-            tiles: ``(columns, buffer)``: projections on these columns of the vocabulary lead the R rows of the buffer,
-                which is overwritten. Together the tiles cover the vocabulary.
-            values: statistics of these tokens, ``[R]`` each.
-            coefficients: of these tokens.
-
-        Returns:
-            The gradient ``[R, H]`` of the hidden states, if any needs one.
-        """
-        job, out = self.job, None
-        for columns, buffer in tiles:
-            grad = self._projection_gradient(rows, columns, buffer, values["lse"], coefficients)
-            start, width = columns.start, columns.stop - columns.start
-            if self.weight is not None:
-                for part in blocks(width, self.projection.slab):
-                    target = self.weight[start + part.start : start + part.stop]
-                    matmul_into(target, grad[:, part].t(), hidden, accumulate=rows.start > 0)
-            if any(job.needs_hidden):
-                if out is None:
-                    # One product over the whole vocabulary is rounded once; a sum of several is kept wide.
-                    whole = width == self.stream.vocab_size == self.projection.slab
-                    out = hidden.new_empty(hidden.shape, dtype=job.operand_dtype if whole else job.logits_dtype)
-                for first, last, weight in self.projection.weight_slabs(start, columns.stop):
-                    matmul_into(out, grad[:, first - start : last - start], weight, accumulate=first > 0)
-        return out
-
-    def _projection_gradient(
-        self, rows: slice, columns: slice, buffer: Tensor, lse: Tensor, coefficients: SoftmaxGradient
-    ) -> Tensor:
-        """d loss / d projection ``[R, C]`` in the operand dtype, over the memory of the projections.
-
-        A half-precision row takes the first half of its own fp32 row, so no second buffer is needed.
-        """
-        job, width = self.job, columns.stop - columns.start
-
-        def part_of(vector: Tensor | None) -> Tensor | None:
-            return None if vector is None else vector[columns]
-
-        return softmax_gradient_into(
-            buffer.view(job.operand_dtype)[:, :width],
-            buffer[:, :width],
-            lse,
-            job.tokens.labels[rows],
-            coefficients,
-            first_column=columns.start,
-            vocab_size=self.stream.vocab_size,
-            transform=job.transform,
-            bias=part_of(self.stream.bias),
-            class_weight=part_of(job.class_weight),
-            grad_bias=part_of(self.bias),
-            scratch=job.plan.scratch,
-            backend=job.backend,
-        )
-
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """``(grad_weight, grad_bias)``."""
-        weight, bias = self.stream.weight, self.stream.bias
-        return (
-            None if self.weight is None else self.weight.to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
-        )
-
-
-class _HiddenGradients:
-    """Gradients of all hidden states, those without loss included (0)."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.tokens = stream.job.tokens
-        self.results = [
-            torch.zeros(part.shape, dtype=part.dtype, device=part.device) if need else None
-            for part, need in zip(stream.hidden, stream.job.needs_hidden, strict=True)
-        ]
-        self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
-
-    def write(self, rows: slice, values: Tensor | None) -> None:
-        if values is not None:
-            self.tokens.scatter_(self.flat, rows.start, rows.stop, values)

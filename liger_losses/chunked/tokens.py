@@ -6,7 +6,7 @@ T tokens given, N of them kept, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,23 @@ class Tokens:
             return sources[0][:0] if sources[0].dim() <= 2 else sources[0].new_empty(0, sources[0].shape[-1])
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def sources(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Where each tensor's kept tokens are: ``(which of the kept tokens, [T, H], rows in it or None for all)``.
+
+        Args:
+            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape, whose kept tokens are then gathered.
+            size: so many at a time.
+        """
+        start = 0
+        for tensor, index, count in zip(tensors, self.indices, self.counts, strict=True):
+            if tensor.dim() <= 2:
+                yield slice(start, start + count), tensor, index
+            else:
+                for first in range(start, start + count, size):
+                    last = min(first + size, start + count)
+                    yield slice(first, last), self.gather(tensors, first, last), None
+            start += count
+
     def scatter_(self, targets: Sequence[Tensor | None], start: int, stop: int, values: Tensor) -> None:
         """Write ``values`` to the rows of the kept tokens ``start`` to ``stop`` of flattened ``targets``.
 
@@ -145,11 +162,11 @@ class Tokens:
         for segment, first, last in self._pieces(start, stop):
             index, target = self.indices[segment], targets[segment]
             if target is not None:
-                part = values[offset : offset + last - first].to(target.dtype)
+                part = values[offset : offset + last - first]
                 if index is None:
                     target[first:last].copy_(part)
                 else:
-                    target.index_copy_(0, index[first:last], part)
+                    target.index_copy_(0, index[first:last], part.to(target.dtype))
             offset += last - first
 
     def collect(self, values: Tensor) -> Tensor:

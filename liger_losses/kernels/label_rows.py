@@ -58,7 +58,13 @@ def scale_and_add_label_rows_(
 
 
 def add_to_label_rows_(
-    grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden: Tensor, *, backend: str = "torch"
+    grad_weight: Tensor,
+    labels: Tensor,
+    coef: Tensor,
+    hidden: Tensor,
+    rows: Tensor | None = None,
+    *,
+    backend: str = "torch",
 ) -> Tensor:
     """``grad_weight[v] += sum_{n: labels_n = v} coef_n hidden_n``: summed in fp32, rounded once, in a fixed order.
 
@@ -66,26 +72,30 @@ def add_to_label_rows_(
         grad_weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
         coef: ``[N]`` fp32.
-        hidden: ``[N, H]``, rows contiguous.
+        hidden: ``[N, H]``, rows contiguous; ``[T, H]`` with ``rows``.
+        rows: ``[N]`` int64, the row of each token in ``hidden``.
         backend: ``torch`` or ``triton``.
 
     Returns:
         ``grad_weight``.
     """
     if backend == "torch":
-        rows, inverse = labels.unique(return_inverse=True)
+        hidden = hidden if rows is None else hidden[rows]
+        present, inverse = labels.unique(return_inverse=True)
         wide = torch.promote_types(torch.float32, grad_weight.dtype)
-        sums = grad_weight[rows].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
-        return grad_weight.index_copy_(0, rows, sums.to(grad_weight.dtype))
+        sums = grad_weight[present].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
+        return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
     if len(labels):
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         ordered, order = labels.sort(stable=True)
+        source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
             grad_weight,
             grad_weight.stride(0),
             ordered,
-            order,
-            coef,
+            source,
+            coef[order],
             hidden,
             hidden.stride(0),
             len(labels),
@@ -124,12 +134,12 @@ def _add_label_rows_kernel(out, scale, coef, weight, weight_stride, labels, hidd
         tl.store(out + row * hidden_size + at, s * value + c * w, mask=inside)
 
 
-@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "order", "coef"])
+@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
     grad_weight,
     grad_stride,
     ordered,
-    order,
+    source,
     coef,
     hidden,
     hidden_stride,
@@ -138,7 +148,7 @@ def _add_to_label_rows_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One program per sorted token; the first of each label sums all of that label's tokens."""
+    """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
     first = tl.program_id(0)
     label = tl.load(ordered + first)
     before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
@@ -152,10 +162,10 @@ def _add_to_label_rows_kernel(
         while same == label:
             members = start + tl.arange(0, AT_ONCE)
             mine = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
-            token = tl.load(order + members, mask=mine, other=0)
-            c = tl.load(coef + token, mask=mine, other=0.0)
+            row = tl.load(source + members, mask=mine, other=0)
+            c = tl.load(coef + members, mask=mine, other=0.0)
             h = tl.load(
-                hidden + token[:, None] * hidden_stride + at[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+                hidden + row[:, None] * hidden_stride + at[None, :], mask=mine[:, None] & inside[None, :], other=0.0
             )
             total += tl.sum(c[:, None] * h.to(tl.float32), 0)
             start += AT_ONCE

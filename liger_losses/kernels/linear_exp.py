@@ -24,7 +24,6 @@ from liger_losses.kernels._tiles import (
     processors,
     product_arguments,
     project_tile,
-    tile_position,
 )
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.label_rows import label_logits
@@ -35,8 +34,6 @@ from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 _TILING = Tiling(tokens=128, columns=128, depth=64, group=8, programs=2, warps=4, stages=3)
 #: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
-#: Bytes of the sums that one launch leaves, one per token and column tile.
-_MAX_PARTIAL = 16 * 2**20
 
 
 class Exponentials(NamedTuple):
@@ -77,9 +74,7 @@ def linear_exponentials(
         return _exponentials_torch(hidden, weight, labels, out, transform, bias)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     label_logit = _label_logits(hidden, weight, labels, transform, bias)
-    rest = torch.empty_like(label_logit)
-    for rows in _launches(len(hidden), len(weight)):
-        _sums_triton(rest, hidden, weight, labels, label_logit, out, rows, transform, bias, None)
+    rest = _sums_triton(hidden, weight, labels, label_logit, out, transform, bias)
     unsafe = ~(rest <= _LARGEST_SUM)
     needed = unsafe.any().int()
     lse = log_sum_exp_where(needed, hidden, weight, labels, transform=transform, bias=bias)
@@ -91,8 +86,7 @@ def linear_exponentials(
             torch.where(unsafe, lse, label_logit + log_rest),
             torch.where(unsafe, label_logit - lse, -log_rest),
         )
-    for rows in _launches(len(hidden), len(weight)):
-        _sums_triton(rest, hidden, weight, labels, offset, out, rows, transform, bias, needed)
+    rest = torch.where(needed != 0, _sums_triton(hidden, weight, labels, offset, out, transform, bias, needed), rest)
     return _finish(label_logit, offset, rest, unsafe)
 
 
@@ -133,65 +127,56 @@ def _label_logits(
     return transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
 
 
-def _launches(tokens: int, vocab_size: int) -> list[slice]:
-    """Slices of tokens whose sums stay small."""
-    step = _TILING.group * _TILING.tokens
-    size = max(step, _MAX_PARTIAL // (4 * _column_tiles(vocab_size)) // step * step)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
-def _column_tiles(vocab_size: int) -> int:
-    return -(-vocab_size // _TILING.columns)
-
-
 def _sums_triton(
-    rest: Tensor,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     offset: Tensor,
     out: Tensor | None,
-    rows: slice,
     transform: LogitTransform,
     bias: Tensor | None,
-    needed: Tensor | None,
-) -> None:
-    """Sums of e into ``rest[rows]`` and e itself into ``out[rows]``; only if ``needed``, where that is given."""
-    hidden, tiles = hidden[rows], _column_tiles(len(weight))
+    needed: Tensor | None = None,
+) -> Tensor:
+    """Sums of e ``[N]``, and e itself into ``out``; only if ``needed``, where that is given (0 otherwise)."""
     tokens = len(hidden)
+    row_tiles, column_tiles = -(-tokens // _TILING.tokens), -(-len(weight) // _TILING.columns)
+    group = _group(row_tiles)
+    lanes = max(1, min(_TILING.programs * processors(hidden.device) // group, column_tiles))
+    partial = torch.zeros(lanes, tokens, device=hidden.device)
+    if not tokens:
+        return partial.sum(0)
     operands = product_arguments(hidden, weight, _TILING)
     tma_store = out is not None and operands["TMA"] and aligned(out)
-    if out is not None:
-        out = out[rows]
-    partial = torch.empty(tiles, tokens, device=hidden.device)
-    programs = min(_TILING.programs * processors(hidden.device), -(-tokens // _TILING.tokens) * tiles)
-    _exponentials_kernel[(programs,)](
+    _exponentials_kernel[(lanes * group,)](
         **operands,
         out=descriptor(out, _TILING.tokens, _TILING.columns // 2) if out is not None and tma_store else out,
         out_stride=0 if out is None else out.stride(0),
         bias=bias,
-        labels=labels[rows],
-        offset=offset[rows],
+        labels=labels,
+        offset=offset,
         partial=partial,
         needed=needed,
-        programs=programs,
+        group=group,
+        lanes=lanes,
         **transform.kernel_arguments(),
         HAS_BIAS=bias is not None,
         CONDITIONAL=needed is not None,
         STORE=out is not None,
         TMA_STORE=tma_store,
-        GROUP=_TILING.group,
         **_TILING.constants(),
         **_TILING.launch(),
     )
-    if needed is None:
-        torch.sum(partial, 0, out=rest[rows])
-    else:
-        rest[rows] = torch.where(needed != 0, partial.sum(0), rest[rows])
+    return partial.sum(0)
+
+
+def _group(row_tiles: int) -> int:
+    """Row tiles that walk the vocabulary together: about as many as the tiling says, and groups as even as can be."""
+    sizes = range(min(row_tiles, _TILING.group // 2 + 1), min(row_tiles, 2 * _TILING.group) + 1)
+    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _TILING.group)), default=1)
 
 
 @jit(
-    do_not_specialize=["tokens", "programs"],
+    do_not_specialize=["tokens", "group", "lanes"],
     do_not_specialize_on_alignment=["labels", "offset", "partial", "needed", "hidden", "out"],
 )
 def _exponentials_kernel(
@@ -209,7 +194,8 @@ def _exponentials_kernel(
     offset,
     partial,
     needed,
-    programs,
+    group,
+    lanes,
     scale,
     softcap,
     inverse_temperature,
@@ -221,20 +207,26 @@ def _exponentials_kernel(
     TMA: tl.constexpr,
     TMA_STORE: tl.constexpr,
     UPCAST: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Persistent programs; each tile's exponentials are taken and stored in two halves, which takes fewer registers."""
-    row_tiles = tl.cdiv(tokens, BLOCK_N)
+    """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
+
+    Exponentials are taken and stored in two halves of a tile, which takes fewer registers.
+    """
+    program = tl.program_id(0)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
-    tiles = row_tiles * column_tiles
+    in_group = group * column_tiles
+    tiles = tl.cdiv(tl.cdiv(tokens, BLOCK_N), group) * in_group
     if CONDITIONAL:
         tiles = tiles * tl.load(needed)
-    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
-        row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP)
-        first_row = row_tile * BLOCK_N
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in tl.range(program, tiles, group * lanes, flatten=True):
+        column_tile = tile % in_group // group
+        first_row = (tile // in_group * group + program % group) * BLOCK_N
+        if column_tile < lanes:  # the first of this program in this group
+            sums = tl.zeros((BLOCK_N,), tl.float32)
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden,
@@ -256,7 +248,6 @@ def _exponentials_kernel(
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
         left, right = tl.split(tl.permute(tl.reshape(z, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1)))
-        sums = tl.zeros((BLOCK_N,), tl.float32)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
@@ -279,4 +270,4 @@ def _exponentials_kernel(
                     pointers = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
                     inside = (rows < tokens)[:, None] & (columns < vocab_size)[None, :]
                     tl.store(pointers, e.to(out.dtype.element_ty), mask=inside)
-        tl.store(partial + column_tile * tokens + rows, sums, mask=rows < tokens)
+        tl.store(partial + program // group * tokens + rows, sums, mask=rows < tokens)

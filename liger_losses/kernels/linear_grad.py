@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
@@ -46,7 +45,7 @@ def linear_softmax_gradient_into(
     Args:
         out: ``[N, C]``, rows contiguous.
         hidden: ``[N, H]``.
-        weight: ``[C, H]``, rows contiguous, of the same dtype: rows ``first_column`` to ``first_column + C`` of the head.
+        weight: ``[C, H]``, rows contiguous, of the same dtype: the head's from ``first_column`` on.
         lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight: as there.
         backend: ``torch`` holds the tile's logits besides; ``triton`` does not, for fp16 and bf16.
 

@@ -63,7 +63,10 @@ def log_sum_exp_where(
     transform: LogitTransform = LogitTransform(),
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``lse`` alone if the device finds ``needed`` (int32, 0 or 1) set, else anything: an exception costs no synchronisation."""
+    """``lse`` alone if the device finds ``needed`` (int32, 0 or 1) set, else anything.
+
+    So an exception to the usual case costs neither a synchronisation nor, usually, time.
+    """
     return _linear_statistics_triton(hidden, weight, labels, frozenset(), transform, bias, None, needed)["lse"]
 
 

@@ -82,9 +82,7 @@ class LogitTransform:
 
 
 @jit
-def transform_block(
-    x, scale, softcap, inverse_temperature, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def transform_block(x, scale, softcap, inverse_temperature, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Logits of a block of projections, in a kernel."""
     if HAS_SOFTCAP:
         x = softcap * inverse_temperature * (2 * tl.sigmoid(2 * scale / softcap * x) - 1)

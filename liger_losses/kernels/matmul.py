@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -35,3 +38,25 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     wide = torch.promote_types(torch.float32, a.dtype)
     product = torch.mm(a.to(wide), b.to(wide))
     return out.add_(product) if accumulate else out.copy_(product)
+
+
+def side_by_side(device: torch.device, first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Run two independent pieces of work, on a GPU at the same time: one's last tiles leave processors to the other.
+
+    Both are done before whatever the caller queues next.
+    """
+    if device.type != "cuda":
+        first()
+        second()
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    first()
+    with torch.cuda.stream(side):
+        second()
+    main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,161 @@
+"""What a block of tokens holds over the whole vocabulary, between its statistics and its gradients.
+
+R tokens of a block, H hidden size, V vocabulary size.
+
+Both kinds are filled, give the statistics of their tokens, and give gradients once the loss's are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.gradients import HeadGradients
+from liger_losses.chunked.plan import padded
+from liger_losses.kernels.label_rows import scale_and_add_label_rows_
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
+from liger_losses.kernels.softmax_stats import softmax_statistics
+
+if TYPE_CHECKING:
+    from liger_losses.chunked.stream import Stream
+
+
+class LogitBlock:
+    """Projections in fp32, and in their memory then their gradient: for any statistics, in any dtype."""
+
+    def __init__(self, stream: Stream, rows: int) -> None:
+        self.stream, self.job = stream, stream.job
+        self.projections = stream.weight.new_empty(rows, padded(stream.vocab_size), dtype=self.job.logits_dtype)
+
+    def fill(self, rows: slice, hidden: Tensor) -> dict[str, Tensor]:
+        """Statistics of these tokens, from ``hidden [R, H]``."""
+        projected = self.projections[: len(hidden), : self.stream.vocab_size]
+        self.stream.projection.into(projected, hidden, 0, self.stream.vocab_size)
+        return softmax_statistics(
+            projected,
+            self.job.tokens.labels[rows],
+            self.job.names,
+            transform=self.job.transform,
+            bias=self.stream.bias,
+            class_weight=self.job.class_weight,
+            scratch=self.job.plan.scratch,
+            backend=self.job.backend,
+        )
+
+    def gradients(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        values: Mapping[str, Tensor],
+        coefficients: SoftmaxGradient,
+        head_grads: HeadGradients,
+    ) -> Tensor | None:
+        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added. It can be taken once."""
+        columns = slice(0, self.stream.vocab_size)
+        grad = projection_gradient(self.stream, self.projections, rows, columns, values, coefficients, head_grads.bias)
+        return head_grads.add(grad, hidden, columns, first=rows.start == 0)
+
+
+def projection_gradient(
+    stream: Stream,
+    projections: Tensor,
+    rows: slice,
+    columns: slice,
+    values: Mapping[str, Tensor],
+    coefficients: SoftmaxGradient,
+    grad_bias: Tensor | None,
+) -> Tensor:
+    """d loss / d projection ``[R, C]`` in the operand dtype, over the memory of the projections.
+
+    A half-precision row takes the first half of its own fp32 row, so no second buffer is needed.
+    """
+    job, count, width = stream.job, rows.stop - rows.start, columns.stop - columns.start
+
+    def part_of(vector: Tensor | None) -> Tensor | None:
+        return None if vector is None else vector[columns]
+
+    return softmax_gradient_into(
+        projections.view(job.operand_dtype)[:count, :width],
+        projections[:count, :width],
+        values["lse"],
+        job.tokens.labels[rows],
+        coefficients,
+        first_column=columns.start,
+        vocab_size=stream.vocab_size,
+        transform=job.transform,
+        bias=part_of(stream.bias),
+        class_weight=part_of(job.class_weight),
+        grad_bias=part_of(grad_bias),
+        scratch=job.plan.scratch,
+        backend=job.backend,
+    )
+
+
+class ExponentialBlock:
+    """``exp(logit - offset)`` in half precision, for losses of ``logp`` and ``lse``.
+
+    The softmax is a multiple of it by row, so both products are taken with it as it is; see
+    :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added apart, in fp32.
+    """
+
+    def __init__(self, stream: Stream, rows: int) -> None:
+        self.stream, self.job = stream, stream.job
+        self.exponentials = stream.weight.new_empty(rows, padded(stream.vocab_size))
+        self.found: Exponentials | None = None
+
+    def fill(self, rows: slice, hidden: Tensor) -> dict[str, Tensor]:
+        """Statistics of these tokens, from ``hidden [R, H]``."""
+        self.found = linear_exponentials(
+            hidden,
+            self.stream.weight,
+            self.job.tokens.labels[rows],
+            self.exponentials[: len(hidden), : self.stream.vocab_size],
+            transform=self.job.transform,
+            bias=self.stream.bias,
+            backend=self.job.backend,
+        )
+        return {"lse": self.found.lse, "logp": self.found.logp}
+
+    def gradients(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        values: Mapping[str, Tensor],
+        coefficients: SoftmaxGradient,
+        head_grads: HeadGradients,
+    ) -> Tensor | None:
+        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added.
+
+        ``p_coef p + label_coef onehot`` becomes ``scale e`` at all columns but the label's, and ``at_label`` there.
+        """
+        assert self.found is not None
+        offset, lse, logp = self.found
+        transform, labels = self.job.transform, self.job.tokens.labels[rows]
+        zero = torch.zeros_like(lse)
+        p_coef = zero if coefficients.p_coef is None else coefficients.p_coef * transform.factor
+        label_coef = zero if coefficients.label_coef is None else coefficients.label_coef * transform.factor
+        scale = p_coef * (offset - lse).exp()
+        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
+        at_label = (p_coef + label_coef) + p_coef * logp.expm1()
+        if transform.softcap is not None:
+            at_label = at_label * transform.slope(logp + lse)
+
+        columns = slice(0, self.stream.vocab_size)
+        out = hidden.new_empty(hidden.shape, dtype=torch.float32) if any(self.job.needs_hidden) else None
+        head_grads.add(
+            self.exponentials[: len(hidden), columns],
+            hidden,
+            columns,
+            first=rows.start == 0,
+            out=out,
+            accumulate=False,
+            weight_hidden=torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden)),
+        )
+        head_grads.add_at_labels(rows, at_label)
+        if out is not None:
+            scale_and_add_label_rows_(out, scale, at_label, self.stream.weight, labels, backend=self.job.backend)
+        return out

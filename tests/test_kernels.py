@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from liger_losses.kernels import choose_backend
-from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows_
-from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows_, scale_rows
+from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -237,6 +237,24 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
             assert ((out.double() - expected).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)
+def test_scales_of_exponentials(backend, transform):
+    logp = -torch.tensor([1e-12, 1e-5, 0.3, 5.0, 80.0, 200.0], device=DEVICE)
+    p_coef, label_coef = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
+    label_coef[0] = -p_coef[0]  # what is left is p - 1
+    lse = torch.linspace(-3.0, 6.0, 6, device=DEVICE)
+    offset = lse + logp
+    offset[-1] = lse[-1]
+    found = Exponentials(offset, lse, logp)
+    for coefs in ((p_coef, label_coef), (p_coef, None), (None, label_coef)):
+        p_c, label_c = (0.0 if coef is None else coef.double() for coef in coefs)
+        exact = p_c * (offset - lse).double().exp() * transform.factor
+        at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
+        scale, ours = gradient_scales(*coefs, found, transform=transform, backend=backend)
+        torch.testing.assert_close(scale.double(), exact + scale.double() * 0, rtol=1e-5, atol=1e-37)
+        torch.testing.assert_close(ours.double(), at_label * transform.factor, rtol=2e-5, atol=1e-37)
+
+
 def test_confident_tokens_are_exact():
     """1 - p is not what is left of 1 when p is taken from it."""
     hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, device=DEVICE)
@@ -297,9 +315,16 @@ def test_gradients_without_logits(tokens, hidden_size, columns, dtype):
 def test_label_rows(backend, tokens, hidden_size, columns, dtype):
     hidden, weight, labels, _, _ = head(tokens, hidden_size, columns, dtype)
     scale, coef = torch.linspace(-1, 1, 2 * tokens, device=DEVICE).split(tokens)
-    exact = (hidden.double() * weight.double()[labels]).sum(-1)
+    bias = torch.linspace(-1, 1, columns, device=DEVICE)
+    for transform, b in ((LogitTransform(), None), (LogitTransform(0.7, 1.2, 8.0), bias)):
+        projected = (hidden.double() * weight.double()[labels]).sum(-1)
+        exact = transform(projected, None if b is None else b.double()[labels])
+        found = label_logits(hidden, weight, labels, transform=transform, bias=b, backend=backend)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+    exact = hidden.double() * scale.double()[:, None]
     torch.testing.assert_close(
-        label_logits(hidden, weight, labels, backend=backend).double(), exact, rtol=1e-5, atol=1e-4
+        scale_rows(hidden, scale, backend=backend).double(), exact, rtol=torch.finfo(dtype).eps, atol=0.0
     )
 
     out = torch.randn(tokens, hidden_size, device=DEVICE)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from liger_losses.chunked.gradients import HeadGradients
 from liger_losses.chunked.plan import padded
-from liger_losses.kernels.label_rows import scale_and_add_label_rows_
-from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.label_rows import scale_and_add_label_rows_, scale_rows
+from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -128,24 +128,13 @@ class ExponentialBlock:
         coefficients: SoftmaxGradient,
         head_grads: HeadGradients,
     ) -> Tensor | None:
-        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added.
-
-        ``p_coef p + label_coef onehot`` becomes ``scale e`` at all columns but the label's, and ``at_label`` there.
-        """
+        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added."""
         assert self.found is not None
-        offset, lse, logp = self.found
-        transform, labels = self.job.transform, self.job.tokens.labels[rows]
-        zero = torch.zeros_like(lse)
-        p_coef = zero if coefficients.p_coef is None else coefficients.p_coef * transform.factor
-        label_coef = zero if coefficients.label_coef is None else coefficients.label_coef * transform.factor
-        scale = p_coef * (offset - lse).exp()
-        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
-        at_label = (p_coef + label_coef) + p_coef * logp.expm1()
-        if transform.softcap is not None:
-            at_label = at_label * transform.slope(logp + lse)
-
-        columns = slice(0, self.stream.vocab_size)
-        out = hidden.new_empty(hidden.shape, dtype=torch.float32) if any(self.job.needs_hidden) else None
+        job, labels, columns = self.job, self.job.tokens.labels[rows], slice(0, self.stream.vocab_size)
+        scale, at_label = gradient_scales(
+            coefficients.p_coef, coefficients.label_coef, self.found, transform=job.transform, backend=job.backend
+        )
+        out = hidden.new_empty(hidden.shape, dtype=torch.float32) if any(job.needs_hidden) else None
         head_grads.add(
             self.exponentials[: len(hidden), columns],
             hidden,
@@ -153,9 +142,9 @@ class ExponentialBlock:
             first=rows.start == 0,
             out=out,
             accumulate=False,
-            weight_hidden=torch.mul(hidden, scale[:, None], out=torch.empty_like(hidden)),
+            weight_hidden=scale_rows(hidden, scale, backend=job.backend),
         )
         head_grads.add_at_labels(rows, at_label)
         if out is not None:
-            scale_and_add_label_rows_(out, scale, at_label, self.stream.weight, labels, backend=self.job.backend)
+            scale_and_add_label_rows_(out, scale, at_label, self.stream.weight, labels, backend=job.backend)
         return out

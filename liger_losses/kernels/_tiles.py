@@ -22,7 +22,7 @@ class Tiling:
     Args:
         tokens, columns, depth: tokens, columns of the vocabulary and hidden dimensions of a tile.
         group: row tiles that walk the vocabulary together, so that the cache serves them each part of the head.
-        programs: of one processor. Two hide each other's work between products.
+        programs: of one processor.
         warps, stages: of one program.
     """
 
@@ -33,10 +33,6 @@ class Tiling:
     programs: int
     warps: int
     stages: int
-
-    def constants(self) -> dict[str, int]:
-        """What kernels take as compile-time constants."""
-        return {"BLOCK_N": self.tokens, "BLOCK_V": self.columns, "BLOCK_H": self.depth}
 
     def launch(self) -> dict[str, int]:
         """What a launch takes."""
@@ -49,19 +45,24 @@ def processors(device: torch.device) -> int:
 
 
 def product_arguments(hidden: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
-    """The operands as :func:`project_tile` takes them.
+    """The operands and sizes as :func:`project_tile` takes them.
 
     The tensor memory accelerator (Hopper and later) loads them where rows are 16-byte aligned; elsewhere pointers do.
     """
     tma = _has_tma(hidden.device) and all(aligned(operand) for operand in (hidden, weight))
+    # Devices without it have less shared memory.
+    depth = tiling.depth if tma else tiling.depth // 2
     return {
-        "hidden": descriptor(hidden, tiling.tokens, tiling.depth) if tma else hidden,
-        "weight": descriptor(weight, tiling.columns, tiling.depth) if tma else weight,
+        "hidden": descriptor(hidden, tiling.tokens, depth) if tma else hidden,
+        "weight": descriptor(weight, tiling.columns, depth) if tma else weight,
         "hidden_stride": hidden.stride(0),
         "weight_stride": weight.stride(0),
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
+        "BLOCK_N": tiling.tokens,
+        "BLOCK_V": tiling.columns,
+        "BLOCK_H": depth,
         "TMA": tma,
         # The interpreter multiplies no bf16.
         "UPCAST": INTERPRETED and hidden.dtype == torch.bfloat16,

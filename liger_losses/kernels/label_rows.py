@@ -9,27 +9,68 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 
 
-def label_logits(hidden: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch") -> Tensor:
-    """``out_n = hidden_n . weight[labels_n]``, summed in fp32.
+def label_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    transform: LogitTransform = LogitTransform(),
+    bias: Tensor | None = None,
+    backend: str = "torch",
+) -> Tensor:
+    """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
 
     Args:
         hidden: ``[N, H]``, rows contiguous.
         weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
+        transform: from projections to logits.
+        bias: ``[V]``.
         backend: ``torch`` or ``triton``.
 
     Returns:
         ``[N]`` fp32.
     """
     if backend == "torch":
-        return (hidden.float() * weight[labels].float()).sum(-1)
+        projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
+        return transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
     out = torch.empty(len(labels), device=hidden.device)
     if len(labels):
         _label_logits_kernel[(len(labels),)](
-            out, hidden, weight, hidden.stride(0), weight.stride(0), labels, hidden.shape[1], BLOCK=1024
+            out,
+            hidden,
+            weight,
+            hidden.stride(0),
+            weight.stride(0),
+            bias,
+            labels,
+            hidden.shape[1],
+            **transform.kernel_arguments(),
+            HAS_BIAS=bias is not None,
+            BLOCK=1024,
         )
+    return out
+
+
+def scale_rows(matrix: Tensor, scale: Tensor, *, backend: str = "torch") -> Tensor:
+    """``out_n = scale_n matrix_n``, rounded once, in the matrix's dtype.
+
+    Args:
+        matrix: ``[N, H]``.
+        scale: ``[N]`` fp32.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``[N, H]``, contiguous.
+    """
+    if backend == "torch" or matrix.stride(1) != 1:
+        return (matrix * scale[:, None]).to(matrix.dtype)
+    out = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+    if len(out):
+        _scale_rows_kernel[(len(out),)](out, matrix, matrix.stride(0), scale, matrix.shape[1], BLOCK=1024)
     return out
 
 
@@ -106,18 +147,48 @@ def add_to_label_rows_(
     return grad_weight
 
 
-@jit(do_not_specialize_on_alignment=["out", "labels"])
-def _label_logits_kernel(out, hidden, weight, hidden_stride, weight_stride, labels, hidden_size, BLOCK: tl.constexpr):
+@jit(do_not_specialize_on_alignment=["labels"])
+def _label_logits_kernel(
+    out,
+    hidden,
+    weight,
+    hidden_stride,
+    weight_stride,
+    bias,
+    labels,
+    hidden_size,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    total = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, hidden_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < hidden_size
         h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
-        total += h * w
-    tl.store(out + row, tl.sum(total, 0))
+        products += h * w
+    z = tl.sum(products, 0)
+    if HAS_BIAS:
+        z += tl.load(bias + label).to(tl.float32)
+    tl.store(out + row, transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP))
+
+
+@jit(do_not_specialize_on_alignment=["matrix", "scale"])
+def _scale_rows_kernel(out, matrix, stride, scale, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.load(scale + row)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        value = tl.load(matrix + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * columns + at, (s * value).to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize_on_alignment=["scale", "coef", "labels"])

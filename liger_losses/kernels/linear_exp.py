@@ -25,15 +25,16 @@ from liger_losses.kernels._tiles import (
     product_arguments,
     project_tile,
 )
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import log_sum_exp_where
+from liger_losses.kernels.linear_stats import partial_sums_where
 from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 
-#: Two programs per processor: one's exponentials hide behind the other's products.
-_TILING = Tiling(tokens=128, columns=128, depth=64, group=8, programs=2, warps=4, stages=3)
+_TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
 #: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+_VECTORS = ["offset", "lse", "logp", "p_coef", "label_coef"]
 
 
 class Exponentials(NamedTuple):
@@ -73,27 +74,62 @@ def linear_exponentials(
     if backend == "torch":
         return _exponentials_torch(hidden, weight, labels, out, transform, bias)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-    label_logit = _label_logits(hidden, weight, labels, transform, bias)
-    rest = _sums_triton(hidden, weight, labels, label_logit, out, transform, bias)
-    unsafe = ~(rest <= _LARGEST_SUM)
-    needed = unsafe.any().int()
-    lse = log_sum_exp_where(needed, hidden, weight, labels, transform=transform, bias=bias)
-    offset = torch.where(unsafe, lse, label_logit)
-    if out is None:
-        log_rest = rest.log1p()
-        return Exponentials(
-            offset,
-            torch.where(unsafe, lse, label_logit + log_rest),
-            torch.where(unsafe, label_logit - lse, -log_rest),
+    label_logit = label_logits(hidden, weight, labels, transform=transform, bias=bias, backend=backend)
+    found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
+    if not len(hidden):
+        return found
+    needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
+    common = (hidden, weight, labels, label_logit, out, transform, bias, found, needed)
+    _launch(*common, conditional=False)
+    # What follows returns at once unless `needed` was set: an exception costs neither a synchronisation nor time.
+    sums = partial_sums_where(needed, hidden, weight, labels, transform=transform, bias=bias)
+    _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
+        needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=triton.next_power_of_2(sums.shape[1])
+    )
+    _launch(*common, conditional=True)
+    return found
+
+
+def gradient_scales(
+    p_coef: Tensor | None,
+    label_coef: Tensor | None,
+    found: Exponentials,
+    *,
+    transform: LogitTransform = LogitTransform(),
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """From ``d loss / d z = p_coef p + label_coef onehot`` to ``scale`` and ``at_label``, ``[N]`` each.
+
+    ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
+    there, it is ``at_label``.
+
+    Args:
+        p_coef, label_coef: ``[N]`` fp32, or ``None`` for 0.
+        found: what :func:`linear_exponentials` returned.
+        transform: as there.
+        backend: ``torch`` or ``triton``.
+    """
+    zero = found.lse.new_zeros(()).expand_as(found.lse)
+    p_coef, label_coef = (zero if coef is None else coef for coef in (p_coef, label_coef))
+    if backend == "torch":
+        offset, lse, logp = found
+        scale = p_coef * (offset - lse).exp()
+        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
+        at_label = (p_coef + label_coef) + p_coef * logp.expm1()
+        return scale * transform.factor, at_label * transform.slope(logp + lse) * transform.factor
+    scale, at_label = torch.empty(2, len(found.lse), device=found.lse.device)
+    if len(scale):
+        _scales_kernel[(triton.cdiv(len(scale), 128),)](
+            scale,
+            at_label,
+            p_coef.contiguous(),
+            label_coef.contiguous(),
+            *found,
+            len(scale),
+            **transform.kernel_arguments(),
+            BLOCK=128,
         )
-    rest = torch.where(needed != 0, _sums_triton(hidden, weight, labels, offset, out, transform, bias, needed), rest)
-    return _finish(label_logit, offset, rest, unsafe)
-
-
-def _finish(label_logit: Tensor, offset: Tensor, rest: Tensor, unsafe: Tensor) -> Exponentials:
-    """From the sums over all columns but the label's."""
-    log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
-    return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
+    return scale, at_label
 
 
 def _exponentials_torch(
@@ -114,37 +150,31 @@ def _exponentials_torch(
     unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
     offset = torch.where(unsafe, logits.logsumexp(1), label_logit)
     e = exponentials(offset)
-    found = _finish(label_logit, offset, e.sum(1), unsafe)
     if out is not None:
         out.copy_(e if transform.softcap is None else e * transform.slope(logits))
-    return found
+    rest = e.sum(1)
+    log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
+    return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
 
 
-def _label_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform, bias: Tensor | None
-) -> Tensor:
-    projected = label_logits(hidden, weight, labels, backend="triton")[:, None]
-    return transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
-
-
-def _sums_triton(
+def _launch(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    offset: Tensor,
+    label_logit: Tensor,
     out: Tensor | None,
     transform: LogitTransform,
     bias: Tensor | None,
-    needed: Tensor | None = None,
-) -> Tensor:
-    """Sums of e ``[N]``, and e itself into ``out``; only if ``needed``, where that is given (0 otherwise)."""
+    found: Exponentials,
+    needed: Tensor,
+    conditional: bool,
+) -> None:
+    """Exponentials and statistics: with the label's logit as offset, or (where needed) with what ``found`` holds."""
     tokens = len(hidden)
     row_tiles, column_tiles = -(-tokens // _TILING.tokens), -(-len(weight) // _TILING.columns)
     group = _group(row_tiles)
     lanes = max(1, min(_TILING.programs * processors(hidden.device) // group, column_tiles))
-    partial = torch.zeros(lanes, tokens, device=hidden.device)
-    if not tokens:
-        return partial.sum(0)
+    partial = torch.empty(lanes, tokens, device=hidden.device)
     operands = product_arguments(hidden, weight, _TILING)
     tma_store = out is not None and operands["TMA"] and aligned(out)
     _exponentials_kernel[(lanes * group,)](
@@ -153,26 +183,142 @@ def _sums_triton(
         out_stride=0 if out is None else out.stride(0),
         bias=bias,
         labels=labels,
-        offset=offset,
+        offset=found.offset if conditional else label_logit,
         partial=partial,
         needed=needed,
         group=group,
         lanes=lanes,
         **transform.kernel_arguments(),
         HAS_BIAS=bias is not None,
-        CONDITIONAL=needed is not None,
+        CONDITIONAL=conditional,
         STORE=out is not None,
         TMA_STORE=tma_store,
-        **_TILING.constants(),
         **_TILING.launch(),
     )
-    return partial.sum(0)
+    _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
+        partial,
+        label_logit,
+        *found,
+        needed,
+        lanes,
+        tokens,
+        _LARGEST_SUM,
+        CONDITIONAL=conditional,
+        BLOCK=128,
+        LANES=32,
+    )
 
 
 def _group(row_tiles: int) -> int:
     """Row tiles that walk the vocabulary together: about as many as the tiling says, and groups as even as can be."""
     sizes = range(min(row_tiles, _TILING.group // 2 + 1), min(row_tiles, 2 * _TILING.group) + 1)
     return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _TILING.group)), default=1)
+
+
+@jit
+def log1p(x):
+    """``log(1 + x)``, exact for small x: what 1 + x rounds away is divided out (Kahan's)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
+
+
+@jit
+def expm1(x):
+    """``exp(x) - 1`` for x <= 0, exact for small x (Kahan's)."""
+    u = tl.exp(x)
+    return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
+
+
+@jit(do_not_specialize=["lanes", "tokens", "limit"], do_not_specialize_on_alignment=_VECTORS)
+def _row_statistics_kernel(
+    partial,
+    label_logit,
+    offset,
+    lse,
+    logp,
+    needed,
+    lanes,
+    tokens,
+    limit,
+    CONDITIONAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """From what the lanes left, sums over all columns but the label's, to log-sum-exp and log-probability."""
+    if CONDITIONAL:  # noqa: SIM102, as `and` would not keep them apart here
+        if tl.load(needed) == 0:
+            return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    rest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, lanes, LANES):
+        lane = start + tl.arange(0, LANES)
+        mask = (lane < lanes)[:, None] & inside[None, :]
+        rest += tl.sum(tl.load(partial + lane[:, None] * tokens + rows[None, :], mask=mask, other=0.0), 0)
+    z = tl.load(label_logit + rows, mask=inside, other=0.0)
+    if CONDITIONAL:
+        used = tl.load(offset + rows, mask=inside, other=0.0)
+        log_total = tl.where(used == z, log1p(rest), tl.log(rest + tl.exp(z - used)))
+    else:
+        used = z
+        log_total = log1p(rest)
+        unsafe = inside & ((rest <= limit) == 0)  # NaN is not safe
+        tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
+        tl.atomic_max(needed, tl.max(unsafe.to(tl.int32), 0))
+    tl.store(lse + rows, used + log_total, mask=inside)
+    tl.store(logp + rows, z - used - log_total, mask=inside)
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Where there is none, the log-sum-exp becomes the offset; ``sums`` are (maximum, sum) of each split."""
+    if tl.load(needed) != 0:
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        split = tl.arange(0, SPLITS)
+        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
+        at = split[:, None] * tokens + rows[None, :]
+        top = tl.load(sums + at, mask=mask, other=-3.0e38)
+        total = tl.load(sums + splits * tokens + at, mask=mask, other=0.0)
+        highest = tl.max(top, 0)
+        lse = highest + tl.log(tl.sum(total * tl.exp(top - highest[None, :]), 0))
+        old = tl.load(offset + rows, mask=rows < tokens, other=0.0)
+        tl.store(offset + rows, tl.where(old == old, old, lse), mask=rows < tokens)
+
+
+@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_VECTORS)
+def _scales_kernel(
+    scale_out,
+    at_label_out,
+    p_coef,
+    label_coef,
+    offset,
+    lse,
+    logp,
+    tokens,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    p_c = tl.load(p_coef + rows, mask=inside, other=0.0)
+    label_c = tl.load(label_coef + rows, mask=inside, other=0.0)
+    row_lse = tl.load(lse + rows, mask=inside, other=0.0)
+    row_logp = tl.load(logp + rows, mask=inside, other=0.0)
+    s = p_c * tl.exp(tl.load(offset + rows, mask=inside, other=0.0) - row_lse)
+    # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
+    at_label = (p_c + label_c) + p_c * expm1(row_logp)
+    if HAS_SOFTCAP:
+        t = (row_logp + row_lse) / (softcap * inverse_temperature)
+        at_label *= 1 - t * t
+    if HAS_SCALE:
+        s *= scale * inverse_temperature
+        at_label *= scale * inverse_temperature
+    tl.store(scale_out + rows, s, mask=inside)
+    tl.store(at_label_out + rows, at_label, mask=inside)
 
 
 @jit(

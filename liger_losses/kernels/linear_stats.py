@@ -15,7 +15,6 @@ from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 _TILING = Tiling(tokens=128, columns=256, depth=64, group=16, programs=1, warps=8, stages=3)
-_POINTER_TILING = Tiling(tokens=128, columns=128, depth=64, group=16, programs=1, warps=4, stages=2)
 #: Tokens of one launch, so that what the splits leave stays small (8 MiB of 8 splits).
 _MAX_TOKENS = 32768
 
@@ -54,7 +53,7 @@ def linear_softmax_statistics(
     return _linear_statistics_triton(hidden, weight, labels, names, transform, bias, class_weight)
 
 
-def log_sum_exp_where(
+def partial_sums_where(
     needed: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -63,11 +62,11 @@ def log_sum_exp_where(
     transform: LogitTransform = LogitTransform(),
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``lse`` alone if the device finds ``needed`` (int32, 0 or 1) set, else anything.
+    """What each split of the vocabulary leaves, (maximum, sum of exponentials, label's logit) ``[3, S, N]``.
 
-    So an exception to the usual case costs neither a synchronisation nor, usually, time.
+    Only if the device finds ``needed`` (int32, 0-dim) set; else nothing is computed, and the memory holds anything.
     """
-    return _linear_statistics_triton(hidden, weight, labels, frozenset(), transform, bias, None, needed)["lse"]
+    return _launch(hidden, weight, labels, frozenset(), transform, bias, None, needed)
 
 
 def _linear_statistics_triton(
@@ -78,12 +77,12 @@ def _linear_statistics_triton(
     transform: LogitTransform,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    needed: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    found = [
-        _launch(hidden[rows], weight, labels[rows], names, transform, bias, class_weight, needed)
-        for rows in (slice(i, i + _MAX_TOKENS) for i in range(0, max(len(hidden), 1), _MAX_TOKENS))
-    ]
+    found = []
+    for start in range(0, max(len(hidden), 1), _MAX_TOKENS):
+        rows = slice(start, start + _MAX_TOKENS)
+        partial = _launch(hidden[rows], weight, labels[rows], names, transform, bias, class_weight)
+        found.append(_combine(dict(zip(_PARTIAL, partial, strict=False)), names, len(weight), class_weight))
     return found[0] if len(found) == 1 else {name: torch.cat([part[name] for part in found]) for name in found[0]}
 
 
@@ -95,14 +94,10 @@ def _launch(
     transform: LogitTransform,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    needed: Tensor | None,
-) -> dict[str, Tensor]:
+    needed: Tensor | None = None,
+) -> Tensor:
+    """What each split leaves, in the order of :data:`_PARTIAL`."""
     tokens, vocab_size = len(hidden), len(weight)
-    operands = product_arguments(hidden, weight, _TILING)
-    tiling = _TILING if operands["TMA"] else _POINTER_TILING
-    row_tiles, column_tiles = -(-tokens // tiling.tokens), -(-vocab_size // tiling.columns)
-    group = max(1, min(row_tiles, tiling.group))
-    splits = max(1, min(processors(hidden.device) // group, column_tiles))
     flags = {
         "HAS_ENTROPY": "entropy" in names,
         "HAS_SUM_SQ": "log_sum_sq_probs" in names,
@@ -110,8 +105,12 @@ def _launch(
         "HAS_CLASS_WEIGHT": "mean_logp" in names and class_weight is not None,
         "HAS_ARGMAX": "argmax" in names,
     }
+    row_tiles, column_tiles = -(-tokens // _TILING.tokens), -(-vocab_size // _TILING.columns)
+    group = max(1, min(row_tiles, _TILING.group))
+    splits = max(1, min(processors(hidden.device) // group, column_tiles))
     partial = torch.empty(len(_PARTIAL) if any(flags.values()) else 3, splits, tokens, device=hidden.device)
     if tokens:
+        operands = product_arguments(hidden, weight, _TILING)
         _linear_statistics_kernel[(row_tiles * splits,)](
             **operands,
             labels=labels,
@@ -125,10 +124,9 @@ def _launch(
             **flags,
             HAS_BIAS=bias is not None,
             CONDITIONAL=needed is not None,
-            **tiling.constants(),
-            **tiling.launch(),
+            **_TILING.launch(),
         )
-    return _combine(dict(zip(_PARTIAL, partial, strict=False)), names, vocab_size, class_weight)
+    return partial
 
 
 #: What each split leaves of a token: sums over its columns of e = exp(z - top), e (z - top), e^2, z, c z ...

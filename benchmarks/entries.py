@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_losses
+from benchmarks import real_text
 from benchmarks.measure import Call, MiB, NotRun, check_host_memory
 
 GEMMS = "bare GEMMs"
@@ -87,6 +88,7 @@ class Benchmark:
         flops: multiples of tokens that carry loss * hidden size * vocabulary size that the work takes.
         baseline: the provider that the others' times are divided by.
         bounded: providers that must stay within the shape's workspace.
+        axis: the size that varies, where there is something to plot.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Benchmark:
     flops: float
     baseline: str | None = GEMMS
     bounded: tuple[str, ...] = ()
+    axis: str | None = None
 
 
 # --- Inputs --------------------------------------------------------------------------------------------------------
@@ -189,6 +192,17 @@ def frozen_head_inputs(shape: Shape, device: torch.device) -> TokenInputs:
     inputs = token_inputs(shape, device)
     inputs.weight.requires_grad_(False)
     return inputs
+
+
+def real_text_inputs(shape: Shape, device: torch.device) -> TokenInputs:
+    """Hidden states of real text and the head of the model they come from, as `benchmarks.real_text` left them."""
+    if not real_text.FILE.exists():
+        raise NotRun("run python -m benchmarks.real_text first")
+    tensors = torch.load(real_text.FILE, map_location=device)
+    hidden, weight = (tensors[name][:size] for name, size in (("hidden", shape.tokens), ("weight", shape.vocab)))
+    labels = tensors["labels"][: shape.tokens].long() % shape.vocab
+    hidden, weight = (t[:, : shape.hidden].to(shape.dtype).contiguous().requires_grad_() for t in (hidden, weight))
+    return TokenInputs(shape, hidden, weight, labels, torch.ones(shape.tokens, device=device))
 
 
 def dpo_inputs(shape: Shape, device: torch.device) -> DPOInputs:
@@ -325,6 +339,16 @@ def cce_cross_entropy(**options: Any) -> Provider:
     return build
 
 
+def torch_cross_entropy(inputs: Inputs) -> Call:
+    """PyTorch's own chunked function."""
+    function, options = (
+        getattr(at, name, None) for at, name in ((F, "linear_cross_entropy"), (torch.nn, "LinearCrossEntropyOptions"))
+    )
+    if function is None or options is None:
+        raise NotRun(f"torch {torch.__version__} has no linear_cross_entropy")
+    return cross_entropy_by(lambda hidden, weight, labels: function(hidden, weight, labels, options=options()))(inputs)
+
+
 def quack_cross_entropy(inputs: Inputs) -> Call:
     """QuACK's chunked loss on CuTe kernels."""
     return cross_entropy_by(optional("quack.linear_cross_entropy", "chunked_linear_cross_entropy"))(inputs)
@@ -428,6 +452,24 @@ def liger_dpo(inputs: DPOInputs) -> Call:
     return _dpo_by(inputs, loss(beta=BETA, compiled=inputs.weight.device.type == "cuda"))
 
 
+def trl_dpo(inputs: DPOInputs) -> Call:
+    """TRL's chunked log-probabilities of the tokens that carry loss, summed over each sequence."""
+    apply = optional("trl.kernels", "ChunkedLogProbFunction").apply
+    mask = inputs.labels != IGNORED
+    labels, sequence = inputs.labels[mask], mask.nonzero()[:, 0]
+
+    def sums(hidden: Tensor, weight: Tensor) -> Tensor:
+        logps = apply(hidden[mask], weight, None, labels, 1.0, TRL_CHUNK, None, 1.0, ())[0]
+        return logps.new_zeros(len(mask)).index_add(0, sequence, logps)
+
+    def call() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            reference = sums(inputs.ref_hidden, inputs.ref_weight)
+        return with_gradients(_dpo(sums(inputs.hidden, inputs.weight) - reference), inputs.leaves)
+
+    return call
+
+
 def our_dpo(**options: Any) -> Provider:
     """This library's."""
     return lambda inputs: _dpo_by(inputs, liger_losses.LigerFusedLinearDPOLoss(beta=BETA, **options))
@@ -476,6 +518,17 @@ LARGE = (
 SMALL = Shape(4096, 576, 49152, torch.float32, sequences=4, masked=0.5)
 LENGTHS = tuple(1024 * 2**i for i in range(7))
 
+#: Providers of the benchmarks that vary one size.
+SWEPT: Mapping[str, Provider] = {
+    GEMMS: bare_gemms(),
+    "plain torch": plain_cross_entropy,
+    "liger-kernel": needs_cuda(liger_cross_entropy),
+    "TRL": trl_cross_entropy,
+    "cut_cross_entropy, exact": needs_cuda(cce_cross_entropy(filter_eps=None)),
+    "ours": our_cross_entropy(),
+    "ours, 128 MiB workspace": our_cross_entropy(workspace=128 * MiB),
+}
+
 BENCHMARKS = (
     Benchmark(
         name="cross_entropy",
@@ -491,6 +544,42 @@ BENCHMARKS = (
             "cut_cross_entropy": needs_cuda(cce_cross_entropy()),
             "cut_cross_entropy, exact": needs_cuda(cce_cross_entropy(filter_eps=None)),
             "quack": needs_cuda(quack_cross_entropy),
+            "torch linear_cross_entropy": torch_cross_entropy,
+            "ours": our_cross_entropy(),
+            "ours, 128 MiB workspace": our_cross_entropy(workspace=128 * MiB),
+        },
+        flops=6,
+    ),
+    Benchmark(
+        name="cross_entropy_over_tokens",
+        title="Cross-entropy, forward and backward, of ever more tokens",
+        shapes={"cuda": tuple(Shape(1024 * 2**i, 2048, 151936) for i in range(6))},
+        inputs=token_inputs,
+        providers=SWEPT,
+        flops=6,
+        axis="tokens",
+    ),
+    Benchmark(
+        name="cross_entropy_over_vocab",
+        title="Cross-entropy, forward and backward, over ever larger vocabularies",
+        shapes={"cuda": tuple(Shape(8192, 2048, 16384 * 2**i) for i in range(5))},
+        inputs=token_inputs,
+        providers=SWEPT,
+        flops=6,
+        axis="vocab",
+    ),
+    Benchmark(
+        name="real_text",
+        title="Cross-entropy, forward and backward, of real text through SmolLM2-135M",
+        shapes={"cuda": (Shape(8192, 576, 49152),), "cpu": (Shape(8192, 576, 49152, torch.float32),)},
+        inputs=real_text_inputs,
+        providers={
+            GEMMS: bare_gemms(),
+            "plain torch": plain_cross_entropy,
+            "liger-kernel": needs_cuda(liger_cross_entropy),
+            "TRL": trl_cross_entropy,
+            "cut_cross_entropy": needs_cuda(cce_cross_entropy()),
+            "cut_cross_entropy, exact": needs_cuda(cce_cross_entropy(filter_eps=None)),
             "ours": our_cross_entropy(),
         },
         flops=6,
@@ -537,13 +626,20 @@ BENCHMARKS = (
     Benchmark(
         name="dpo",
         title="DPO with a reference model, forward and backward",
-        shapes={"cuda": (Shape(8 * 2048, 4096, 128256, sequences=8, masked=0.5),)},
+        shapes={
+            "cuda": (
+                Shape(8 * 2048, 4096, 128256, sequences=8, masked=0.5),
+                Shape(8 * 4096, 4096, 128256, sequences=8, masked=0.5),
+                Shape(8 * 2048, 2048, 151936, sequences=8, masked=0.5),
+            )
+        },
         inputs=dpo_inputs,
         providers={
             # One more pass over the logits is the reference model's.
             GEMMS: bare_gemms(logits=2),
             "plain torch": plain_dpo,
             "liger-kernel": liger_dpo,
+            "TRL": trl_dpo,
             "ours": our_dpo(),
         },
         flops=8,

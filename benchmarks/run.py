@@ -186,6 +186,7 @@ def record(benchmark: Benchmark, results: Iterable[tuple[Shape, list[Row]]]) -> 
         "title": benchmark.title,
         "flops": benchmark.flops,
         "baseline": benchmark.baseline,
+        "axis": benchmark.axis,
         "results": [
             {
                 "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch."), "kept": shape.kept},

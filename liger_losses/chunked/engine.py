@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.checks import check_head, check_names, check_tensor
 from liger_losses.chunked.head import operand_dtype
-from liger_losses.chunked.plan import MAX_HALF_PRECISION_BLOCKS, make_plan
+from liger_losses.chunked.plan import make_plan
 from liger_losses.chunked.stream import Job, Statistics, Stream
 from liger_losses.chunked.tokens import Tokens, shift_labels
 from liger_losses.kernels import BACKENDS, choose_backend
@@ -346,16 +346,16 @@ def _possible_strategies(job: Job, compute_dtype: torch.dtype, separable: bool) 
     possible = []
     # fp16 gradients underflow without the loss scale, which is only known in backward; and a half-precision
     # grad_weight must not be rounded many times over.
-    few_roundings = job.grad_weight_dtype not in HALF_DTYPES or job.plan.blocks(job.tokens.count) <= (
-        MAX_HALF_PRECISION_BLOCKS
-    )
-    if separable and compute_dtype != torch.float16 and (few_roundings or not job.needs_weight):
+    few_roundings = job.grad_weight_dtype not in HALF_DTYPES or job.plan.few_blocks or not job.needs_weight
+    if separable and compute_dtype != torch.float16 and few_roundings:
         possible.append("one_pass")
     if not (job.needs_weight or job.needs_bias) and len(job.statistics) == 1:
         possible.append("frozen_head")
     if job.plan.resident:
         possible.append("resident")
-    return [*possible, "two_pass"]
+    if job.plan.tall_blocks or not job.needs_weight:
+        return [*possible, "two_pass"]
+    return ["two_pass", *possible]
 
 
 class _LinearStatistics(torch.autograd.Function):

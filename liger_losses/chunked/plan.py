@@ -17,7 +17,13 @@ DEFAULT_TILES = 256 * MiB
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the plain
 #: computation's, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of it once instead.
+#: Blocks of exponentials leave the labels' terms, most of it, to the end, where they are added at once: at 32 blocks
+#: the error of the whole is then the plain computation's or below it, and twice that on rows that are no token's label.
 MAX_HALF_PRECISION_BLOCKS = 8
+MAX_EXPONENTIAL_BLOCKS = 32
+#: Entries of a block's gradient of hidden states below which that product leaves most processors idle; a second pass,
+#: whose blocks are taller, is faster then.
+MIN_BLOCK_OUTPUTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Plan:
         scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any.
         slab: rows of the weight that are cast at once; V when none need it.
         resident: whether all logits fit the workspace at once.
+        few_blocks: whether grad_weight may be added up block by block in half precision.
+        tall_blocks: whether blocks of whole rows are tall enough to keep the device busy.
     """
 
     rows: int
@@ -39,10 +47,8 @@ class Plan:
     scratch: int
     slab: int
     resident: bool
-
-    def blocks(self, tokens: int) -> int:
-        """How many blocks of whole rows the stream takes."""
-        return -(-tokens // self.rows)
+    few_blocks: bool
+    tall_blocks: bool
 
 
 def padded(columns: int) -> int:
@@ -133,7 +139,17 @@ def make_plan(
     tile_columns = max(1, room // (tile_rows * tile_item))
     # Aligned tiles, and none that is mostly padding.
     tile_columns = tile_columns // 64 * 64 or tile_columns
-    return Plan(_even(tokens, rows), tile_rows, min(tile_columns, columns), scratch, slab, resident)
+    rows = _even(tokens, rows)
+    return Plan(
+        rows,
+        tile_rows,
+        min(tile_columns, columns),
+        scratch,
+        slab,
+        resident,
+        few_blocks=tokens <= rows * (MAX_EXPONENTIAL_BLOCKS if exponentials else MAX_HALF_PRECISION_BLOCKS),
+        tall_blocks=rows >= tokens or rows * hidden_size >= MIN_BLOCK_OUTPUTS or not exponentials,
+    )
 
 
 def _even(total: int, most: int) -> int:

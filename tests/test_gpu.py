@@ -1,5 +1,7 @@
 """The engine on a GPU: exact in every dtype by every strategy, deterministic, and within its workspace."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.kernels import _tiles, label_rows, linear_exp, linear_grad, linear_stats, scale, softmax_grad
+from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -116,6 +120,77 @@ def test_grad_weight_does_not_suffer_from_many_blocks(blocks):
     loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp / 4096, options=options)
     for what, a, p, e in zip(("hidden", "weight"), gradients(loss, (hidden, weight)), plain, exact, strict=True):
         assert_as_exact_as_plain(a, p, e, f"grad_{what}, {blocks} blocks")
+
+
+@pytest.mark.parametrize("sizes", [(1, 576, 50257), (1000, 896, 151643), (100003, 64, 1031), (131, 72, 50257)])
+@pytest.mark.parametrize("loss", ["cross_entropy", "coupled", "frozen head"])
+def test_odd_sizes(sizes, loss):
+    """The fused kernels' own path (log-probabilities in bf16): rows and columns that fill no tile."""
+    hidden, weight, labels, _ = on_gpu(*sizes, dtype=torch.bfloat16, masked=0.2 if sizes[0] > 1 else 0.0)
+    if loss == "frozen head":
+        weight.requires_grad_(False)
+    weights = torch.randn(sizes[0], device="cuda")
+    exact_in = double(hidden, weight)
+
+    def of(logps):
+        return (logps * weights).sum()
+
+    if loss == "cross_entropy":
+        ours, _ = linear_token_loss(hidden, weight, labels, lambda s, y, w: s.logp * w, token_inputs={"w": weights})
+    else:
+        ours = of(linear_logps(hidden, weight, labels))
+    plain = of(plain_statistics(hidden, weight, labels)["logp"])
+    exact = of(plain_statistics(*exact_in, labels)["logp"])
+    assert_as_exact_as_plain(ours, plain, exact, floor=1e-5)
+    found = (
+        gradients(value, x) for value, x in ((ours, (hidden, weight)), (plain, (hidden, weight)), (exact, exact_in))
+    )
+    for a, p, e in zip(*found, strict=True):
+        assert_as_exact_as_plain(a, p, e)
+
+
+def test_a_new_number_of_tokens_never_recompiles():
+    def compiled():
+        kernels = {
+            name: kernel
+            for module in (label_rows, linear_exp, linear_grad, linear_stats, scale, softmax_grad)
+            for name, kernel in vars(module).items()
+            if name.endswith("_kernel")
+        }
+        return {name: sum(len(cache[0]) for cache in kernel.device_caches.values()) for name, kernel in kernels.items()}
+
+    def run(tokens):
+        hidden, weight, labels, _ = on_gpu(tokens, 64, 5003, dtype=torch.bfloat16, masked=0.3 if tokens > 1 else 0.0)
+        for strategy in ("one_pass", "two_pass", "resident"):
+            linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, options=EngineOptions(strategy=strategy))[
+                0
+            ].backward()
+        linear_logps(hidden.detach(), weight.detach(), labels)
+
+    run(2048)
+    before = compiled()
+    for tokens in (1024, 1, 77, 1000, 4099, 12345):
+        run(tokens)
+    assert compiled() == before
+
+
+def test_devices_without_tma_say_so_once(monkeypatch):
+    hidden, weight, labels, _ = on_gpu(300, 64, 5003, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = linear_logps(hidden, weight, labels)
+        _tiles._has_tma.cache_clear()
+        warn_once.cache_clear()
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
+        try:
+            with pytest.warns(RuntimeWarning, match="tensor memory accelerator"):
+                first = linear_logps(hidden, weight, labels)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                second = linear_logps(hidden, weight, labels)
+        finally:
+            _tiles._has_tma.cache_clear()
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second)
 
 
 def test_bitwise_the_same_from_run_to_run():

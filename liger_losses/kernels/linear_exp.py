@@ -37,7 +37,7 @@ _STORING_TILING = replace(_TILING, stages=4)
 #: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "p_coef", "label_coef"]
+_VECTORS = ["offset", "lse", "logp", "p_coef", "label_coef", "at_label_out"]
 
 
 class Exponentials(NamedTuple):
@@ -86,8 +86,9 @@ def linear_exponentials(
     _launch(*common, conditional=False)
     # What follows returns at once unless `needed` was set: an exception costs neither a synchronisation nor time.
     sums = partial_sums_where(needed, hidden, weight, labels, transform=transform, bias=bias)
+    splits = triton.next_power_of_2(processors(hidden.device))  # the most there are: the same for every N
     _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
-        needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=triton.next_power_of_2(sums.shape[1])
+        needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits
     )
     _launch(*common, conditional=True)
     return found

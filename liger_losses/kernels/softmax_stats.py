@@ -151,7 +151,7 @@ def _statistics_triton(
 _OUTPUTS = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit")
 
 
-@jit
+@jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["labels"])
 def _statistics_kernel(
     projected,
     row_stride,

@@ -7,7 +7,8 @@ Both kinds are filled, give the statistics of their tokens, and give gradients o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from liger_losses.chunked.gradients import HeadGradients
 from liger_losses.chunked.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows_, scale_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -45,6 +47,9 @@ class LogitBlock:
             scratch=self.job.plan.scratch,
             backend=self.job.backend,
         )
+
+    def wait(self) -> None:
+        """Nothing runs beside it."""
 
     def gradients(
         self,
@@ -106,19 +111,37 @@ class ExponentialBlock:
         self.stream, self.job = stream, stream.job
         self.exponentials = stream.weight.new_empty(rows, padded(stream.vocab_size))
         self.found: Exponentials | None = None
+        self.product: Tensor | None = None
+        self.product_is_done: Callable[[], None] | None = None
 
     def fill(self, rows: slice, hidden: Tensor) -> dict[str, Tensor]:
         """Statistics of these tokens, from ``hidden [R, H]``."""
+        stream, job = self.stream, self.job
+        exponentials = self.exponentials[: len(hidden), : stream.vocab_size]
         self.found = linear_exponentials(
             hidden,
-            self.stream.weight,
-            self.job.tokens.labels[rows],
-            self.exponentials[: len(hidden), : self.stream.vocab_size],
-            transform=self.job.transform,
-            bias=self.stream.bias,
-            backend=self.job.backend,
+            stream.weight,
+            job.tokens.labels[rows],
+            exponentials,
+            transform=job.transform,
+            bias=stream.bias,
+            backend=job.backend,
         )
+        if any(job.needs_hidden) and job.strategy != "resident":
+            self._start_product(exponentials, hidden)
         return {"lse": self.found.lse, "logp": self.found.logp}
+
+    def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
+        """With the head, beside the evaluation of the loss: it waits for no coefficient, as these scale its rows."""
+        self.product = hidden.new_empty(hidden.shape, dtype=torch.float32)
+        product = partial(self.stream.projection.back_into, self.product, exponentials, 0)
+        self.product_is_done = start_beside(hidden.device, product)
+
+    def wait(self) -> None:
+        """Let what the caller queues next wait for what was started beside it."""
+        if self.product_is_done is not None:
+            self.product_is_done()
+            self.product_is_done = None
 
     def gradients(
         self,
@@ -131,20 +154,18 @@ class ExponentialBlock:
         """The tokens' gradient ``[R, H]``, if one is needed; the head's are added."""
         assert self.found is not None
         job, labels, columns = self.job, self.job.tokens.labels[rows], slice(0, self.stream.vocab_size)
+        exponentials = self.exponentials[: len(hidden), columns]
+        if any(job.needs_hidden) and self.product is None:
+            self._start_product(exponentials, hidden)
         scale, at_label = gradient_scales(
             coefficients.p_coef, coefficients.label_coef, self.found, transform=job.transform, backend=job.backend
         )
-        out = hidden.new_empty(hidden.shape, dtype=torch.float32) if any(job.needs_hidden) else None
-        head_grads.add(
-            self.exponentials[: len(hidden), columns],
-            hidden,
-            columns,
-            first=rows.start == 0,
-            out=out,
-            accumulate=False,
-            weight_hidden=scale_rows(hidden, scale, backend=job.backend),
-        )
-        head_grads.add_at_labels(rows, at_label)
+        if job.needs_weight:
+            scaled = scale_rows(hidden, scale, backend=job.backend)
+            head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
+            head_grads.add_at_labels(rows, at_label)
+        self.wait()
+        out, self.product = self.product, None
         if out is not None:
             scale_and_add_label_rows_(out, scale, at_label, self.stream.weight, labels, backend=job.backend)
         return out

@@ -5,13 +5,15 @@ N tokens that carry loss, H hidden size, V vocabulary size, R tokens of a block,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.plan import blocks
 from liger_losses.kernels.label_rows import add_to_label_rows_
-from liger_losses.kernels.matmul import matmul_into, side_by_side
+from liger_losses.kernels.matmul import matmul_into, start_beside
 
 if TYPE_CHECKING:
     from liger_losses.chunked.stream import Stream
@@ -32,56 +34,41 @@ class HeadGradients:
             self.bias = torch.zeros(bias.shape, dtype=self.job.logits_dtype, device=bias.device)
 
     def add(
-        self,
-        grad: Tensor,
-        hidden: Tensor,
-        columns: slice,
-        *,
-        first: bool,
-        out: Tensor | None = None,
-        accumulate: bool = True,
-        weight_hidden: Tensor | None = None,
+        self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool, out: Tensor | None = None
     ) -> Tensor | None:
-        """Take the two products with a block of ``d loss / d projection``, side by side: neither needs the other.
+        """Take both products with a block of ``d loss / d projection``, side by side: neither needs the other.
 
         Args:
             grad: ``[R, C]`` in the operand dtype.
             hidden: ``[R, H]`` of these tokens.
             columns: which of the vocabulary they are.
             first: whether these are the first tokens whose gradients reach these columns.
-            out: ``[R, H]``, where the product with the head goes.
-            accumulate: add it to what is there.
-            weight_hidden: ``[R, H]``, what to multiply for the weight instead of ``hidden``.
+            out: ``[R, H]``, to which the product with the head is added.
 
         Returns:
-            ``out``, ``grad @ weight[columns]`` or the sum, if any hidden state needs a gradient. One product over
-            the whole vocabulary is rounded to half precision once; a sum of several is kept wide.
+            ``out + grad @ weight[columns]`` if any hidden state needs a gradient. One product over the whole
+            vocabulary is rounded to half precision once; a sum of several is kept wide.
         """
-        job, start, slab = self.job, columns.start, self.projection.slab
-        accumulate = accumulate and out is not None
+        job, accumulate = self.job, out is not None
         if out is None and any(job.needs_hidden):
-            whole = columns.stop - start == self.stream.vocab_size == slab
+            whole = grad.shape[1] == self.stream.vocab_size == self.projection.slab
             out = hidden.new_empty(hidden.shape, dtype=job.operand_dtype if whole else job.logits_dtype)
-
-        def of_hidden() -> None:
-            if out is not None:
-                for first_row, last_row, weight in self.projection.weight_slabs(start, columns.stop):
-                    part = grad[:, first_row - start : last_row - start]
-                    matmul_into(out, part, weight, accumulate=accumulate or first_row > start)
-
-        def of_weight() -> None:
-            if self.weight is not None:
-                for first_row in range(start, columns.stop, slab):
-                    last_row = min(first_row + slab, columns.stop)
-                    matmul_into(
-                        self.weight[first_row:last_row],
-                        grad[:, first_row - start : last_row - start].t(),
-                        hidden if weight_hidden is None else weight_hidden,
-                        accumulate=not first,
-                    )
-
-        side_by_side(grad.device, of_hidden, of_weight)
+        # Its tiles take longer, so that those of the other fill what its last wave leaves.
+        hidden_is_done = None
+        if out is not None:
+            product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
+            hidden_is_done = start_beside(grad.device, product)
+        self.add_weight(grad, hidden, columns, first=first)
+        if hidden_is_done is not None:
+            hidden_is_done()
         return out
+
+    def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
+        """``grad.T @ hidden`` alone, if the weight needs a gradient."""
+        if self.weight is not None:
+            for part in blocks(grad.shape[1], self.projection.slab):
+                target = self.weight[columns.start + part.start : columns.start + part.stop]
+                matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
 
     def add_at_labels(self, rows: slice, coef: Tensor) -> None:
         """Leave ``coef [R]``, of these tokens' own labels' terms, for :meth:`results` to add."""

@@ -46,6 +46,18 @@ class Projection:
             matmul_into(out[:, first - start : last - start], hidden, weight.t())
         return out
 
+    def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
+        """The product of gradients on the vocabulary's columns from ``start`` with the head: of the hidden states.
+
+        Args:
+            out: ``[T, H]``.
+            grad: ``[T, C]`` in the operand dtype.
+            accumulate: add to ``out`` instead of overwriting it.
+        """
+        for first, last, weight in self.weight_slabs(start, start + grad.shape[1]):
+            matmul_into(out, grad[:, first - start : last - start], weight, accumulate=accumulate or first > start)
+        return out
+
 
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
     """Half precision is multiplied as it is on CUDA; elsewhere in fp32, where products would be rounded.

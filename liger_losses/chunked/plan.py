@@ -5,6 +5,7 @@ N tokens that carry loss, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,12 @@ class Plan:
 def padded(columns: int) -> int:
     """A row length that keeps products aligned whatever the vocabulary size."""
     return -(-columns // 64) * 64
+
+
+def blocks(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most ``size`` that cover ``range(total)``."""
+    size = max(size, 1)
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:

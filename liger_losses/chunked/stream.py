@@ -7,7 +7,7 @@ What a block holds between its statistics and its gradients is :mod:`liger_losse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.blocks import ExponentialBlock, LogitBlock, projection_gradient
 from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
 from liger_losses.chunked.head import Projection
-from liger_losses.chunked.plan import Plan, padded
+from liger_losses.chunked.plan import Plan, blocks, padded
 from liger_losses.chunked.tokens import Tokens
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
@@ -88,12 +88,6 @@ class Job:
     def logits_dtype(self) -> torch.dtype:
         """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
         return torch.promote_types(torch.float32, self.operand_dtype)
-
-
-def blocks(total: int, size: int) -> Iterator[slice]:
-    """Slices of at most ``size`` that cover ``range(total)``."""
-    size = max(size, 1)
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _flat(hidden: Tensor) -> Tensor:
@@ -198,7 +192,11 @@ class Stream:
         for rows in blocks(self.count, self.job.plan.rows):
             hidden = self._hidden_rows(rows)
             found = self._store(block.fill(rows, hidden), rows, values)
-            losses[rows], upstream = self._token_losses(rows, found)
+            try:
+                losses[rows], upstream = self._token_losses(rows, found)
+            except BaseException:
+                block.wait()  # its memory is about to be given back
+                raise
             coefficients = SoftmaxGradient.of(upstream, found, self.job.class_weight)
             hidden_grads.write(rows, block.gradients(rows, hidden, found, coefficients, head_grads))
         return losses.sum(), values, (*head_grads.results(), *hidden_grads.results)

@@ -40,21 +40,20 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     return out.add_(product) if accumulate else out.copy_(product)
 
 
-def side_by_side(device: torch.device, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run two independent pieces of work, on a GPU at the same time: one's last tiles leave processors to the other.
+def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
+    """Start work beside what the caller queues next: on a GPU, the last tiles of one leave processors to the other.
 
-    Both are done before whatever the caller queues next.
+    Returns:
+        What to call before anything that needs the work's results or overwrites its inputs is queued.
     """
     if device.type != "cuda":
-        first()
-        second()
-        return
+        work()
+        return lambda: None
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
-    first()
     with torch.cuda.stream(side):
-        second()
-    main.wait_stream(side)
+        work()
+    return lambda: main.wait_stream(side)
 
 
 @cache

@@ -641,6 +641,8 @@ BENCHMARKS = (
             "liger-kernel": liger_dpo,
             "TRL": trl_dpo,
             "ours": our_dpo(),
+            # Enough for the logits to stay until backward.
+            "ours, 4.5 GiB workspace": our_dpo(workspace=4608 * MiB),
         },
         flops=8,
     ),

@@ -14,7 +14,8 @@ MiB = 2**20
 
 #: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle.
 FULL_BLOCK = 512 * MiB
-DEFAULT_TILES = 256 * MiB
+DEFAULT_TILES = 248 * MiB
+MIN_TILE_COLUMNS = 4096
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the plain
 #: computation's, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of it once instead.
@@ -114,7 +115,7 @@ def make_plan(
             workspace = min(max(2048 * row_bytes, FULL_BLOCK), 1536 * MiB)
 
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but they are not nothing.
-    vectors = tokens * 16 * item
+    vectors = tokens * (32 if fused else 16) * item
     cast = operand_dtype != weight_dtype
     least_scratch = 4 * columns * item if temporaries else 0
     least = row_bytes + least_scratch + vectors + cast * hidden_size * (operand + item)
@@ -138,14 +139,8 @@ def make_plan(
     resident = tokens * row_bytes <= budget and chunk_size is None
 
     if fused and not given:
-        budget = min(budget, DEFAULT_TILES)
-    tile_item = operand if fused else item
-    tile_rows = max(1, min(budget // 2 // (tile_hidden_bytes + 64 * tile_item), max(tokens, 1)))
-    tile_rows = _even(tokens, tile_rows)
-    room = budget - tile_rows * tile_hidden_bytes
-    tile_columns = max(1, room // (tile_rows * tile_item))
-    # Aligned tiles, and none that is mostly padding.
-    tile_columns = tile_columns // 64 * 64 or tile_columns
+        budget = max(min(budget, DEFAULT_TILES - vectors), 16 * MiB)
+    tile_rows, tile_columns = _tile(tokens, budget, tile_hidden_bytes, operand if fused else item)
     rows = _even(tokens, rows)
     return Plan(
         rows,
@@ -157,6 +152,22 @@ def make_plan(
         few_blocks=tokens <= rows * (MAX_EXPONENTIAL_BLOCKS if exponentials else MAX_HALF_PRECISION_BLOCKS),
         tall_blocks=rows >= tokens or rows * hidden_size >= MIN_BLOCK_OUTPUTS or not exponentials,
     )
+
+
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
+    """Tokens and columns of the gradient pass's tiles.
+
+    As many tokens as go with half of the budget and a little more, so that grad_weight is written once or a few times;
+    but columns enough for its product to keep the device busy.
+    """
+    rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
+    while True:
+        rows = _even(tokens, rows)
+        columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
+        if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
+            # Aligned tiles, and none that is mostly padding.
+            return rows, columns // 64 * 64 or columns
+        rows = rows * 3 // 4
 
 
 def _even(total: int, most: int) -> int:

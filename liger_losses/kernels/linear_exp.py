@@ -12,7 +12,6 @@ computed again with their log-sum-exp for an offset, without asking the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,6 @@ from liger_losses.kernels.linear_stats import partial_sums_where
 from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 
 _TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
-#: Storing leaves loads more time to run ahead.
-_STORING_TILING = replace(_TILING, stages=4)
 #: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -197,7 +194,7 @@ def _launch(
         CONDITIONAL=conditional,
         STORE=out is not None,
         TMA_STORE=tma_store,
-        **(_TILING if out is None else _STORING_TILING).launch(),
+        **_TILING.launch(),
     )
     _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
         partial,

@@ -22,7 +22,7 @@ from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, gradient_block, softmax_gradient_into
 
-_TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=4)
+_TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
 
 
 def linear_softmax_gradient_into(

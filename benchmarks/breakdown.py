@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,11 +29,14 @@ def spans(call: Call) -> list[tuple[int, int, str]]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         call()
         torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    on_device = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    # Ranges of operators are shown on the device too; only kernels and copies occupy it.
+    ranges = {event.name() for event in events if event.device_type() != torch.autograd.DeviceType.CUDA}
     found = []
-    for event in profiler.profiler.kineto_results.events():
+    for event in on_device:
         name = event.name()
-        # Ranges of operators are shown on the device too; only kernels and copies occupy it.
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+        if name not in ranges and not name.startswith("Activity Buffer"):
             kind = next(kind for kind, words in KINDS.items() if any(word in name for word in words))
             found.append((event.start_ns(), event.start_ns() + event.duration_ns(), kind))
     return sorted(found)
@@ -46,7 +50,7 @@ def breakdown(call: Call) -> dict[str, float]:
     active: list[tuple[int, int, str]] = []
     waiting = iter([*events, (moments[-1] + 1, 0, "")])
     following = next(waiting)
-    for start, stop in zip(moments, moments[1:], strict=False):
+    for start, stop in pairwise(moments):
         while following[0] <= start:
             active.append(following)
             following = next(waiting)

@@ -63,6 +63,30 @@ def test_gradcheck_of_the_frozen_head(statistic):
     assert torch.autograd.gradcheck(function, (hidden,))
 
 
+def test_derivatives_that_come_along_replace_autograd():
+    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
+    built = []
+
+    def by_autograd(s, labels):
+        return s.logp * s.logp + 0.3 * s.lse
+
+    def given(s, labels):
+        with torch.no_grad():
+            built.append(len(labels))
+            return by_autograd(s, labels), {"logp": 2 * s.logp, "lse": torch.full_like(s.lse, 0.3)}
+
+    losses = []
+    for token_loss in (by_autograd, given):
+        for compact in (True, False):
+            options = EngineOptions(chunk_size=4, compact=compact)
+            loss, _ = linear_token_loss(hidden, weight, labels, token_loss, ("logp", "lse"), options=options)
+            losses.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert built
+    for other in losses[1:]:
+        for a, b in zip(losses[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_gradcheck_of_the_one_pass_loss(chunk_size):
     hidden, weight, labels, b = problem(5, 4, 11, dtype=torch.float64, bias=True)

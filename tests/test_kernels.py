@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses.kernels import choose_backend
-from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows_, scale_rows
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -250,9 +250,15 @@ def test_scales_of_exponentials(backend, transform):
         p_c, label_c = (0.0 if coef is None else coef.double() for coef in coefs)
         exact = p_c * (offset - lse).double().exp() * transform.factor
         at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
-        scale, ours = gradient_scales(*coefs, found, transform=transform, backend=backend)
-        torch.testing.assert_close(scale.double(), exact + scale.double() * 0, rtol=1e-5, atol=1e-37)
+        hidden = torch.linspace(-1, 1, 6 * 1030, device=DEVICE).view(6, 1030).bfloat16()
+        place = torch.full((6,), float("nan"), device=DEVICE)
+        scale, ours, scaled = gradient_scales(*coefs, found, hidden, place, transform=transform, backend=backend)
+        exact = torch.zeros_like(found.lse) + exact
+        torch.testing.assert_close(scale.double(), exact.double(), rtol=1e-5, atol=1e-37)
         torch.testing.assert_close(ours.double(), at_label * transform.factor, rtol=2e-5, atol=1e-37)
+        torch.testing.assert_close(scaled.double(), hidden.double() * scale.double()[:, None], rtol=8e-3, atol=1e-37)
+        assert ours is place
+        assert gradient_scales(*coefs, found, transform=transform, backend=backend)[2] is None
 
 
 def test_confident_tokens_are_exact():
@@ -322,15 +328,12 @@ def test_label_rows(backend, tokens, hidden_size, columns, dtype):
         found = label_logits(hidden, weight, labels, transform=transform, bias=b, backend=backend)
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
-    exact = hidden.double() * scale.double()[:, None]
-    torch.testing.assert_close(
-        scale_rows(hidden, scale, backend=backend).double(), exact, rtol=torch.finfo(dtype).eps, atol=0.0
-    )
-
     out = torch.randn(tokens, hidden_size, device=DEVICE)
     exact = scale.double()[:, None] * out.double() + coef.double()[:, None] * weight.double()[labels]
-    scale_and_add_label_rows_(out, scale, coef, weight, labels, backend=backend)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    for out_dtype in (torch.float32, dtype):
+        wide = torch.full((tokens, hidden_size + 3), float("nan"), dtype=out_dtype, device=DEVICE)[:, :hidden_size]
+        scale_and_add_label_rows(wide, out, scale, coef, weight, labels, backend=backend)
+        torch.testing.assert_close(wide.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=1e-5)
 
     grad = weight.clone()
     exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())

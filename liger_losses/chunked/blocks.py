@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_losses.chunked.gradients import HeadGradients
 from liger_losses.chunked.plan import padded
-from liger_losses.kernels.label_rows import scale_and_add_label_rows_, scale_rows
+from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -33,11 +33,11 @@ class LogitBlock:
         self.stream, self.job = stream, stream.job
         self.projections = stream.weight.new_empty(rows, padded(stream.vocab_size), dtype=self.job.logits_dtype)
 
-    def fill(self, rows: slice, hidden: Tensor) -> dict[str, Tensor]:
-        """Statistics of these tokens, from ``hidden [R, H]``."""
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
+        """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
         projected = self.projections[: len(hidden), : self.stream.vocab_size]
         self.stream.projection.into(projected, hidden, 0, self.stream.vocab_size)
-        return softmax_statistics(
+        found = softmax_statistics(
             projected,
             self.job.tokens.labels[rows],
             self.job.names,
@@ -47,6 +47,8 @@ class LogitBlock:
             scratch=self.job.plan.scratch,
             backend=self.job.backend,
         )
+        for name, value in values.items():
+            value.copy_(found[name])
 
     def wait(self) -> None:
         """Nothing runs beside it."""
@@ -58,8 +60,12 @@ class LogitBlock:
         values: Mapping[str, Tensor],
         coefficients: SoftmaxGradient,
         head_grads: HeadGradients,
+        place: Tensor | None = None,
     ) -> Tensor | None:
-        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added. It can be taken once."""
+        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added. It can be taken once.
+
+        ``place`` is where it would best be put.
+        """
         columns = slice(0, self.stream.vocab_size)
         grad = projection_gradient(self.stream, self.projections, rows, columns, values, coefficients, head_grads.bias)
         return head_grads.add(grad, hidden, columns, first=rows.start == 0)
@@ -114,22 +120,23 @@ class ExponentialBlock:
         self.product: Tensor | None = None
         self.product_is_done: Callable[[], None] | None = None
 
-    def fill(self, rows: slice, hidden: Tensor) -> dict[str, Tensor]:
-        """Statistics of these tokens, from ``hidden [R, H]``."""
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
+        """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
         stream, job = self.stream, self.job
         exponentials = self.exponentials[: len(hidden), : stream.vocab_size]
+        new = torch.empty(2, len(hidden), device=hidden.device)
         self.found = linear_exponentials(
             hidden,
             stream.weight,
             job.tokens.labels[rows],
             exponentials,
+            found=Exponentials(new[0], values["lse"], values.get("logp", new[1])),
             transform=job.transform,
             bias=stream.bias,
             backend=job.backend,
         )
         if any(job.needs_hidden) and job.strategy != "resident":
             self._start_product(exponentials, hidden)
-        return {"lse": self.found.lse, "logp": self.found.logp}
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """With the head, beside the evaluation of the loss: it waits for no coefficient, as these scale its rows."""
@@ -150,22 +157,38 @@ class ExponentialBlock:
         values: Mapping[str, Tensor],
         coefficients: SoftmaxGradient,
         head_grads: HeadGradients,
+        place: Tensor | None = None,
     ) -> Tensor | None:
-        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added."""
+        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added.
+
+        ``place`` is where it would best be put.
+        """
         assert self.found is not None
-        job, labels, columns = self.job, self.job.tokens.labels[rows], slice(0, self.stream.vocab_size)
+        job, columns = self.job, slice(0, self.stream.vocab_size)
         exponentials = self.exponentials[: len(hidden), columns]
         if any(job.needs_hidden) and self.product is None:
             self._start_product(exponentials, hidden)
-        scale, at_label = gradient_scales(
-            coefficients.p_coef, coefficients.label_coef, self.found, transform=job.transform, backend=job.backend
+        scale, at_label, scaled = gradient_scales(
+            coefficients.p_coef,
+            coefficients.label_coef,
+            self.found,
+            hidden if job.needs_weight else None,
+            head_grads.at_labels(rows),
+            transform=job.transform,
+            backend=job.backend,
         )
-        if job.needs_weight:
-            scaled = scale_rows(hidden, scale, backend=job.backend)
+        if scaled is not None:
             head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
-            head_grads.add_at_labels(rows, at_label)
         self.wait()
-        out, self.product = self.product, None
-        if out is not None:
-            scale_and_add_label_rows_(out, scale, at_label, self.stream.weight, labels, backend=job.backend)
-        return out
+        product, self.product = self.product, None
+        if product is None:
+            return None
+        return scale_and_add_label_rows(
+            torch.empty_like(hidden, memory_format=torch.contiguous_format) if place is None else place,
+            product,
+            scale,
+            at_label,
+            self.stream.weight,
+            job.tokens.labels[rows],
+            backend=job.backend,
+        )

@@ -162,16 +162,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.reduction == "none":
             found = linear_statistics(_input, lin_weight, labels, statistics, **common)
             one = torch.ones((), dtype=found.logp.dtype, device=labels.device)
-            ce, z = self._terms(found, labels.where(mask, 0), one, one, token_weights)
+            ce, z, _ = self._terms(found, labels.where(mask, 0), one, one, token_weights)
             loss = torch.where(mask, ce + z, 0.0)
             if self.return_z_loss:
                 z_loss = torch.where(mask, z, 0.0).detach()
         else:
             ce_total, z_total = self._denominators(labels, mask, num_items_in_batch, token_weights)
 
-            def token_loss(values: Statistics, kept: Tensor, token_weights: Tensor | None = None) -> Tensor:
-                ce, z = self._terms(values, kept, ce_total, z_total, token_weights)
-                return ce + z
+            def token_loss(values: Statistics, kept: Tensor, token_weights: Tensor | None = None) -> Any:
+                ce, z, derivatives = self._terms(values, kept, ce_total, z_total, token_weights)
+                return ce if values.lse is None else ce + z, derivatives
 
             inputs = {} if token_weights is None else {"token_weights": token_weights}
             loss, found = linear_token_loss(
@@ -191,21 +191,26 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def _terms(
         self, values: Statistics, labels: Tensor, ce_total: Tensor, z_total: Tensor, token_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Each token's cross-entropy and z-loss, over their denominators."""
-        ce = -(1 - self.label_smoothing) * values.logp
-        if self.ce_weight is not None:
-            ce = ce * self.ce_weight.to(ce.dtype)[labels]
-        if self.label_smoothing:
-            ce = ce - self.label_smoothing * values.mean_logp
-        ce = ce / ce_total
-        z = torch.zeros_like(ce) if values.lse is None else self.lse_square_scale * values.lse.square() / z_total
-        if token_weights is not None:
-            ce, z = ce * token_weights, z * token_weights
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Each token's cross-entropy and z-loss over their denominators, and the derivatives of both."""
+        ce_scale, z_scale = (values.logp.new_ones(()) / total for total in (ce_total, z_total))
+        scales = [] if token_weights is None else [token_weights]
         if self.use_token_scaling:
-            probability = values.logp.detach().exp()
-            ce, z = ce * probability, z * probability
-        return ce, z
+            scales.append(values.logp.detach().exp())
+        for scale in scales:
+            ce_scale, z_scale = ce_scale * scale, z_scale * scale
+
+        label_scale = ce_scale if self.ce_weight is None else ce_scale * self.ce_weight.to(ce_scale.dtype)[labels]
+        derivatives = {"logp": ((self.label_smoothing - 1) * label_scale).expand_as(values.logp)}
+        ce = derivatives["logp"] * values.logp
+        if self.label_smoothing:
+            derivatives["mean_logp"] = (-self.label_smoothing * ce_scale).expand_as(values.logp)
+            ce = ce + derivatives["mean_logp"] * values.mean_logp
+        if values.lse is None:
+            return ce, torch.zeros_like(ce), derivatives
+        if self.lse_square_scale:
+            derivatives["lse"] = 2 * self.lse_square_scale * z_scale * values.lse.detach()
+        return ce, self.lse_square_scale * z_scale * values.lse.square(), derivatives
 
     def _denominators(
         self, labels: Tensor, mask: Tensor, num_items_in_batch: Tensor | int | None, token_weights: Tensor | None

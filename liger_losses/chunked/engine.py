@@ -177,7 +177,7 @@ def linear_token_loss(
     hidden_states: Tensor,
     weight: Tensor,
     labels: Tensor,
-    token_loss: Callable[..., Tensor],
+    token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
@@ -197,7 +197,8 @@ def linear_token_loss(
         weight: ``[V, H]``.
         labels: ``[...]`` int64.
         token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the tokens it is given. It is
-            differentiated with respect to the statistics alone.
+            differentiated with respect to the statistics alone; where it returns ``([n], {statistic: [n]})``, the
+            second are its derivatives, and no graph is built for them.
         statistics: what ``token_loss`` reads and is differentiated by.
         metrics: what is returned (and readable in ``token_loss``) without a gradient.
         token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient.
@@ -239,7 +240,8 @@ def linear_token_loss(
 
     values = _run(job, weight, bias, [hidden])
     kept = {name: job.tokens.gather([value], 0, job.tokens.count) for name, value in values.items()}
-    losses = job.tokens.masked(token_loss(Statistics(**kept), job.tokens.labels, **inputs))
+    result = token_loss(Statistics(**kept), job.tokens.labels, **inputs)
+    losses = job.tokens.masked(result[0] if isinstance(result, tuple) else result)
     return losses.sum(), Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
 
 

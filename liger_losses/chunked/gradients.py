@@ -70,12 +70,13 @@ class HeadGradients:
                 target = self.weight[columns.start + part.start : columns.start + part.stop]
                 matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
 
-    def add_at_labels(self, rows: slice, coef: Tensor) -> None:
-        """Leave ``coef [R]``, of these tokens' own labels' terms, for :meth:`results` to add."""
-        if self.weight is not None:
-            if self.at_label is None:
-                self.at_label = coef.new_empty(self.stream.count)
-            self.at_label[rows] = coef
+    def at_labels(self, rows: slice) -> Tensor | None:
+        """Where to leave the coefficients ``[R]`` of these tokens' own labels' terms, for :meth:`results` to add."""
+        if self.weight is None:
+            return None
+        if self.at_label is None:
+            self.at_label = torch.empty(self.stream.count, device=self.weight.device)
+        return self.at_label[rows]
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_weight, grad_bias)``."""
@@ -108,7 +109,17 @@ class HiddenGradients:
         ]
         self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
 
+    def place(self, rows: slice) -> Tensor | None:
+        """Where gradients ``[R, H]`` of these tokens belong, if that is one place: what was put there is written."""
+        pieces = self.tokens.pieces(rows.start, rows.stop)
+        if len(pieces) != 1:
+            return None
+        ((part, first, last),) = pieces
+        target = self.flat[part]
+        return None if target is None or self.tokens.indices[part] is not None else target[first:last]
+
     def write(self, rows: slice, values: Tensor | None) -> None:
-        """Gradients ``[R, H]`` of some of the kept tokens."""
-        if values is not None:
+        """Gradients ``[R, H]`` of some of the kept tokens; those that were put in their :meth:`place` are there."""
+        place = self.place(rows)
+        if values is not None and (place is None or place.data_ptr() != values.data_ptr()):
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)

@@ -12,8 +12,11 @@ import torch
 
 MiB = 2**20
 
-#: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle.
-FULL_BLOCK = 512 * MiB
+#: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle; and a block
+#: should take milliseconds, as the host takes one to queue its kernels, unless its buffer would be large.
+FULL_ROWS = 2048
+FULL_BLOCK_FLOPS = 3e12
+MAX_SMALL_BLOCK = 1024 * MiB
 DEFAULT_TILES = 248 * MiB
 MIN_TILE_COLUMNS = 4096
 
@@ -112,7 +115,9 @@ def make_plan(
     if workspace is None:
         workspace = default_workspace(vocab_size, item, device)
         if exponentials:
-            workspace = min(max(2048 * row_bytes, FULL_BLOCK), 1536 * MiB)
+            long_enough = int(FULL_BLOCK_FLOPS / (6 * hidden_size * vocab_size))
+            full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // row_bytes))
+            workspace = min(full_rows * row_bytes, 1536 * MiB)
 
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but they are not nothing.
     vectors = tokens * (32 if fused else 16) * item

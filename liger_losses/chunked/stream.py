@@ -19,7 +19,7 @@ from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
 from liger_losses.chunked.head import Projection
 from liger_losses.chunked.plan import Plan, blocks, padded
 from liger_losses.chunked.tokens import Tokens
-from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -77,7 +77,7 @@ class Job:
     needs_hidden: tuple[bool, ...] = ()
     needs_weight: bool = False
     needs_bias: bool = False
-    token_loss: Callable[..., Tensor] | None = None
+    token_loss: Callable[..., Any] | None = None
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -96,6 +96,11 @@ def _flat(hidden: Tensor) -> Tensor:
         return hidden.view(-1, hidden.shape[-1])
     except RuntimeError:
         return hidden
+
+
+def _of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Views of some tokens' statistics."""
+    return {name: value[rows] for name, value in values.items()}
 
 
 #: What is filled with some tokens, gives their statistics, and then their gradients.
@@ -125,12 +130,12 @@ class Stream:
         values = self._empty_statistics()
         if not keep and self.job.fused:
             for rows in blocks(self.count, self._gathered_at_once()):
-                self._store(self._fused_statistics(rows), rows, values)
+                self._fused_statistics(rows, _of(values, rows))
             return values, None
         size = self.count if keep else self.job.plan.rows
         block = self._block(min(size, self.count))
         for rows in blocks(self.count, size):
-            self._store(block.fill(rows, self._hidden_rows(rows)), rows, values)
+            block.fill(rows, self._hidden_rows(rows), _of(values, rows))
         return values, block if keep else None
 
     def gradients(
@@ -144,10 +149,10 @@ class Stream:
         tiles = None if kept is not None else self._tiles()
         for rows in blocks(self.count, plan.tile_rows if kept is None else self.count):
             hidden = self._hidden_rows(rows)
-            found = {name: value[rows] for name, value in values.items()}
+            found = _of(values, rows)
             wanted = coefficients.rows(rows.start, rows.stop)
             if kept is not None:
-                out = kept.gradients(rows, hidden, found, wanted, head_grads)
+                out = kept.gradients(rows, hidden, found, wanted, head_grads, hidden_grads.place(rows))
             else:
                 out = None
                 for columns in blocks(self.vocab_size, plan.tile_columns):
@@ -168,11 +173,13 @@ class Stream:
         block = self._block(min(self.job.plan.rows, self.count))
         for rows in blocks(self.count, self.job.plan.rows):
             hidden = self._hidden_rows(rows)
-            found = self._store(block.fill(rows, hidden), rows, values)
+            found = _of(values, rows)
+            block.fill(rows, hidden, found)
             coefficients = SoftmaxGradient.of({statistic: torch.ones_like(found["lse"])}, found, self.job.class_weight)
-            gradient = block.gradients(rows, hidden, found, coefficients, head_grads)
-            assert gradient is not None
-            unit_gradient[rows] = gradient
+            place = unit_gradient[rows]
+            gradient = block.gradients(rows, hidden, found, coefficients, head_grads, place)
+            if gradient is not None and gradient is not place:
+                place.copy_(gradient)
         return values, unit_gradient
 
     def scaled(self, unit_gradient: Tensor, upstream: Mapping[str, Tensor]) -> list[Tensor | None]:
@@ -186,19 +193,21 @@ class Stream:
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of it."""
         values = self._empty_statistics()
-        losses = torch.zeros(self.count, dtype=self.job.logits_dtype, device=self.weight.device)
-        head_grads, hidden_grads = HeadGradients(self), HiddenGradients(self)
-        block = self._block(min(self.job.plan.rows, self.count))
+        losses = torch.empty(self.count, dtype=self.job.logits_dtype, device=self.weight.device)
+        block, grads = self._block(min(self.job.plan.rows, self.count)), None
         for rows in blocks(self.count, self.job.plan.rows):
-            hidden = self._hidden_rows(rows)
-            found = self._store(block.fill(rows, hidden), rows, values)
+            hidden, found = self._hidden_rows(rows), _of(values, rows)
+            block.fill(rows, hidden, found)
             try:
                 losses[rows], upstream = self._token_losses(rows, found)
             except BaseException:
                 block.wait()  # its memory is about to be given back
                 raise
-            coefficients = SoftmaxGradient.of(upstream, found, self.job.class_weight)
-            hidden_grads.write(rows, block.gradients(rows, hidden, found, coefficients, head_grads))
+            # Allocated once the first block is queued, for which the device need not wait then.
+            grads = grads or (HeadGradients(self), HiddenGradients(self))
+            coefficients, place = SoftmaxGradient.of(upstream, found, self.job.class_weight), grads[1].place(rows)
+            grads[1].write(rows, block.gradients(rows, hidden, found, coefficients, grads[0], place))
+        head_grads, hidden_grads = grads or (HeadGradients(self), HiddenGradients(self))
         return losses.sum(), values, (*head_grads.results(), *hidden_grads.results)
 
     # --- Their steps -----------------------------------------------------------------------------------------------
@@ -243,24 +252,20 @@ class Stream:
             backend=job.backend,
         )
 
-    def _fused_statistics(self, rows: slice) -> dict[str, Tensor]:
-        """Statistics whose logits never reach memory."""
+    def _fused_statistics(self, rows: slice, values: Mapping[str, Tensor]) -> None:
+        """Statistics whose logits never reach memory, into ``values``."""
         job, hidden, labels = self.job, self._hidden_rows(rows), self.job.tokens.labels[rows]
+        common: dict[str, Any] = {"transform": job.transform, "bias": self.bias, "backend": job.backend}
         if job.names <= {"logp", "lse"}:
-            found = linear_exponentials(
-                hidden, self.weight, labels, transform=job.transform, bias=self.bias, backend=job.backend
-            )
-            return {"lse": found.lse, "logp": found.logp}
-        return linear_softmax_statistics(
-            hidden,
-            self.weight,
-            labels,
-            job.names,
-            transform=job.transform,
-            bias=self.bias,
-            class_weight=job.class_weight,
-            backend=job.backend,
+            new = torch.empty(2, len(hidden), device=hidden.device)
+            found = Exponentials(new[0], values["lse"], values.get("logp", new[1]))
+            linear_exponentials(hidden, self.weight, labels, found=found, **common)
+            return
+        statistics = linear_softmax_statistics(
+            hidden, self.weight, labels, job.names, class_weight=job.class_weight, **common
         )
+        for name, value in values.items():
+            value.copy_(statistics[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         dtypes = {name: torch.int64 if name == "argmax" else self.job.logits_dtype for name in self.job.names}
@@ -268,12 +273,6 @@ class Stream:
 
     def _hidden_rows(self, rows: slice) -> Tensor:
         return self.job.tokens.gather(self.flat, rows.start, rows.stop).to(self.job.operand_dtype)
-
-    def _store(self, found: Mapping[str, Tensor], rows: slice, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics of some tokens into those of all; views of these."""
-        for name, value in values.items():
-            value[rows] = found[name]
-        return {name: value[rows] for name, value in values.items()}
 
     def _gathered_at_once(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
@@ -283,18 +282,21 @@ class Stream:
         return -(-self.count // max(parts, 1))
 
     def _token_losses(self, rows: slice, found: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens' losses, and their derivatives by each statistic, from ordinary autograd on ``[R]`` tensors."""
+        """The tokens' losses, and their derivatives by each statistic: from autograd unless they come along."""
         job = self.job
         assert job.token_loss is not None
         with torch.enable_grad():
             leaves = {name: found[name].detach().requires_grad_() for name in job.statistics}
             named = {**leaves, **{name: found[name] for name in job.metrics}}
             inputs = {name: value[rows] for name, value in job.token_inputs.items()}
-            losses = job.token_loss(Statistics(**named), job.tokens.labels[rows], **inputs)
+            result = job.token_loss(Statistics(**named), job.tokens.labels[rows], **inputs)
+            losses, given = result if isinstance(result, tuple) else (result, None)
             if losses.shape != (rows.stop - rows.start,):
                 count = rows.stop - rows.start
                 raise ValueError(f"token_loss must return one value per token, [{count}], got {tuple(losses.shape)}.")
             losses = job.tokens.masked(losses, rows)
+            if given is not None:
+                return losses.detach(), {name: job.tokens.masked(g.detach(), rows) for name, g in given.items()}
             if not losses.requires_grad:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)

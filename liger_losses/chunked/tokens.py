@@ -107,8 +107,8 @@ class Tokens:
         """N."""
         return sum(self.counts)
 
-    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """``(segment, first, last)`` of the kept tokens ``start`` to ``stop``."""
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """``(which tensor, first, last)`` of the kept tokens ``start`` to ``stop``."""
         pieces, offset = [], 0
         for segment, count in enumerate(self.counts):
             first, last = max(start - offset, 0), min(stop - offset, count)
@@ -124,7 +124,7 @@ class Tokens:
             sources: ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
         """
         rows = []
-        for segment, first, last in self._pieces(start, stop):
+        for segment, first, last in self.pieces(start, stop):
             index, source = self.indices[segment], sources[segment]
             if source.dim() > 2:
                 flat = torch.arange(first, last, device=source.device) if index is None else index[first:last]
@@ -158,7 +158,7 @@ class Tokens:
         A target of ``None`` takes nothing.
         """
         offset = 0
-        for segment, first, last in self._pieces(start, stop):
+        for segment, first, last in self.pieces(start, stop):
             index, target = self.indices[segment], targets[segment]
             if target is not None:
                 part = values[offset : offset + last - first]

@@ -55,32 +55,21 @@ def label_logits(
     return out
 
 
-def scale_rows(matrix: Tensor, scale: Tensor, *, backend: str = "torch") -> Tensor:
-    """``out_n = scale_n matrix_n``, rounded once, in the matrix's dtype.
-
-    Args:
-        matrix: ``[N, H]``.
-        scale: ``[N]`` fp32.
-        backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``[N, H]``, contiguous.
-    """
-    if backend == "torch" or matrix.stride(1) != 1:
-        return (matrix * scale[:, None]).to(matrix.dtype)
-    out = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
-    if len(out):
-        _scale_rows_kernel[(len(out),)](out, matrix, matrix.stride(0), scale, matrix.shape[1], BLOCK=1024)
-    return out
-
-
-def scale_and_add_label_rows_(
-    out: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
+def scale_and_add_label_rows(
+    out: Tensor,
+    product: Tensor,
+    scale: Tensor,
+    coef: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    backend: str = "torch",
 ) -> Tensor:
-    """``out_n = scale_n out_n + coef_n weight[labels_n]``, in place.
+    """``out_n = scale_n product_n + coef_n weight[labels_n]``, rounded once.
 
     Args:
-        out: ``[N, H]`` fp32, contiguous.
+        out: ``[N, H]``, rows contiguous.
+        product: ``[N, H]`` fp32, contiguous.
         scale, coef: ``[N]`` fp32.
         weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
@@ -90,10 +79,19 @@ def scale_and_add_label_rows_(
         ``out``.
     """
     if backend == "torch":
-        return out.mul_(scale[:, None]).addcmul_(coef[:, None], weight[labels].to(out.dtype))
+        return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if len(labels):
         _add_label_rows_kernel[(len(labels),)](
-            out, scale, coef, weight, weight.stride(0), labels, out.shape[1], BLOCK=1024
+            out,
+            out.stride(0),
+            product,
+            scale,
+            coef,
+            weight,
+            weight.stride(0),
+            labels,
+            product.shape[1],
+            BLOCK=1024,
         )
     return out
 
@@ -180,19 +178,10 @@ def _label_logits_kernel(
     tl.store(out + row, transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP))
 
 
-@jit(do_not_specialize_on_alignment=["matrix", "scale"])
-def _scale_rows_kernel(out, matrix, stride, scale, columns, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.load(scale + row)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        value = tl.load(matrix + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * columns + at, (s * value).to(out.dtype.element_ty), mask=inside)
-
-
-@jit(do_not_specialize_on_alignment=["scale", "coef", "labels"])
-def _add_label_rows_kernel(out, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr):
+@jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])
+def _add_label_rows_kernel(
+    out, out_stride, product, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     s = tl.load(scale + row)
@@ -200,9 +189,9 @@ def _add_label_rows_kernel(out, scale, coef, weight, weight_stride, labels, hidd
     for start in range(0, hidden_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < hidden_size
-        value = tl.load(out + row * hidden_size + at, mask=inside, other=0.0)
+        value = tl.load(product + row * hidden_size + at, mask=inside, other=0.0)
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * hidden_size + at, s * value + c * w, mask=inside)
+        tl.store(out + row * out_stride + at, (s * value + c * w).to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])

@@ -51,6 +51,7 @@ def linear_exponentials(
     labels: Tensor,
     out: Tensor | None = None,
     *,
+    found: Exponentials | None = None,
     transform: LogitTransform = LogitTransform(),
     bias: Tensor | None = None,
     backend: str = "torch",
@@ -64,6 +65,7 @@ def linear_exponentials(
         weight: ``[V, H]``, rows contiguous, of the same dtype.
         labels: ``[N]`` int64 in ``[0, V)``.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
+        found: where they go; new tensors by default.
         transform: from projections to logits.
         bias: ``[V]``, added to the projections.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
@@ -71,11 +73,15 @@ def linear_exponentials(
     Returns:
         :class:`Exponentials`, in fp32.
     """
+    found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
-        return _exponentials_torch(hidden, weight, labels, out, transform, bias)
+        for mine, reference in zip(
+            found, _exponentials_torch(hidden, weight, labels, out, transform, bias), strict=True
+        ):
+            mine.copy_(reference)
+        return found
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     label_logit = label_logits(hidden, weight, labels, transform=transform, bias=bias, backend=backend)
-    found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
     if not len(hidden):
         return found
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
@@ -95,11 +101,13 @@ def gradient_scales(
     p_coef: Tensor | None,
     label_coef: Tensor | None,
     found: Exponentials,
+    hidden: Tensor | None = None,
+    at_label: Tensor | None = None,
     *,
     transform: LogitTransform = LogitTransform(),
     backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
-    """From ``d loss / d z = p_coef p + label_coef onehot`` to ``scale`` and ``at_label``, ``[N]`` each.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From ``d loss / d z = p_coef p + label_coef onehot`` to what products with exponentials are scaled by.
 
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
     there, it is ``at_label``.
@@ -107,30 +115,45 @@ def gradient_scales(
     Args:
         p_coef, label_coef: ``[N]`` fp32, or ``None`` for 0.
         found: what :func:`linear_exponentials` returned.
+        hidden: ``[N, H]``, if it is wanted scaled.
+        at_label: ``[N]`` fp32, where that goes; a new tensor by default.
         transform: as there.
         backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
     """
     zero = found.lse.new_zeros(()).expand_as(found.lse)
     p_coef, label_coef = (zero if coef is None else coef for coef in (p_coef, label_coef))
+    scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
         offset, lse, logp = found
-        scale = p_coef * (offset - lse).exp()
+        scale = p_coef * (offset - lse).exp() * transform.factor
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
-        at_label = (p_coef + label_coef) + p_coef * logp.expm1()
-        return scale * transform.factor, at_label * transform.slope(logp + lse) * transform.factor
-    scale, at_label = torch.empty(2, len(found.lse), device=found.lse.device)
+        total = (p_coef + label_coef) + p_coef * logp.expm1()
+        at_label.copy_(total * transform.slope(logp + lse) * transform.factor)
+        if scaled is not None and hidden is not None:
+            scaled.copy_(scale[:, None] * hidden)
+        return scale, at_label, scaled
+    scale = torch.empty_like(found.lse)
+    hidden = hidden if hidden is None or hidden.stride(1) == 1 else hidden.contiguous()
     if len(scale):
-        _scales_kernel[(triton.cdiv(len(scale), 128),)](
+        _scales_kernel[(len(scale),)](
             scale,
             at_label,
+            scaled,
+            hidden,
+            0 if hidden is None else hidden.stride(0),
+            0 if hidden is None else hidden.shape[1],
             p_coef.contiguous(),
             label_coef.contiguous(),
             *found,
-            len(scale),
             **transform.kernel_arguments(),
-            BLOCK=128,
+            HAS_HIDDEN=hidden is not None,
+            BLOCK=1024,
         )
-    return scale, at_label
+    return scale, at_label, scaled
 
 
 def _exponentials_torch(
@@ -286,30 +309,34 @@ def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, S
         tl.store(offset + rows, tl.where(old == old, old, lse), mask=rows < tokens)
 
 
-@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_VECTORS)
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])
 def _scales_kernel(
     scale_out,
     at_label_out,
+    scaled,
+    hidden,
+    hidden_stride,
+    hidden_size,
     p_coef,
     label_coef,
     offset,
     lse,
     logp,
-    tokens,
     scale,
     softcap,
     inverse_temperature,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < tokens
-    p_c = tl.load(p_coef + rows, mask=inside, other=0.0)
-    label_c = tl.load(label_coef + rows, mask=inside, other=0.0)
-    row_lse = tl.load(lse + rows, mask=inside, other=0.0)
-    row_logp = tl.load(logp + rows, mask=inside, other=0.0)
-    s = p_c * tl.exp(tl.load(offset + rows, mask=inside, other=0.0) - row_lse)
+    """One program per token."""
+    row = tl.program_id(0).to(tl.int64)
+    p_c = tl.load(p_coef + row)
+    label_c = tl.load(label_coef + row)
+    row_lse = tl.load(lse + row)
+    row_logp = tl.load(logp + row)
+    s = p_c * tl.exp(tl.load(offset + row) - row_lse)
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if HAS_SOFTCAP:
@@ -318,8 +345,14 @@ def _scales_kernel(
     if HAS_SCALE:
         s *= scale * inverse_temperature
         at_label *= scale * inverse_temperature
-    tl.store(scale_out + rows, s, mask=inside)
-    tl.store(at_label_out + rows, at_label, mask=inside)
+    tl.store(scale_out + row, s)
+    tl.store(at_label_out + row, at_label)
+    if HAS_HIDDEN:
+        for start in range(0, hidden_size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < hidden_size
+            h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(scaled + row * hidden_size + at, (s * h).to(scaled.dtype.element_ty), mask=inside)
 
 
 @jit(

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 from liger_losses import LigerFusedLinearDPOLoss, linear_logps
-from liger_losses.chunked.pairs import sequence_logps, shared_length_weights
+from liger_losses.chunked.completions import sequence_logps
+from liger_losses.chunked.pairs import shared_length_weights
 
 HERE = pathlib.Path(__file__).parent
 BUNDLED = "SmolLM2-135M-Instruct"

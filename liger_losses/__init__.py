@@ -1,9 +1,10 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
 from liger_losses.chunked.base import ChunkedLoss, ChunkedTokenLoss
+from liger_losses.chunked.completions import Completions
 from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.pairs import Completions, Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -11,6 +12,7 @@ from liger_losses.chunked.preference import (
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,
 )
+from liger_losses.chunked.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
 from liger_losses.kernels.logit_transform import LogitTransform
 
 __version__ = "0.1.0"
@@ -21,9 +23,11 @@ __all__ = [
     "Completions",
     "CrossEntropyOutput",
     "EngineOptions",
+    "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
     "LogitTransform",
@@ -32,6 +36,7 @@ __all__ = [
     "PreferenceLoss",
     "PreferenceMetrics",
     "Statistics",
+    "UnpairedMetrics",
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",

@@ -1,12 +1,7 @@
-"""Pairs of completions: what a preference loss is given, and its base class. B pairs.
-
-Sequence log-probabilities are sums over the completion's tokens. A completion without tokens has log-probability 0
-(an empty product), whether summed or averaged, in every loss; a batch without pairs has loss 0.
-"""
+"""Pairs of completions: what a preference loss is given, and its base class. B pairs; without any, the loss is 0."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -14,45 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_range, check_tensor
-from liger_losses.chunked.engine import Statistics, linear_statistics
-
-
-@dataclass(frozen=True)
-class Completions:
-    """One side of a batch of pairs.
-
-    Args:
-        hidden_states: ``[B, T, H]``, or ``[T, H]`` for a single completion.
-        labels: ``[B, T]`` or ``[T]``; prompts and padding carry ``ignore_index``.
-        ref_hidden_states: the reference model's hidden states, in the shape of ``hidden_states``.
-        ref_logps: the reference model's log-probabilities instead, precomputed: per sequence ``[B]`` (summed,
-            averaged or weighted as the loss does it), or per token in the shape of ``labels``, where its labels are
-            after any shift.
-    """
-
-    hidden_states: Tensor
-    labels: Tensor
-    ref_hidden_states: Tensor | None = None
-    ref_logps: Tensor | None = None
-
-    def batched(self) -> Completions:
-        """This, with a batch dimension."""
-        ref_hidden, ref_logps = self.ref_hidden_states, self.ref_logps
-        check_tensor("hidden_states", self.hidden_states)
-        check_tensor("labels", self.labels)
-        for name, value in (("ref_hidden_states", ref_hidden), ("ref_logps", ref_logps)):
-            if value is not None:
-                check_tensor(name, value)
-        if self.labels.dim() != 1:
-            return self
-        return Completions(
-            self.hidden_states[None],
-            self.labels[None],
-            None if ref_hidden is None else ref_hidden[None],
-            ref_logps if ref_logps is None or ref_logps.shape == (1,) else ref_logps[None],
-        )
+from liger_losses.chunked.checks import check_head, check_tensor
+from liger_losses.chunked.completions import (
+    CompletionLoss,
+    Completions,
+    as_completions,
+    sequence_logps,
+    wide_dtype,
+)
+from liger_losses.chunked.engine import Statistics
 
 
 class PreferenceMetrics(NamedTuple):
@@ -127,29 +92,6 @@ class _Batch:
         return chosen, rejected
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weights: Tensor | None = None) -> Tensor:
-    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
-
-    Args:
-        logps: ``[B, T]``.
-        mask: ``[B, T]`` bool, true for tokens that count.
-        average: divide by their number.
-        weights: ``[B, T]``.
-
-    Returns:
-        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
-        would leave it two digits. (Devices without fp64: fp32.)
-    """
-    # What stands at tokens that do not count may be anything, infinities too.
-    logps = torch.where(mask, logps, 0.0)
-    total = (logps if weights is None else logps * weights).sum(-1, dtype=_wide(logps.device))
-    return total / mask.sum(-1).clamp(min=1) if average else total
-
-
 def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> tuple[Tensor, Tensor]:
     """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``.
 
@@ -157,12 +99,12 @@ def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> 
         chosen, rejected: masks ``[B, T]`` (T may differ).
     """
     shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
-    one, alpha = torch.tensor([1.0, ld_alpha], dtype=_wide(chosen.device), device=chosen.device)
+    one, alpha = torch.tensor([1.0, ld_alpha], dtype=wide_dtype(chosen.device), device=chosen.device)
     first, second = (torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in (chosen, rejected))
     return first, second
 
 
-class PreferenceLoss(ChunkedLoss):
+class PreferenceLoss(CompletionLoss):
     """Base of losses on pairs: derive from it and write :meth:`pair_loss`.
 
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
@@ -198,19 +140,21 @@ class PreferenceLoss(ChunkedLoss):
         compiled: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(ignore_index=ignore_index, **options)
-        check_range("beta", beta, 0.0, math.inf, open_low=True)
-        if chunk_size is not None and (
-            isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
-        ):
-            raise ValueError(f"chunk_size must be a positive number of pairs, got {chunk_size!r}.")
-        self.beta = beta
+        super().__init__(
+            ignore_index=ignore_index,
+            beta=beta,
+            average_log_prob=average_log_prob,
+            use_ref_model=use_ref_model,
+            chunk_size=chunk_size,
+            compiled=compiled,
+            **options,
+        )
         self.alpha = alpha
         self.compute_nll_loss = compute_nll_loss
-        self.average_log_prob = average_log_prob
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.compiled = compiled
+
+    @property
+    def rows_of_a_chunk(self) -> int:
+        return 2
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""
@@ -267,11 +211,12 @@ class PreferenceLoss(ChunkedLoss):
         if isinstance(_input, Tensor):
             batch = _from_stacked(_input, target, ref_input, (ref_chosen_logps, ref_rejected_logps))
         elif ref_input is None and ref_chosen_logps is None and ref_rejected_logps is None:
-            batch = _from_sides(_completions(_input, "chosen"), _completions(target, "rejected"))
+            batch = _from_sides(as_completions(_input, "chosen"), as_completions(target, "rejected"))
         else:
             raise ValueError("with pairs, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
         check_head(batch.hidden_states, lin_weight, batch.labels, bias)
-        self._check_reference(batch, ref_weight, ref_bias)
+        named = zip(("chosen", "rejected"), batch.sides(batch.labels), batch.ref_logps, strict=True)
+        self.check_reference(list(named), batch.ref_hidden_states, batch.labels, ref_weight, ref_bias)
         batch = replace(batch, labels=[self.labels(part) for part in batch.labels])
 
         hidden, labels = batch.hidden_states, batch.labels
@@ -281,7 +226,7 @@ class PreferenceLoss(ChunkedLoss):
             # Tokens that only the likelihood asks for are one more part of the stream.
             hidden = [*hidden, batch.sides(hidden)[0]]
             labels = [*labels, nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)]
-        found = self._statistics(lin_weight, bias, hidden, labels, self.metrics)
+        found = self.sequence_statistics(lin_weight, bias, hidden, labels, self.metrics)
         masks = batch.sides([part != self.ignore_index for part in batch.labels])
         sides = batch.statistics(found)
         nll_mask = nll_labels != self.ignore_index
@@ -312,62 +257,6 @@ class PreferenceLoss(ChunkedLoss):
                 *(v.detach().to(means[0].dtype) for v in (*logps, *means, pairs.chosen_nll, *rewards))
             )
 
-    def _check_reference(self, batch: _Batch, ref_weight: Tensor | None, ref_bias: Tensor | None) -> None:
-        name = type(self).__name__
-        has_hidden = batch.ref_hidden_states is not None
-        for which, labels, logps in zip(
-            ("chosen", "rejected"), batch.sides(batch.labels), batch.ref_logps, strict=True
-        ):
-            if self.use_ref_model and not has_hidden and logps is None:
-                raise ValueError(
-                    f"{name} compares with a reference model, but the {which} completions have none. Give ref_logps "
-                    "(precomputed), or ref_hidden_states (ref_input= in the stacked form) and ref_weight=, or build "
-                    "the loss with use_ref_model=False."
-                )
-            if has_hidden and logps is not None:
-                raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
-            if not self.use_ref_model and (has_hidden or logps is not None):
-                raise ValueError(f"a reference was given to {name}, which was built without one (use_ref_model=False).")
-            if logps is not None and logps.shape not in (labels.shape[:1], labels.shape):
-                raise ValueError(
-                    f"ref_logps of the {which} completions must be [{labels.shape[0]}] (one per sequence) or "
-                    f"{tuple(labels.shape)} (one per token), got {tuple(logps.shape)}."
-                )
-        if batch.ref_hidden_states is None:
-            return
-        if ref_weight is None:
-            raise ValueError(
-                "there are ref_hidden_states, but no ref_weight= to project them; pass the policy's weight there if "
-                "the reference model shares it."
-            )
-        for ref, labels in zip(batch.ref_hidden_states, batch.labels, strict=True):
-            if ref.shape[:-1] != labels.shape:
-                raise ValueError(
-                    f"the reference's hidden states must be [{labels.shape[0]}, {labels.shape[1]}, hidden_size], one "
-                    f"for each label, got {tuple(ref.shape)}."
-                )
-        try:
-            check_head(batch.ref_hidden_states, ref_weight, batch.labels, ref_bias)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"of the reference model (ref_hidden_states, ref_weight, ref_bias): {error}") from None
-
-    def _statistics(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        hidden: Sequence[Tensor],
-        labels: Sequence[Tensor],
-        metrics: Sequence[str] = (),
-    ) -> list[Statistics]:
-        options = self.options
-        if self.chunk_size is not None:
-            tokens_per_pair = sum(part.shape[1] for part in labels) * (2 if len(labels) == 1 else 1)
-            options = replace(options, chunk_size=max(1, self.chunk_size * tokens_per_pair))
-        found: list[Statistics] = linear_statistics(
-            hidden, weight, labels, ("logp",), metrics=metrics, bias=bias, transform=self.transform, options=options
-        )
-        return found
-
     def _sequence_logps(self, logps: Sequence[Tensor | None], masks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Each side's log-probabilities ``[B]`` from those per token; those per sequence are taken as they are."""
         weights: Sequence[Tensor | None] = (None, None)
@@ -389,7 +278,7 @@ class PreferenceLoss(ChunkedLoss):
         logps: Sequence[Tensor | None] = batch.ref_logps
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with torch.no_grad():
-                found = self._statistics(ref_weight, ref_bias, batch.ref_hidden_states, batch.labels)
+                found = self.sequence_statistics(ref_weight, ref_bias, batch.ref_hidden_states, batch.labels)
             logps = batch.sides([part.logp for part in found])
         return self._sequence_logps([None if part is None else part.detach() for part in logps], masks)
 
@@ -402,17 +291,6 @@ class PreferenceLoss(ChunkedLoss):
                 f"got {tuple(nll_target.shape)}."
             )
         return labels
-
-
-def _completions(value: Any, which: str) -> Completions:
-    if isinstance(value, Completions):
-        return value.batched()
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        return Completions(*value).batched()
-    raise TypeError(
-        f"{which} must be Completions(hidden_states, labels, ...) or a (hidden_states, labels) tuple, "
-        f"got {type(value).__name__}."
-    )
 
 
 def _from_sides(chosen: Completions, rejected: Completions) -> _Batch:

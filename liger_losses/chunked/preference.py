@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.checks import check_names, check_range
+from liger_losses.chunked.completions import sequence_logps
 from liger_losses.chunked.engine import Statistics
-from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics, sequence_logps
+from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 
 # exp() of more than this overflows fp32.
 _MAX_EXPONENT = 80.0

@@ -5,6 +5,12 @@ from liger_losses.chunked.completions import Completions
 from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.policy import (
+    AdaptiveEntropy,
+    LigerFusedLinearGRPOLoss,
+    PolicyMetrics,
+    PolicyMetricsWithoutKL,
+)
 from liger_losses.chunked.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -18,6 +24,7 @@ from liger_losses.kernels.logit_transform import LogitTransform
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveEntropy",
     "ChunkedLoss",
     "ChunkedTokenLoss",
     "Completions",
@@ -27,12 +34,15 @@ __all__ = [
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
     "LogitTransform",
     "ORPOMetrics",
     "Pairs",
+    "PolicyMetrics",
+    "PolicyMetricsWithoutKL",
     "PreferenceLoss",
     "PreferenceMetrics",
     "Statistics",

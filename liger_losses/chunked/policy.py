@@ -297,9 +297,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
             check_range("off_policy_mask_threshold", off_policy_mask_threshold, -math.inf, math.inf)
         if not isinstance(entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", entropy_coef, -math.inf, math.inf)
-        if chunk_size is not None and (
-            not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1
-        ):
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size must be a positive number of completions, got {chunk_size!r}.")
         self.policy = PolicyOptions(
             epsilon_low,

@@ -48,9 +48,8 @@ def dpo():
     return load("dpo")
 
 
-def train(dpo, trainer_class, output, **options):
-    """A few steps on a tiny random model; what TRL logged of each, and the trained weights."""
-    from datasets import Dataset
+def tiny_model():
+    """A random model, its tokenizer, and a function that makes texts for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -64,9 +63,6 @@ def train(dpo, trainer_class, output, **options):
     def text(length):
         return " " + " ".join(words[i] for i in torch.randint(0, len(words), (length,), generator=g).tolist())
 
-    pairs = Dataset.from_list(
-        [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(24)]
-    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -78,6 +74,17 @@ def train(dpo, trainer_class, output, **options):
             num_key_value_heads=1,
             tie_word_embeddings=True,
         )
+    )
+    return model, tokenizer, text
+
+
+def train(dpo, trainer_class, output, **options):
+    """A few steps on a tiny random model; what TRL logged of each, and the trained weights."""
+    from datasets import Dataset
+
+    model, tokenizer, text = tiny_model()
+    pairs = Dataset.from_list(
+        [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(24)]
     )
     config = dpo.DPOConfig(
         output_dir=str(output),
@@ -148,3 +155,31 @@ def test_the_demo_explains_itself():
     assert done.returncode == 0
     assert "--model" in done.stdout
     assert "--dataset" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
+        ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
+        ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo"], "step   1"),
+    ],
+)
+def test_the_loops_run(dpo, tmp_path, name, arguments, expected):
+    model, tokenizer, text = tiny_model()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [
+        {side: [{"role": "user", "content": text(3 + i % 3)}] for side in ("prompt", "chosen", "rejected")}
+        for i in range(24)
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    common = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")]
+    dataset = ["--dataset", str(data)] if name == "kto" else []
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *common, *dataset, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert expected in done.stdout
+    assert "nan" not in done.stdout

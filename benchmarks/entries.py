@@ -142,6 +142,14 @@ class DPOInputs(Inputs):
 
 
 @dataclass(frozen=True)
+class GRPOInputs(Inputs):
+    """Completions `[sequences, T]` (as labels), advantages `[sequences]`, and what the old policy made of them."""
+
+    advantages: Tensor
+    old_logps: Tensor
+
+
+@dataclass(frozen=True)
 class PairInputs:
     """One pair of completions and the weight `[V, H]`."""
 
@@ -214,6 +222,17 @@ def dpo_inputs(shape: Shape, device: torch.device) -> DPOInputs:
     return DPOInputs(
         shape, hidden.requires_grad_(), weight.requires_grad_(), labels, ref_hidden, weight.detach().clone()
     )
+
+
+def grpo_inputs(shape: Shape, device: torch.device) -> GRPOInputs:
+    """Completions without padding, and an old policy close to this one."""
+    random = Random(shape, device)
+    hidden, weight = random.normal(shape.sequences, shape.length, shape.hidden), random.weight()
+    labels = random.labels(shape.sequences)
+    advantages = random.normal(shape.sequences, dtype=torch.float32)
+    with torch.no_grad():
+        old = liger_losses.linear_logps(hidden, weight, labels) + random.normal(*labels.shape, scale=0.1).float()
+    return GRPOInputs(shape, hidden.requires_grad_(), weight.requires_grad_(), labels, advantages, old)
 
 
 def pair_inputs(shape: Shape, device: torch.device) -> PairInputs:
@@ -475,6 +494,44 @@ def our_dpo(**options: Any) -> Provider:
     return lambda inputs: _dpo_by(inputs, liger_losses.LigerFusedLinearDPOLoss(beta=BETA, **options))
 
 
+def plain_grpo(inputs: GRPOInputs) -> Call:
+    """Logits of all tokens."""
+    check_plain_memory(inputs.shape, inputs.weight.device)
+
+    def call() -> tuple[Tensor, ...]:
+        ratio = (_plain_logps(inputs.hidden, inputs.weight, inputs.labels) - inputs.old_logps).exp()
+        advantages = inputs.advantages[:, None]
+        objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return with_gradients(-objective.mean(), inputs.leaves)
+
+    return call
+
+
+def grpo_by(loss: Any) -> Provider:
+    """A provider from a loss that takes Liger's call form."""
+
+    def build(inputs: GRPOInputs) -> Call:
+        i, mask = inputs, torch.ones_like(inputs.labels)
+        return lambda: with_gradients(
+            loss(i.hidden, i.weight, i.labels, mask, i.advantages, old_per_token_logps=i.old_logps)[0], i.leaves
+        )
+
+    return build
+
+
+def liger_grpo(inputs: GRPOInputs) -> Call:
+    """Liger Kernel's chunked loss; compiling it is for GPUs."""
+    loss = optional("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
+    torch._dynamo.reset()
+    on_gpu = inputs.weight.device.type == "cuda"
+    return grpo_by(loss(beta=0.0, loss_type="bnpo", compiled=on_gpu, use_ref_model=False))(inputs)
+
+
+def our_grpo(**options: Any) -> Provider:
+    """This library's."""
+    return grpo_by(liger_losses.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", **options))
+
+
 def plain_pair(inputs: PairInputs) -> Call:
     """Logits of all tokens."""
     check_plain_memory(inputs.shape, inputs.weight.device)
@@ -645,6 +702,20 @@ BENCHMARKS = (
             "ours, 4.5 GiB workspace": our_dpo(workspace=4608 * MiB),
         },
         flops=8,
+    ),
+    Benchmark(
+        name="grpo",
+        title="GRPO's clipped loss per token, forward and backward",
+        shapes={"cuda": (Shape(16 * 1024, 4096, 128256, sequences=16),)},
+        inputs=grpo_inputs,
+        providers={
+            GEMMS: bare_gemms(),
+            "plain torch": plain_grpo,
+            "liger-kernel": liger_grpo,
+            "ours": our_grpo(),
+            "ours, a completion's ratio": our_grpo(importance_sampling_level="sequence"),
+        },
+        flops=6,
     ),
     Benchmark(
         name="pair_memory",

@@ -42,6 +42,8 @@ def main():
     parser.add_argument("--loss-type", default="dapo")
     parser.add_argument("--output", default="runs/grpo")
     args = parser.parse_args()
+    if args.group < 2:
+        raise SystemExit("--group: completions of a prompt are compared with one another; give at least 2.")
     torch.manual_seed(0)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +53,7 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS for _ in range(args.group)]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    prompts = tokenizer(texts, return_tensors="pt", padding=True).to(device)
+    prompts = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
     width = prompts.input_ids.shape[1]
 
     loss_function = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=args.loss_type, max_completion_length=args.new_tokens)

@@ -23,7 +23,7 @@ from liger_losses import Completions, LigerFusedLinearKTOLoss, linear_logps
 def encode(tokenizer, prompt, completion, max_length):
     """Ids and labels ``[T]`` of a prompt and a completion; the prompt's labels are masked."""
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    start = tokenizer(text).input_ids
+    start = tokenizer(text, add_special_tokens=False).input_ids
     end = tokenizer(completion[0]["content"] + tokenizer.eos_token, add_special_tokens=False).input_ids
     ids = torch.tensor((start + end)[:max_length])
     return ids, ids.masked_fill(torch.arange(len(ids)) < len(start), -100)
@@ -40,7 +40,9 @@ def hidden_states(model, rows, device):
 @torch.no_grad()
 def logps(model, rows, device):
     """Log-probabilities ``[B]`` of completions."""
-    hidden, labels = hidden_states(model, rows, device)
+    training = model.training
+    hidden, labels = hidden_states(model.eval(), rows, device)
+    model.train(training)
     return linear_logps(hidden, model.get_output_embeddings().weight, labels, shift=True).sum(-1)
 
 
@@ -55,6 +57,10 @@ def main():
     parser.add_argument("--max-length", type=int, default=160)
     parser.add_argument("--output", default="runs/kto")
     args = parser.parse_args()
+    if args.batch_size < 2:
+        raise SystemExit(
+            "--batch-size: the divergence takes completions of other prompts in the batch; give at least 2."
+        )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = prepare_model(args.model, pathlib.Path(args.output) / "start")

@@ -177,7 +177,7 @@ def test_entropy_bonus_in_one_pass_equals_two():
 
 def test_adaptive_entropy_follows_its_target():
     adaptive = AdaptiveEntropy(0.1, target=1.0, delta=0.05, high=0.2)
-    assert adaptive.coef == 0.1
+    assert adaptive.coef == 0.0  # nothing is known of the entropy yet
     for entropy, coef in ((0.5, 0.15), (0.5, 0.2), (0.5, 0.2), (2.0, 0.0), (0.5, 0.2)):
         adaptive.observe(torch.tensor(entropy * 4), torch.tensor(4))
         adaptive.observe(torch.tensor(entropy * 6), torch.tensor(6))
@@ -189,6 +189,21 @@ def test_adaptive_entropy_follows_its_target():
     loss.entropy_coef.step()
     entropy = plain_statistics(hidden, weight, ids, bias)["entropy"][mask.bool()].mean()
     assert loss.entropy_coef.last_entropy == pytest.approx(float(entropy), rel=1e-4)
+    restored = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
+    restored.load_state_dict(loss.state_dict())
+    assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
+
+
+def test_ids_that_stand_for_no_token_are_masked():
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    marked, masked = ids.clone(), mask.clone()
+    marked[1, 2] = -100
+    masked[1, 2] = 0
+    for level in ("token", "sequence"):
+        loss = LigerFusedLinearGRPOLoss(beta=0.2, loss_type="bnpo", importance_sampling_level=level)
+        keywords = {"ref_per_token_logps": logps, "old_per_token_logps": logps + 0.1 * noise}
+        first = run(loss, (hidden, weight, bias), marked, mask, advantages, **keywords)
+        close(first, run(loss, (hidden, weight, bias), ids, masked, advantages, **keywords), atol=1e-7)
 
 
 def test_extreme_ratios_stay_finite():
@@ -237,6 +252,10 @@ def test_empty_batches():
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
         ({"temperature": 0.0}, "temperature"),
         ({"chunk_size": 0}, "chunk_size"),
+        ({"shift": True}, "there is no shift"),
+        ({"ignore_index": 5}, "must not be a token id"),
+        ({"vespo_k_pos": -1.0}, "vespo_k_pos"),
+        ({"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -253,6 +272,8 @@ def test_bad_options_are_refused(options, message):
         ({"vllm_is_ratio": torch.ones(B, 2)}, "vllm_is_ratio must be"),
         ({"ref_per_token_logps": None}, "weighs the divergence from a reference"),
         ({"ref_per_token_logps": None, "ref_input": torch.zeros(B, T, H)}, "no ref_weight="),
+        ({"num_items_in_batch": torch.arange(T)}, "one number"),
+        ({"advantages": torch.ones(B, device="meta")}, "advantages is on meta"),
         ({"selected_token_ids": torch.ones(B * T, dtype=torch.int64)}, "labels must have one entry per hidden state"),
     ],
 )
@@ -267,3 +288,11 @@ def test_bad_input_is_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         LigerFusedLinearGRPOLoss()(hidden, weight, **arguments)
+
+
+def test_a_reference_that_was_declined_is_refused():
+    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
+    with pytest.raises(ValueError, match="built without one"):
+        LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+    with pytest.raises(TypeError, match="advantages must be a tensor"):
+        LigerFusedLinearGRPOLoss(beta=0.0)(hidden, weight, ids, mask, None)

@@ -161,6 +161,23 @@ def test_the_running_shift_counts_every_training_batch_once():
     loss.backward()
 
 
+def test_the_running_shift_ignores_what_says_nothing():
+    hidden, weight, labels, _, _, desirable = problem()
+    module = LigerFusedLinearBCOLoss(beta=0.5)
+    marks = {"preference_labels": desirable}
+    module(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
+    before = module.running_shift.clone()
+    endless = torch.zeros(B)
+    endless[0] = -float("inf")
+    module(weight, Completions(hidden, labels, ref_logps=endless), **marks)
+    module(weight, Completions(hidden[:0], labels[:0], ref_logps=endless[:0]), preference_labels=desirable[:0])
+    assert torch.equal(module.running_shift, before)
+    assert module.batches == 1
+    with torch.inference_mode():
+        module.eval()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
+    module.train()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)[0].backward()
+
+
 def test_sample_weights():
     hidden, weight, labels, _, _, desirable = problem()
     module = LigerFusedLinearBCOLoss(use_ref_model=False).eval()
@@ -242,6 +259,13 @@ def test_other_bad_input_is_refused():
         LigerFusedLinearKTOLoss(desirable_weight=-1.0)
     with pytest.raises(ValueError, match="loss_type"):
         LigerFusedLinearKTOLoss(loss_type="bco")
+    with pytest.raises(TypeError, match="preference_labels must be bool"):
+        signs = torch.where(desirable, 1, -1)
+        LigerFusedLinearKTOLoss()(weight, (hidden, labels), preference_labels=signs, kl=0.0)
+    with pytest.raises(ValueError, match="kl must lie in"):
+        LigerFusedLinearKTOLoss()(weight, (hidden, labels), **marks, kl=-3.0)
+    with pytest.raises(ValueError, match="on meta"):
+        LigerFusedLinearKTOLoss()(weight, (hidden, labels), preference_labels=desirable.to("meta"), kl=0.0)
     with pytest.raises(TypeError, match="given must be Completions"):
         LigerFusedLinearKTOLoss()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)
 

@@ -35,6 +35,13 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
         raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}.")
 
 
+def check_device(weight: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError for a tensor that is not where the weight is."""
+    for name, tensor in tensors.items():
+        if tensor.device != weight.device:
+            raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
+
+
 def check_head(
     hidden_states: Sequence[Tensor],
     weight: Tensor,

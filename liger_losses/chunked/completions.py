@@ -167,6 +167,10 @@ class CompletionLoss(ChunkedLoss):
                     f"ref_logps of the {which} completions must be [{side_labels.shape[0]}] (one per sequence) or "
                     f"{tuple(side_labels.shape)} (one per token), got {tuple(logps.shape)}."
                 )
+            if logps is not None and logps.device != side_labels.device:
+                raise ValueError(
+                    f"ref_logps of the {which} completions are on {logps.device}, their labels on {side_labels.device}."
+                )
         if ref_hidden_states is None:
             return
         if ref_weight is None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
@@ -49,6 +49,8 @@ class PolicyOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
+        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
         for name in ("epsilon_low", "epsilon_high"):
             check_range(name, getattr(self, name), 0.0, math.inf)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
@@ -195,30 +197,41 @@ class AdaptiveEntropy:
     def __init__(
         self, coef: float = 0.0, *, target: float, low: float = 0.0, high: float = 1.0, delta: float = 0.005
     ) -> None:
+        check_range("coef", coef, 0.0, math.inf)
         check_range("target", target, 0.0, math.inf)
         check_range("low", low, 0.0, math.inf)
         check_range("high", high, low, math.inf)
         check_range("delta", delta, 0.0, math.inf)
         self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
-        self.last_entropy = 0.0
-        self._window: Tensor | None = None
+        self.last_entropy = math.inf
+        self._window = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs; the loss that holds this saves it with its own."""
+        return {"value": self.value, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.value, self.last_entropy = state["value"], state["last_entropy"]
 
     @property
     def coef(self) -> float:
-        """What the next batches' bonus is multiplied by: 0 while entropy is above the target."""
+        """What the next batches' bonus is multiplied by: 0 while entropy is above the target, or not known yet."""
         return self.value if self.last_entropy <= self.target else 0.0
 
     def observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         """Add a batch to the window since the last step."""
-        facts = torch.stack([entropy_sum.detach(), tokens.to(entropy_sum.dtype)])
-        self._window = facts if self._window is None else self._window + facts
+        facts = torch.stack([entropy_sum.detach().float(), tokens.float()])
+        self._window = self._window.to(facts.device) + facts
 
     def step(self) -> None:
         """Call it after each optimiser step: the coefficient follows the window's entropy, over all processes."""
-        if self._window is None:
-            return
+        # All processes take part, those without a batch too.
         total, tokens = _sum_over_processes(self._window).tolist()
-        self.last_entropy, self._window = total / max(tokens, 1.0), None
+        self._window = torch.zeros_like(self._window)
+        if not tokens:
+            return
+        self.last_entropy = total / tokens
         change = self.delta if self.last_entropy <= self.target else -self.delta
         self.value = min(max(self.value + change, self.low), self.high)
 
@@ -281,7 +294,14 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
         entropy_coef: float | AdaptiveEntropy = 0.0,
         **options: Any,
     ) -> None:
+        if options.get("shift"):
+            raise ValueError(
+                "GRPO takes the hidden states that predict the completions, hidden_states[:, :-1] of the whole text, "
+                "beside their tokens: there is no shift."
+            )
         super().__init__(temperature=temperature, **options)
+        if self.ignore_index >= 0:
+            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
         check_names([loss_type], LOSS_TYPES, "loss_type")
         check_names([importance_sampling_level], RATIOS, "importance_sampling_level")
         check_range("beta", beta, 0.0, math.inf)
@@ -291,7 +311,8 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
                 f"loss_type={loss_type!r} is defined for tokens' ratios, not for a completion's: leave "
                 f"importance_sampling_level at 'token', got {importance_sampling_level!r}."
             )
-        if loss_type == "dr_grpo" and (max_completion_length is None or max_completion_length < 1):
+        limit = max_completion_length
+        if loss_type == "dr_grpo" and (type(limit) is not int or limit < 1):
             raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {max_completion_length!r}.")
         if off_policy_mask_threshold is not None:
             check_range("off_policy_mask_threshold", off_policy_mask_threshold, -math.inf, math.inf)
@@ -317,6 +338,15 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
         self.top_entropy_quantile = top_entropy_quantile
         self.off_policy_mask_threshold = off_policy_mask_threshold
         self.entropy_coef = entropy_coef
+
+    def get_extra_state(self) -> dict[str, float]:
+        """The adaptive coefficient's, for :meth:`torch.nn.Module.state_dict`."""
+        return self.entropy_coef.state_dict() if isinstance(self.entropy_coef, AdaptiveEntropy) else {}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        """The adaptive coefficient's, from :meth:`torch.nn.Module.load_state_dict`."""
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
+            self.entropy_coef.load_state_dict(state)
 
     def forward(  # type: ignore[override]
         self,
@@ -362,6 +392,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
         """
         mask = self._check(_input, lin_weight, selected_token_ids, attention_mask, bias)
         shape = tuple(mask.shape)
+        check_tensor("advantages", advantages)
         advantages = _per_token("advantages", advantages, shape, column=True)
         given = {
             "old_logps": _per_token("old_per_token_logps", old_per_token_logps, shape),
@@ -369,6 +400,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
             "ref_logps": _per_token("ref_per_token_logps", ref_per_token_logps, shape),
             "sampling_logps": _per_token("sampling_per_token_logps", sampling_per_token_logps, shape),
         }
+        check_device(lin_weight, advantages=advantages, **{k: v for k, v in given.items() if v is not None})
         self._check_reference(given["ref_logps"], ref_input, ref_weight, ref_bias, selected_token_ids)
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         if self.beta and given["ref_logps"] is None and ref_input is not None and ref_weight is not None:
@@ -382,9 +414,10 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
             name: torch.where(mask, value.expand(shape), 0.0) for name, value in given.items() if value is not None
         }
         advantages = torch.where(mask, advantages.expand(shape), 0.0)
-        weights = NORMALISERS[LOSS_TYPES[self.loss_type][1]](
-            mask.float(), self.max_completion_length, _items(mask, num_items_in_batch)
-        )
+        normaliser = LOSS_TYPES[self.loss_type][1]
+        # Only those that divide by it ask all processes.
+        items = _items(mask, num_items_in_batch) if normaliser == "items" else mask.sum()
+        weights = NORMALISERS[normaliser](mask.float(), self.max_completion_length, items)
         head = {"bias": bias, "transform": self.transform, "options": self._options(shape)}
         if self._takes_tokens_apart():
             loss, logps = self._one_pass(_input, lin_weight, labels, weights, mask, advantages, inputs, head)
@@ -528,7 +561,10 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
                 f"attention_mask must be {tuple(token_ids.shape)}, as selected_token_ids, got "
                 f"{tuple(attention_mask.shape)}."
             )
-        return attention_mask != 0
+        check_device(weight, attention_mask=attention_mask)
+        mask = attention_mask != 0
+        # No probability is asked of what stands for no token, whatever the mask says.
+        return mask & (token_ids != self.ignore_index)
 
     def _check_reference(
         self,
@@ -538,6 +574,8 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
         ref_bias: Tensor | None,
         token_ids: Tensor,
     ) -> None:
+        if not self.use_ref_model and (ref_logps is not None or ref_input is not None):
+            raise ValueError("a reference was given to a GRPO loss that was built without one (use_ref_model=False).")
         if ref_logps is not None and ref_input is not None:
             message = "both ref_per_token_logps and ref_input were given: the log-probabilities are used."
             warnings.warn(message, stacklevel=3)
@@ -590,6 +628,9 @@ def _items(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         total = _sum_over_processes(mask.sum().float())
     else:
         total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
+        if total.numel() != 1:
+            raise ValueError(f"num_items_in_batch must be one number, got {list(total.shape)}.")
+        total = total.reshape(())
     return (total / processes).clamp(min=1)
 
 

@@ -18,6 +18,8 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
     The hidden states stay as they are: shortening them instead would copy them.
     """
+    if not labels.shape[-1]:
+        return labels
     return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignore_index)], -1)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
 from liger_losses.chunked.completions import CompletionLoss, Completions, as_completions, sequence_logps
 from liger_losses.chunked.engine import Statistics
 
@@ -41,12 +41,18 @@ class UnpairedMetrics(NamedTuple):
     rejected_rewards_sum: Tensor
 
 
-def mean_over_processes(values: Tensor) -> Tensor:
-    """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
+def sum_over_processes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of all processes' values (any shape), ``[]`` each."""
     facts = torch.stack([values.sum(), values.new_tensor(float(values.numel()))])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(facts)
-    return facts[0] / facts[1].clamp(min=1)
+    return facts[0], facts[1]
+
+
+def mean_over_processes(values: Tensor) -> Tensor:
+    """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
+    total, count = sum_over_processes(values)
+    return total / count.clamp(min=1)
 
 
 class UnpairedPreferenceLoss(CompletionLoss):
@@ -178,6 +184,7 @@ def _batch(
 ) -> tuple[Tensor, list[tuple[str, Completions]], list[Tensor]]:
     """Both call forms in one: the weight, named completions, and which of them are desirable, ``[B]`` bool each."""
     if isinstance(second, Tensor):
+        check_tensor("_input", first)
         check_tensor("target", third)
         weight, given = second, [("given", Completions(first, third, stacked["ref_input"], stacked["ref_logps"]))]
         if first.dim() != 3:
@@ -209,11 +216,19 @@ def _batch(
         raise ValueError(
             f"preference_labels must be [{count}], one per completion, got {tuple(preference_labels.shape)}."
         )
-    return weight, given, [preference_labels.bool()]
+    check_device(weight, preference_labels=preference_labels)
+    if preference_labels.dtype != torch.bool:
+        raise TypeError(
+            f"preference_labels must be bool, true for desirable completions, got {preference_labels.dtype}; compare "
+            "them with what marks these."
+        )
+    return weight, given, [preference_labels]
 
 
 def _per_completion(name: str, value: Any, count: int, like: Tensor) -> Tensor:
     """A number or tensor, as a tensor ``[]`` or ``[count]``, a constant for the gradient."""
+    if not isinstance(value, Tensor):
+        check_range(name, value, 0.0, float("inf"))
     value = torch.as_tensor(value, device=like.device).detach()
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     if value.numel() == 1:
@@ -360,7 +375,8 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
 
     Jung et al. 2024, arXiv:2404.04656, eq. 9. ``shift`` is the running mean of the rewards: every training batch's
     mean, over all processes, its own included, counts once. It is a buffer, saved with the module; in evaluation
-    (:meth:`torch.nn.Module.eval`) it stays.
+    (:meth:`torch.nn.Module.eval`) it stays. A call that is run again for its gradient (activation checkpointing around
+    the loss) would count its batch twice: keep the loss outside.
 
     Args:
         ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
@@ -394,12 +410,16 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
     def reward_shift(self, rewards: Tensor) -> Tensor:
-        if self.running_shift.device != rewards.device:
-            self.to(rewards.device)
+        shift, batches = (value.to(rewards.device) for value in (self.running_shift, self.batches))
         if self.training:
-            self.batches += 1
-            self.running_shift += (mean_over_processes(rewards) - self.running_shift) / self.batches
-        return self.running_shift.clone()
+            total, count = sum_over_processes(rewards)
+            # A batch without completions, or with a reward that is no number, says nothing of the mean.
+            counts = (count > 0) & total.isfinite()
+            batches = batches + counts
+            mean = torch.where(counts, total / count.clamp(min=1), 0.0)
+            shift = torch.where(counts, shift + (mean - shift) / batches.clamp(min=1), shift).float()
+            self.running_shift, self.batches = shift, batches
+        return shift
 
     def forward(  # type: ignore[override]
         self,
@@ -434,6 +454,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         if sample_weights is not None:
             check_tensor("sample_weights", sample_weights)
             count = sum(len(marks) for marks in desirable)
+            check_device(weight, sample_weights=sample_weights)
             if sample_weights.shape != (count,):
                 raise ValueError(
                     f"sample_weights must be [{count}], one per completion, got {tuple(sample_weights.shape)}."

@@ -63,6 +63,29 @@ def test_gradcheck_of_the_frozen_head(statistic):
     assert torch.autograd.gradcheck(function, (hidden,))
 
 
+@pytest.mark.parametrize("strategy", ["one_pass", "two_pass", "resident"])
+def test_masked_inputs_never_leak_into_token_losses(strategy):
+    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
+    poison = torch.where(labels == -100, float("nan"), 0.7)
+    options = EngineOptions(compact=False, strategy=strategy)
+    loss, _ = linear_token_loss(
+        hidden, weight, labels, lambda s, y, w: -w * s.logp, token_inputs={"w": poison}, options=options
+    )
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    expected = -0.7 * plain_statistics(hidden, weight, labels)["logp"].sum()
+    for a, b in zip((loss, *grads), (expected, *torch.autograd.grad(expected, (hidden, weight))), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("strategy", ["two_pass", "resident"])
+def test_labels_that_changed_before_backward_are_an_error(strategy):
+    hidden, weight, labels, _ = problem(13, masked=0.0)
+    logps = linear_statistics(hidden, weight, labels, options=EngineOptions(strategy=strategy)).logp
+    labels.fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logps.sum().backward()
+
+
 def test_derivatives_that_come_along_replace_autograd():
     hidden, weight, labels, _ = problem(13, dtype=torch.float64)
     built = []
@@ -77,8 +100,8 @@ def test_derivatives_that_come_along_replace_autograd():
 
     losses = []
     for token_loss in (by_autograd, given):
-        for compact in (True, False):
-            options = EngineOptions(chunk_size=4, compact=compact)
+        for extra in ({}, {"compact": False}, {"strategy": "two_pass"}, {"strategy": "two_pass", "compact": False}):
+            options = EngineOptions(chunk_size=4, **extra)
             loss, _ = linear_token_loss(hidden, weight, labels, token_loss, ("logp", "lse"), options=options)
             losses.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     assert built

@@ -145,6 +145,21 @@ def test_strided_hidden_states():
             )
 
 
+def test_strided_labels_bias_and_class_weight():
+    hidden, weight, labels, bias = on_device(150, 24, 203, bias=True, masked=0.0)
+    wide_bias = torch.stack([bias.detach(), -bias.detach()], 1)[:, 0]
+    for strided in (torch.stack([labels, labels.flip(0)], 1)[:, 0], labels[:1].expand(150)):
+        for strategy in STRATEGIES.values():
+            compare(("logp",), hidden, weight, strided, wide_bias, **strategy)
+    c = torch.rand(2 * len(weight), device=DEVICE)[::2]
+    options = EngineOptions(backend="triton")
+    found, expected = (
+        linear_statistics(hidden, weight, labels, ("mean_logp",), class_weight=w, options=options).mean_logp
+        for w in (c, c.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [

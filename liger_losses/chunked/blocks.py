@@ -168,18 +168,20 @@ class ExponentialBlock:
         exponentials = self.exponentials[: len(hidden), columns]
         if any(job.needs_hidden) and self.product is None:
             self._start_product(exponentials, hidden)
-        scale, at_label, scaled = gradient_scales(
-            coefficients.p_coef,
-            coefficients.label_coef,
-            self.found,
-            hidden if job.needs_weight else None,
-            head_grads.at_labels(rows),
-            transform=job.transform,
-            backend=job.backend,
-        )
-        if scaled is not None:
-            head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
-        self.wait()
+        try:
+            scale, at_label, scaled = gradient_scales(
+                coefficients.p_coef,
+                coefficients.label_coef,
+                self.found,
+                hidden if job.needs_weight else None,
+                head_grads.at_labels(rows),
+                transform=job.transform,
+                backend=job.backend,
+            )
+            if scaled is not None:
+                head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
+        finally:
+            self.wait()
         product, self.product = self.product, None
         if product is None:
             return None

@@ -44,7 +44,8 @@ class EngineOptions:
 
     Args:
         ignore_index: the label of tokens without loss.
-        compact: drop tokens without loss before the projection, at the cost of one synchronisation.
+        compact: drop tokens without loss before the projection, at the cost of one synchronisation. Those that are not
+            dropped are multiplied by 0: their hidden states must be finite.
         workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
         chunk_size: at most so many tokens' logits in a block of the forward pass, where more would fit the workspace.
         accum_dtype: dtype to add up grad_weight in, ``torch.float32`` or ``None`` for the weight's own. It costs a
@@ -241,7 +242,12 @@ def linear_token_loss(
     values = _run(job, weight, bias, [hidden])
     kept = {name: job.tokens.gather([value], 0, job.tokens.count) for name, value in values.items()}
     result = token_loss(Statistics(**kept), job.tokens.labels, **inputs)
-    losses = job.tokens.masked(result[0] if isinstance(result, tuple) else result)
+    if isinstance(result, tuple):
+        # A function of the same value whose derivatives are those given.
+        result = result[0].detach() + sum(
+            g.detach() * (kept[name] - kept[name].detach()) for name, g in result[1].items()
+        )
+    losses = job.tokens.masked(result)
     return losses.sum(), Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
 
 
@@ -301,6 +307,9 @@ def _prepare(
     )
     # fp16 would not hold exponentials of any size.
     exponentials = fused and operand == torch.bfloat16 and {*statistics, *metrics} <= {"logp", "lse"}
+    (first, *more), (index, *_) = hidden, tokens.indices
+    dense = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
+    gathered = bool(more) or index is not None or not dense or first.dtype != operand
     plan = make_plan(
         tokens=tokens.count,
         hidden_size=weight.shape[1],
@@ -312,18 +321,19 @@ def _prepare(
         workspace=options.workspace,
         chunk_size=options.chunk_size,
         temporaries=backend == "torch" or needs_bias,
-        gathered=any(index is not None for index in tokens.indices) or len(hidden) > 1,
+        gathered=gathered,
         fused=fused,
         exponentials=exponentials,
     )
     job = Job(
         transform=transform,
-        class_weight=None if class_weight is None else class_weight.detach().to(logits_dtype),
+        class_weight=None if class_weight is None else class_weight.detach().to(logits_dtype).contiguous(),
         tokens=tokens,
         plan=plan,
         operand_dtype=operand,
         grad_weight_dtype=torch.promote_types(weight.dtype, options.accum_dtype or weight.dtype),
         backend=backend,
+        gathered=gathered,
         fused=fused,
         exponentials=exponentials,
         statistics=statistics,
@@ -375,10 +385,11 @@ class _LinearStatistics(torch.autograd.Function):
                 values, ctx.kept = stream.statistics(keep=job.strategy == "resident")
         needed = {name: values[name] for name in ("lse", *job.statistics)}
         ctx.saved_names = tuple(needed)
-        ctx.save_for_backward(weight, bias, *hidden, *needed.values())
+        # The labels for their version alone: they may be the user's own, and must not have changed by then.
+        ctx.save_for_backward(weight, bias, *hidden, *needed.values(), job.tokens.labels)
         outputs = [job.tokens.spread(values[name]) for name in job.statistics + job.metrics]
         # Users may change an output in place; what backward needs must not change with it.
-        outputs = [out.clone() if any(out is v for v in needed.values()) else out for out in outputs]
+        outputs = [out.clone() if any(out is v for v in values.values()) else out for out in outputs]
         ctx.mark_non_differentiable(*outputs[len(job.statistics) :])
         return tuple(outputs)
 
@@ -386,7 +397,7 @@ class _LinearStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         job: Job = ctx.job
-        weight, bias, *rest = ctx.saved_tensors
+        weight, bias, *rest, _ = ctx.saved_tensors
         hidden, saved = rest[: len(job.needs_hidden)], rest[len(job.needs_hidden) :]
         values = dict(zip(ctx.saved_names, saved, strict=True))
         gradients = {
@@ -413,7 +424,7 @@ class _TokenLoss(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             loss, values, gradients = Stream(job, weight, bias, [hidden]).token_loss()
         ctx.job, ctx.gradients = job, gradients
-        ctx.save_for_backward(weight, bias, hidden)
+        ctx.save_for_backward(weight, bias, hidden, job.tokens.labels)
         outputs = tuple(job.tokens.spread(values[name]) for name in job.statistics + job.metrics)
         ctx.mark_non_differentiable(*outputs)
         return loss, *outputs
@@ -426,7 +437,7 @@ class _TokenLoss(torch.autograd.Function):
             return None, None, None, None
         if gradients is None:
             # The first backward scaled them in place and gave them away: a repeated one computes them again.
-            weight, bias, hidden = ctx.saved_tensors
+            weight, bias, hidden, _ = ctx.saved_tensors
             with torch.autocast(weight.device.type, enabled=False):
                 gradients = Stream(ctx.job, weight, bias, [hidden]).token_loss()[-1]
         backend = ctx.job.backend

@@ -58,9 +58,11 @@ class HeadGradients:
         if out is not None:
             product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
             hidden_is_done = start_beside(grad.device, product)
-        self.add_weight(grad, hidden, columns, first=first)
-        if hidden_is_done is not None:
-            hidden_is_done()
+        try:
+            self.add_weight(grad, hidden, columns, first=first)
+        finally:
+            if hidden_is_done is not None:
+                hidden_is_done()
         return out
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:

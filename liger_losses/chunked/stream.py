@@ -53,6 +53,7 @@ class Job:
         operand_dtype: what products are taken in.
         grad_weight_dtype: what the weight's gradient is added up in.
         backend: of the kernels.
+        gathered: whether hidden states are copied before they are multiplied.
         fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
         exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
         statistics: names that are differentiated.
@@ -69,6 +70,7 @@ class Job:
     operand_dtype: torch.dtype
     grad_weight_dtype: torch.dtype
     backend: str
+    gathered: bool
     fused: bool
     exponentials: bool
     statistics: tuple[str, ...]
@@ -118,7 +120,8 @@ class Stream:
     """
 
     def __init__(self, job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]) -> None:
-        self.job, self.weight, self.bias, self.hidden = job, weight, bias, hidden
+        self.job, self.weight, self.hidden = job, weight, hidden
+        self.bias = None if bias is None else bias.contiguous()
         self.projection = Projection(weight, job.operand_dtype, job.plan.slab)
         self.flat = [_flat(part) for part in hidden]
         self.count, self.vocab_size = job.tokens.count, weight.shape[0]
@@ -174,10 +177,15 @@ class Stream:
         for rows in blocks(self.count, self.job.plan.rows):
             hidden = self._hidden_rows(rows)
             found = _of(values, rows)
-            block.fill(rows, hidden, found)
-            coefficients = SoftmaxGradient.of({statistic: torch.ones_like(found["lse"])}, found, self.job.class_weight)
             place = unit_gradient[rows]
-            gradient = block.gradients(rows, hidden, found, coefficients, head_grads, place)
+            try:
+                block.fill(rows, hidden, found)
+                ones = {statistic: torch.ones_like(found["lse"])}
+                coefficients = SoftmaxGradient.of(ones, found, self.job.class_weight)
+                gradient = block.gradients(rows, hidden, found, coefficients, head_grads, place)
+            except BaseException:
+                block.wait()
+                raise
             if gradient is not None and gradient is not place:
                 place.copy_(gradient)
         return values, unit_gradient
@@ -197,16 +205,16 @@ class Stream:
         block, grads = self._block(min(self.job.plan.rows, self.count)), None
         for rows in blocks(self.count, self.job.plan.rows):
             hidden, found = self._hidden_rows(rows), _of(values, rows)
-            block.fill(rows, hidden, found)
             try:
+                block.fill(rows, hidden, found)
                 losses[rows], upstream = self._token_losses(rows, found)
+                # Allocated once the first block is queued, for which the device need not wait then.
+                grads = grads or (HeadGradients(self), HiddenGradients(self))
+                coefficients, place = SoftmaxGradient.of(upstream, found, self.job.class_weight), grads[1].place(rows)
+                grads[1].write(rows, block.gradients(rows, hidden, found, coefficients, grads[0], place))
             except BaseException:
                 block.wait()  # its memory is about to be given back
                 raise
-            # Allocated once the first block is queued, for which the device need not wait then.
-            grads = grads or (HeadGradients(self), HiddenGradients(self))
-            coefficients, place = SoftmaxGradient.of(upstream, found, self.job.class_weight), grads[1].place(rows)
-            grads[1].write(rows, block.gradients(rows, hidden, found, coefficients, grads[0], place))
         head_grads, hidden_grads = grads or (HeadGradients(self), HiddenGradients(self))
         return losses.sum(), values, (*head_grads.results(), *hidden_grads.results)
 
@@ -276,7 +284,7 @@ class Stream:
 
     def _gathered_at_once(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
-        if len(self.flat) == 1 and self.flat[0].dim() == 2 and self.job.tokens.indices[0] is None:
+        if not self.job.gathered:
             return self.count
         parts = -(-self.count // self.job.plan.tile_rows)
         return -(-self.count // max(parts, 1))
@@ -300,4 +308,6 @@ class Stream:
             if not losses.requires_grad:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)
-        return losses.detach(), {name: g for name, g in zip(leaves, upstream, strict=True) if g is not None}
+        # Masked again: where a loss is not finite, not even 0 times its derivative is.
+        found_upstream = zip(leaves, upstream, strict=True)
+        return losses.detach(), {name: job.tokens.masked(g, rows) for name, g in found_upstream if g is not None}

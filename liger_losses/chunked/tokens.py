@@ -76,7 +76,7 @@ class Tokens:
                 on a GPU it is a device-side assertion.
         """
         shapes = tuple(part.shape for part in labels)
-        flat = [part.reshape(-1) for part in labels]
+        flat = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
         valid = [part != ignore_index for part in flat]
         if not compact:
             merged, mask = torch.cat(flat), torch.cat(valid)
@@ -141,12 +141,13 @@ class Tokens:
         """Where each tensor's kept tokens are: ``(which of the kept tokens, [T, H], rows in it or None for all)``.
 
         Args:
-            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape, whose kept tokens are then gathered.
-            size: so many at a time.
+            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape. Those whose rows are not contiguous are
+                gathered, so many at a time.
+            size: how many.
         """
         start = 0
         for tensor, index, count in zip(tensors, self.indices, self.counts, strict=True):
-            if tensor.dim() <= 2:
+            if tensor.dim() <= 2 and tensor.stride(-1) == 1:
                 yield slice(start, start + count), tensor, index
             else:
                 for first in range(start, start + count, size):

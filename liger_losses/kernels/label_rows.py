@@ -126,7 +126,9 @@ def add_to_label_rows_(
         return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
     if len(labels):
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        ordered, order = labels.sort(stable=True)
+        # Tokens that add nothing (masked ones, of label 0) would be a long sum of zeros: they go last, and no further.
+        nowhere = len(grad_weight)
+        ordered, order = labels.masked_fill(coef == 0, nowhere).sort(stable=True)
         source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
@@ -138,6 +140,7 @@ def add_to_label_rows_(
             hidden,
             hidden.stride(0),
             len(labels),
+            nowhere,
             hidden.shape[1],
             BLOCK=block,
             AT_ONCE=4,
@@ -204,6 +207,7 @@ def _add_to_label_rows_kernel(
     hidden,
     hidden_stride,
     tokens,
+    nowhere,
     hidden_size,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -212,7 +216,7 @@ def _add_to_label_rows_kernel(
     first = tl.program_id(0)
     label = tl.load(ordered + first)
     before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
-    if before != label:
+    if (before != label) & (label < nowhere):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < hidden_size
         target = grad_weight + label * grad_stride + at

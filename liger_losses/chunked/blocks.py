@@ -124,13 +124,12 @@ class ExponentialBlock:
         """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
         stream, job = self.stream, self.job
         exponentials = self.exponentials[: len(hidden), : stream.vocab_size]
-        new = torch.empty(2, len(hidden), device=hidden.device)
         self.found = linear_exponentials(
             hidden,
             stream.weight,
             job.tokens.labels[rows],
             exponentials,
-            found=Exponentials(new[0], values["lse"], values.get("logp", new[1])),
+            found=Exponentials.into(values),
             transform=job.transform,
             bias=stream.bias,
             backend=job.backend,

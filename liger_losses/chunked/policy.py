@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.base import ChunkedLoss
 from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.processes import gather_over_processes, sum_over_processes, world_size
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 _MAX_EXPONENT = 80.0
@@ -227,7 +227,7 @@ class AdaptiveEntropy:
     def step(self) -> None:
         """Call it after each optimiser step: the coefficient follows the window's entropy, over all processes."""
         # All processes take part, those without a batch too.
-        total, tokens = _sum_over_processes(self._window).tolist()
+        total, tokens = sum_over_processes(self._window).tolist()
         self._window = torch.zeros_like(self._window)
         if not tokens:
             return
@@ -613,33 +613,21 @@ def _per_token(name: str, value: Any, shape: tuple[int, ...], column: bool = Fal
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _sum_over_processes(values: Tensor) -> Tensor:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        values = values.clone()
-        dist.all_reduce(values)
-    return values
-
-
 def _items(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     """This process's share of the tokens that a loss is divided by."""
-    many = dist.is_available() and dist.is_initialized()
-    processes = dist.get_world_size() if many else 1
     if num_items_in_batch is None:
-        total = _sum_over_processes(mask.sum().float())
+        total = sum_over_processes(mask.sum().float())
     else:
         total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
         if total.numel() != 1:
             raise ValueError(f"num_items_in_batch must be one number, got {list(total.shape)}.")
         total = total.reshape(())
-    return (total / processes).clamp(min=1)
+    return (total / world_size()).clamp(min=1)
 
 
 def _quantile(values: Tensor, share: float) -> Tensor:
     """Of all processes' values; infinite if there are none."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, values.cpu())
-        values = torch.cat(gathered).to(values.device)
+    values = gather_over_processes(values)
     if not values.numel():
         return values.new_tensor(math.inf)
     # torch.quantile takes no more than 16 million.

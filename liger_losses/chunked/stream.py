@@ -265,9 +265,7 @@ class Stream:
         job, hidden, labels = self.job, self._hidden_rows(rows), self.job.tokens.labels[rows]
         common: dict[str, Any] = {"transform": job.transform, "bias": self.bias, "backend": job.backend}
         if job.names <= {"logp", "lse"}:
-            new = torch.empty(2, len(hidden), device=hidden.device)
-            found = Exponentials(new[0], values["lse"], values.get("logp", new[1]))
-            linear_exponentials(hidden, self.weight, labels, found=found, **common)
+            linear_exponentials(hidden, self.weight, labels, found=Exponentials.into(values), **common)
             return
         statistics = linear_softmax_statistics(
             hidden, self.weight, labels, job.names, class_weight=job.class_weight, **common

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
 from liger_losses.chunked.completions import CompletionLoss, Completions, as_completions, sequence_logps
 from liger_losses.chunked.engine import Statistics
+from liger_losses.chunked.processes import sum_over_processes
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,17 +41,14 @@ class UnpairedMetrics(NamedTuple):
     rejected_rewards_sum: Tensor
 
 
-def sum_over_processes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of all processes' values (any shape), ``[]`` each."""
-    facts = torch.stack([values.sum(), values.new_tensor(float(values.numel()))])
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(facts)
-    return facts[0], facts[1]
+def total_and_count(values: Tensor) -> Tensor:
+    """Sum and number of all processes' values (any shape), ``[2]``."""
+    return sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
 
 
 def mean_over_processes(values: Tensor) -> Tensor:
     """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
-    total, count = sum_over_processes(values)
+    total, count = total_and_count(values)
     return total / count.clamp(min=1)
 
 
@@ -412,7 +409,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     def reward_shift(self, rewards: Tensor) -> Tensor:
         shift, batches = (value.to(rewards.device) for value in (self.running_shift, self.batches))
         if self.training:
-            total, count = sum_over_processes(rewards)
+            total, count = total_and_count(rewards)
             # A batch without completions, or with a reward that is no number, says nothing of the mean.
             counts = (count > 0) & total.isfinite()
             batches = batches + counts

@@ -12,6 +12,7 @@ computed again with their log-sum-exp for an offset, without asking the host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,12 @@ class Exponentials(NamedTuple):
     offset: Tensor
     lse: Tensor
     logp: Tensor
+
+    @classmethod
+    def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
+        """Where ``lse`` and ``logp`` are the values' own memory, as far as they have it."""
+        offset, logp = torch.empty(2, len(values["lse"]), device=values["lse"].device)
+        return cls(offset, values["lse"], values.get("logp", logp))
 
 
 def linear_exponentials(

@@ -7,8 +7,11 @@ import torch
 
 from liger_losses import (
     EngineOptions,
+    LigerFusedLinearBCOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
     LogitTransform,
     linear_logps,
     linear_statistics,
@@ -301,3 +304,48 @@ def test_one_synchronisation_and_none_in_backward():
         compacted.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def on(device, value):
+    if isinstance(value, torch.Tensor):
+        moved = value.detach().to(device)
+        return moved.requires_grad_(value.requires_grad)
+    return value
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired", "bco"])
+def test_unpaired_losses_equal_those_on_a_cpu(loss_type):
+    from tests.test_unpaired import problem as unpaired
+
+    results = []
+    for device in ("cpu", "cuda"):
+        tensors = [on(device, t) for t in unpaired(dtype=torch.float32)]
+        hidden, weight, labels, ref_hidden, ref_weight, desirable = tensors
+        module = LigerFusedLinearBCOLoss() if loss_type == "bco" else LigerFusedLinearKTOLoss(loss_type=loss_type)
+        options = {"kl": torch.tensor(0.3, device=device)} if loss_type == "kto" else {}
+        loss, _ = module(hidden, weight, labels, None, desirable, ref_hidden, ref_weight, None, **options)
+        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight)))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
+    from tests.test_policy import problem as policy
+
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        pytest.skip("not defined")
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden, weight, bias, ids, mask, advantages, logps, noise = (on(device, t) for t in policy())
+        module = LigerFusedLinearGRPOLoss(
+            loss_type=loss_type, importance_sampling_level=level, beta=0.1, use_ref_model=True, max_completion_length=7
+        )
+        old, reference = logps + 0.1 * noise, logps + 0.2 * noise.flip(0)
+        loss, _ = module(
+            hidden, weight, ids, mask, advantages, bias, ref_per_token_logps=reference, old_per_token_logps=old
+        )
+        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight, bias)))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -321,9 +321,10 @@ def test_unpaired_losses_equal_those_on_a_cpu(loss_type):
     for device in ("cpu", "cuda"):
         tensors = [on(device, t) for t in unpaired(dtype=torch.float32)]
         hidden, weight, labels, ref_hidden, ref_weight, desirable = tensors
-        module = LigerFusedLinearBCOLoss() if loss_type == "bco" else LigerFusedLinearKTOLoss(loss_type=loss_type)
-        options = {"kl": torch.tensor(0.3, device=device)} if loss_type == "kto" else {}
-        loss, _ = module(hidden, weight, labels, None, desirable, ref_hidden, ref_weight, None, **options)
+        options = {"use_ref_model": True, **({} if loss_type == "bco" else {"loss_type": loss_type})}
+        module = (LigerFusedLinearBCOLoss if loss_type == "bco" else LigerFusedLinearKTOLoss)(**options)
+        divergence = {"kl": torch.tensor(0.3, device=device)} if loss_type == "kto" else {}
+        loss, _ = module(hidden, weight, labels, None, desirable, ref_hidden, ref_weight, None, **divergence)
         results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight)))])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,18 @@
 from liger_losses.chunked.base import ChunkedLoss, ChunkedTokenLoss
 from liger_losses.chunked.completions import Completions
 from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.distillation import (
+    DistillationLoss,
+    DistillationMetrics,
+    LigerFusedLinearAlphaBetaLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LigerFusedLinearMiniLLMLoss,
+    LigerFusedLinearReverseKLLoss,
+    LigerFusedLinearTVDLoss,
+)
+from liger_losses.chunked.divergence import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.policy import (
@@ -18,7 +30,9 @@ from liger_losses.chunked.preference import (
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,
 )
+from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
+from liger_losses.kernels.divergence import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
 __version__ = "0.1.0"
@@ -29,15 +43,25 @@ __all__ = [
     "ChunkedTokenLoss",
     "Completions",
     "CrossEntropyOutput",
+    "DistillationLoss",
+    "DistillationMetrics",
+    "Divergence",
     "EngineOptions",
+    "LigerFusedLinearAlphaBetaLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLLoss",
     "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearMiniLLMLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearReverseKLLoss",
     "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTVDLoss",
     "LogitTransform",
     "ORPOMetrics",
     "Pairs",
@@ -46,7 +70,12 @@ __all__ = [
     "PreferenceLoss",
     "PreferenceMetrics",
     "Statistics",
+    "Teacher",
+    "TeacherLogits",
+    "TeacherTopK",
     "UnpairedMetrics",
+    "linear_divergence",
+    "linear_divergence_loss",
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",

@@ -40,13 +40,17 @@ class LogitBlock:
         found = softmax_statistics(
             projected,
             self.job.tokens.labels[rows],
-            self.job.names,
+            self.job.names - {"selected_logps"},
             transform=self.job.transform,
             bias=self.stream.bias,
             class_weight=self.job.class_weight,
             scratch=self.job.plan.scratch,
             backend=self.job.backend,
         )
+        if self.job.selected is not None:
+            columns = self.job.selected[rows]
+            bias = None if self.stream.bias is None else self.stream.bias[columns]
+            found["selected_logps"] = self.job.transform(projected.gather(1, columns), bias) - found["lse"][:, None]
         for name, value in values.items():
             value.copy_(found[name])
 
@@ -58,17 +62,49 @@ class LogitBlock:
         rows: slice,
         hidden: Tensor,
         values: Mapping[str, Tensor],
-        coefficients: SoftmaxGradient,
+        upstream: Mapping[str, Tensor],
         head_grads: HeadGradients,
         place: Tensor | None = None,
     ) -> Tensor | None:
         """The tokens' gradient ``[R, H]``, if one is needed; the head's are added. It can be taken once.
 
-        ``place`` is where it would best be put.
+        ``upstream`` is d loss / d statistic, ``[R]`` each; ``place`` is where the result would best be put.
         """
         columns = slice(0, self.stream.vocab_size)
+        selected = upstream.get("selected_logps")
+        if selected is not None:
+            # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
+            others = {name: g for name, g in upstream.items() if name != "selected_logps"}
+            upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
+        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
         grad = projection_gradient(self.stream, self.projections, rows, columns, values, coefficients, head_grads.bias)
+        if selected is not None:
+            self._add_selected(grad, rows, values, coefficients, selected, head_grads.bias)
         return head_grads.add(grad, hidden, columns, first=rows.start == 0)
+
+    def _add_selected(
+        self,
+        grad: Tensor,
+        rows: slice,
+        values: Mapping[str, Tensor],
+        coefficients: SoftmaxGradient,
+        selected: Tensor,
+        grad_bias: Tensor | None,
+    ) -> None:
+        """``selected [R, k]`` at the selected columns, which are written anew so that nothing is rounded twice."""
+        job = self.job
+        assert job.selected is not None
+        assert coefficients.p_coef is not None
+        columns, logps = job.selected[rows], values["selected_logps"]
+        slope = job.transform.slope(logps + values["lse"][:, None]) * job.transform.factor
+        total = selected + logps.exp() * coefficients.p_coef[:, None]
+        if coefficients.label_coef is not None:
+            at_label = columns == job.tokens.labels[rows, None]
+            total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
+        grad.scatter_(1, columns, (total * slope).to(grad.dtype))
+        if grad_bias is not None:
+            # Unlike index_add_, this is the same from run to run.
+            grad_bias.index_put_((columns.flatten(),), (selected * slope).flatten(), accumulate=True)
 
 
 def projection_gradient(
@@ -154,15 +190,16 @@ class ExponentialBlock:
         rows: slice,
         hidden: Tensor,
         values: Mapping[str, Tensor],
-        coefficients: SoftmaxGradient,
+        upstream: Mapping[str, Tensor],
         head_grads: HeadGradients,
         place: Tensor | None = None,
     ) -> Tensor | None:
         """The tokens' gradient ``[R, H]``, if one is needed; the head's are added.
 
-        ``place`` is where it would best be put.
+        ``upstream`` is d loss / d statistic, ``[R]`` each; ``place`` is where the result would best be put.
         """
         assert self.found is not None
+        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
         job, columns = self.job, slice(0, self.stream.vocab_size)
         exponentials = self.exponentials[: len(hidden), columns]
         if any(job.needs_hidden) and self.product is None:

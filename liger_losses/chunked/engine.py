@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 from liger_losses.chunked.checks import check_head, check_names, check_tensor
 from liger_losses.chunked.head import operand_dtype
 from liger_losses.chunked.plan import make_plan
-from liger_losses.chunked.stream import Job, Statistics, Stream
+from liger_losses.chunked.stream import Job, Statistics
 from liger_losses.chunked.tokens import Tokens, shift_labels
 from liger_losses.kernels import BACKENDS, choose_backend
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.scale import scale_
-from liger_losses.kernels.softmax_grad import SoftmaxGradient
+from liger_losses.kernels.softmax_stats import STATISTICS
 
 #: Each way to run, with its cost in N H V floating-point operations (with a frozen head in brackets).
 STRATEGIES = {
@@ -183,6 +183,7 @@ def linear_token_loss(
     *,
     metrics: Iterable[str] | str = (),
     token_inputs: Mapping[str, Tensor] | None = None,
+    selected: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
@@ -202,7 +203,10 @@ def linear_token_loss(
             second are its derivatives, and no graph is built for them.
         statistics: what ``token_loss`` reads and is differentiated by.
         metrics: what is returned (and readable in ``token_loss``) without a gradient.
-        token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient.
+        token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient; they may
+            have one more dimension.
+        selected: ``[..., k]`` int64: the statistics then include ``selected_logps [n, k]``, the log-probabilities of
+            these columns, each at most once in a row. ``logp`` and ``lse`` are the only others then.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -224,15 +228,18 @@ def linear_token_loss(
         transform,
         options,
         separable=True,
+        whole_rows=selected is not None,
     )
     inputs = {}
     for name, value in (token_inputs or {}).items():
         check_tensor(name, value)
-        if value.shape != labels.shape:
+        if value.shape[: labels.dim()] != labels.shape or value.dim() > labels.dim() + 1:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels.shape)}."
             )
-        inputs[name] = job.tokens.gather([value.detach().reshape(-1)], 0, job.tokens.count)
+        inputs[name] = _kept(job, value, labels)
+    if selected is not None:
+        job = replace(job, selected=_check_selected(_kept(job, selected, labels), job, weight))
     if job.strategy == "one_pass":
         job = replace(job, token_loss=token_loss, token_inputs=inputs)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, hidden)
@@ -251,6 +258,29 @@ def linear_token_loss(
     return losses.sum(), Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
 
 
+def _kept(job: Job, value: Tensor, labels: Tensor) -> Tensor:
+    """From one value (or row) per label to one per kept token."""
+    flat = value.detach().reshape(labels.numel(), *value.shape[labels.dim() :])
+    return job.tokens.gather([flat], 0, job.tokens.count)
+
+
+def _check_selected(selected: Tensor, job: Job, weight: Tensor) -> Tensor:
+    if job.strategy not in ("one_pass", "statistics"):
+        raise ValueError(
+            f"selected= runs in one pass alone, and these inputs need {job.strategy}: in float16, gradients without "
+            "their loss scale underflow (use bfloat16); and a small workspace makes so many blocks that grad_weight "
+            "would suffer in half precision (give more, or accum_dtype=torch.float32)."
+        )
+    check_names((*job.statistics, *job.metrics), ("selected_logps", "logp", "lse"), "statistic beside selected_logps")
+    if selected.dtype != torch.int64 or selected.dim() != 2:
+        raise ValueError(
+            f"selected must be int64 columns [..., k] for each label, got {selected.dtype} of {tuple(selected.shape)}."
+        )
+    if job.tokens.mask is not None:
+        selected = selected.masked_fill(~job.tokens.mask[:, None], 0)  # those of tokens without loss may be anything
+    return selected
+
+
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -261,7 +291,7 @@ def _run(job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]
     if job.strategy != "statistics":
         return dict(zip(names, _LinearStatistics.apply(job, weight, bias, *hidden), strict=True))
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        values, _ = Stream(job, weight, bias, hidden).statistics()
+        values, _ = job.open(weight, bias, hidden).statistics()
     return {name: job.tokens.spread(values[name]) for name in names}
 
 
@@ -276,14 +306,19 @@ def _prepare(
     transform: LogitTransform,
     options: EngineOptions,
     separable: bool = False,
+    whole_rows: bool = False,
 ) -> tuple[Job, tuple[Tensor, ...]]:
-    """Check the inputs, select the tokens, and choose how to run."""
+    """Check the inputs, select the tokens, and choose how to run.
+
+    With ``whole_rows``, blocks hold fp32 logits whatever the statistics.
+    """
     if not isinstance(hidden_states, (list, tuple)):
         hidden_states, labels = (hidden_states,), (labels,)  # type: ignore[assignment]
     hidden, targets = tuple(hidden_states), tuple(labels)
     compute_dtype = check_head(hidden, weight, targets, bias, class_weight)
-    check_names(statistics, Statistics._fields[:-1], "differentiable statistic")
-    check_names(metrics, Statistics._fields, "statistic")
+    own = ("selected_logps",) if whole_rows else ()
+    check_names(statistics, (*(name for name in STATISTICS if name != "argmax"), *own), "differentiable statistic")
+    check_names(metrics, STATISTICS, "statistic")
 
     tokens = Tokens.select(
         targets,
@@ -304,6 +339,7 @@ def _prepare(
         and operand in HALF_DTYPES
         and weight.stride(1) == 1
         and not needs_bias
+        and not whole_rows
     )
     # fp16 would not hold exponentials of any size.
     exponentials = fused and operand == torch.bfloat16 and {*statistics, *metrics} <= {"logp", "lse"}
@@ -378,7 +414,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job, ctx.kept, ctx.unit_gradient = job, None, None
         with torch.autocast(weight.device.type, enabled=False):
-            stream = Stream(job, weight, bias, hidden)
+            stream = job.open(weight, bias, hidden)
             if job.strategy == "frozen_head":
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
@@ -406,13 +442,12 @@ class _LinearStatistics(torch.autograd.Function):
             if g is not None
         }
         with torch.autocast(weight.device.type, enabled=False):
-            stream = Stream(job, weight, bias, hidden)
+            stream = job.open(weight, bias, hidden)
             if ctx.unit_gradient is not None:
                 return None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
-            coefficients = SoftmaxGradient.of(gradients, values, job.class_weight)
             # What was kept may be overwritten, and its memory is wanted back: a second backward computes it again.
             kept, ctx.kept = ctx.kept, None
-            return None, *stream.gradients(values, coefficients, kept)
+            return None, *stream.gradients(values, gradients, kept)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -422,7 +457,7 @@ class _TokenLoss(torch.autograd.Function):
     def forward(ctx: Any, job: Job, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with torch.autocast(weight.device.type, enabled=False):
-            loss, values, gradients = Stream(job, weight, bias, [hidden]).token_loss()
+            loss, values, gradients = job.open(weight, bias, [hidden]).token_loss()
         ctx.job, ctx.gradients = job, gradients
         ctx.save_for_backward(weight, bias, hidden, job.tokens.labels)
         outputs = tuple(job.tokens.spread(values[name]) for name in job.statistics + job.metrics)
@@ -439,6 +474,6 @@ class _TokenLoss(torch.autograd.Function):
             # The first backward scaled them in place and gave them away: a repeated one computes them again.
             weight, bias, hidden, _ = ctx.saved_tensors
             with torch.autocast(weight.device.type, enabled=False):
-                gradients = Stream(ctx.job, weight, bias, [hidden]).token_loss()[-1]
+                gradients = ctx.job.open(weight, bias, [hidden]).token_loss()[-1]
         backend = ctx.job.backend
         return None, *(None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients)

@@ -25,13 +25,18 @@ class HeadGradients:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.job, self.projection = stream, stream.job, stream.projection
         weight, bias = stream.weight, stream.bias
-        self.weight = self.bias = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         self.at_label: Tensor | None = None
         if self.job.needs_weight:
             new = torch.empty if stream.count else torch.zeros  # the first block overwrites it
-            self.weight = new(weight.shape, dtype=self.job.grad_weight_dtype, device=weight.device)
+            shape = (stream.head_size, weight.shape[1])
+            self.whole_weight = new(shape, dtype=self.job.grad_weight_dtype, device=weight.device)
+            self.whole_weight[stream.vocab_size :].zero_()
+            self.weight = self.whole_weight[: stream.vocab_size]
         if self.job.needs_bias and bias is not None:
-            self.bias = torch.zeros(bias.shape, dtype=self.job.logits_dtype, device=bias.device)
+            self.whole_bias = torch.zeros(stream.head_size, dtype=self.job.logits_dtype, device=bias.device)
+            self.bias = self.whole_bias[: stream.vocab_size]
 
     def add(
         self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool, out: Tensor | None = None
@@ -95,8 +100,8 @@ class HeadGradients:
                     backend=self.job.backend,
                 )
         return (
-            None if self.weight is None else self.weight.to(stream.weight.dtype),
-            None if self.bias is None or stream.bias is None else self.bias.to(stream.bias.dtype),
+            None if self.weight is None else self.whole_weight.to(stream.weight.dtype),
+            None if self.bias is None or stream.bias is None else self.whole_bias.to(stream.bias.dtype),
         )
 
 

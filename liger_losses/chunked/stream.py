@@ -39,6 +39,8 @@ class Statistics(NamedTuple):
     log_sum_sq_probs: Any = None
     mean_logit: Any = None
     argmax: Any = None
+    selected_logps: Any = None
+    divergence: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Job:
         strategy: one of :data:`liger_losses.chunked.engine.STRATEGIES`.
         needs_hidden, needs_weight, needs_bias: what needs a gradient.
         token_loss, token_inputs: of a separable loss.
+        selected: ``[N, k]`` int64, the columns of ``selected_logps``.
+        stream: what runs it instead of a :class:`Stream`.
     """
 
     transform: LogitTransform
@@ -81,6 +85,8 @@ class Job:
     needs_bias: bool = False
     token_loss: Callable[..., Any] | None = None
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    selected: Tensor | None = None
+    stream: Callable[..., Stream] | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,6 +96,10 @@ class Job:
     def logits_dtype(self) -> torch.dtype:
         """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
         return torch.promote_types(torch.float32, self.operand_dtype)
+
+    def open(self, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]) -> Stream:
+        """The stream that runs this job on these tensors."""
+        return (self.stream or Stream)(self, weight, bias, hidden)
 
 
 def _flat(hidden: Tensor) -> Tensor:
@@ -125,6 +135,8 @@ class Stream:
         self.projection = Projection(weight, job.operand_dtype, job.plan.slab)
         self.flat = [_flat(part) for part in hidden]
         self.count, self.vocab_size = job.tokens.count, weight.shape[0]
+        #: Rows of the head's gradient, of which those beyond the vocabulary are 0.
+        self.head_size = weight.shape[0]
 
     # --- Whole passes ------------------------------------------------------------------------------------------
 
@@ -142,22 +154,24 @@ class Stream:
         return values, block if keep else None
 
     def gradients(
-        self, values: Mapping[str, Tensor], coefficients: SoftmaxGradient, kept: Block | None
+        self, values: Mapping[str, Tensor], upstream: Mapping[str, Tensor], kept: Block | None
     ) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``, from the block of all tokens if it was kept, else computed again.
+
+        ``upstream`` is d loss / d statistic, ``[N]`` each.
 
         Recomputed tiles walk the vocabulary, so that each part of grad_weight is written once per ``tile_rows`` tokens.
         """
         plan, head_grads, hidden_grads = self.job.plan, HeadGradients(self), HiddenGradients(self)
+        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
         tiles = None if kept is not None else self._tiles()
         for rows in blocks(self.count, plan.tile_rows if kept is None else self.count):
             hidden = self._hidden_rows(rows)
             found = _of(values, rows)
-            wanted = coefficients.rows(rows.start, rows.stop)
             if kept is not None:
-                out = kept.gradients(rows, hidden, found, wanted, head_grads, hidden_grads.place(rows))
+                out = kept.gradients(rows, hidden, found, upstream, head_grads, hidden_grads.place(rows))
             else:
-                out = None
+                out, wanted = None, coefficients.rows(rows.start, rows.stop)
                 for columns in blocks(self.vocab_size, plan.tile_columns):
                     assert tiles is not None
                     grad = self._tile_gradient(tiles, rows, columns, hidden, found, wanted, head_grads.bias)
@@ -181,8 +195,7 @@ class Stream:
             try:
                 block.fill(rows, hidden, found)
                 ones = {statistic: torch.ones_like(found["lse"])}
-                coefficients = SoftmaxGradient.of(ones, found, self.job.class_weight)
-                gradient = block.gradients(rows, hidden, found, coefficients, head_grads, place)
+                gradient = block.gradients(rows, hidden, found, ones, head_grads, place)
             except BaseException:
                 block.wait()
                 raise
@@ -210,8 +223,8 @@ class Stream:
                 losses[rows], upstream = self._token_losses(rows, found)
                 # Allocated once the first block is queued, for which the device need not wait then.
                 grads = grads or (HeadGradients(self), HiddenGradients(self))
-                coefficients, place = SoftmaxGradient.of(upstream, found, self.job.class_weight), grads[1].place(rows)
-                grads[1].write(rows, block.gradients(rows, hidden, found, coefficients, grads[0], place))
+                place = grads[1].place(rows)
+                grads[1].write(rows, block.gradients(rows, hidden, found, upstream, grads[0], place))
             except BaseException:
                 block.wait()  # its memory is about to be given back
                 raise
@@ -274,8 +287,12 @@ class Stream:
             value.copy_(statistics[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:
-        dtypes = {name: torch.int64 if name == "argmax" else self.job.logits_dtype for name in self.job.names}
-        return {name: torch.empty(self.count, dtype=dtype, device=self.weight.device) for name, dtype in dtypes.items()}
+        def empty(name: str) -> Tensor:
+            dtype = torch.int64 if name == "argmax" else self.job.logits_dtype
+            shape = (self.count,) if name != "selected_logps" or self.job.selected is None else self.job.selected.shape
+            return torch.empty(shape, dtype=dtype, device=self.weight.device)
+
+        return {name: empty(name) for name in self.job.names}
 
     def _hidden_rows(self, rows: slice) -> Tensor:
         return self.job.tokens.gather(self.flat, rows.start, rows.stop).to(self.job.operand_dtype)

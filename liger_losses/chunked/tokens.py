@@ -178,22 +178,25 @@ class Tokens:
 
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values of (some of) the kept tokens, 0 for those that carry no loss."""
-        return values if self.mask is None else torch.where(self.mask[rows], values, torch.zeros_like(values))
+        if self.mask is None:
+            return values
+        mask = self.mask[rows].view(-1, *[1] * (values.dim() - 1))
+        return torch.where(mask, values, torch.zeros_like(values))
 
     def spread(self, values: Tensor) -> Tensor:
-        """From one value per kept token ``[N]`` to one per given token ``[T]``; 0 for those without loss."""
+        """From one value (or row) per kept token ``[N]`` to one per given token ``[T]``; 0 for those without loss."""
         if self.mask is not None:
             return self.masked(values)
         if all(index is None for index in self.indices):
             return values
         sizes = [math.prod(shape) for shape in self.shapes]
-        out = values.new_zeros(sum(sizes))
+        out = values.new_zeros(sum(sizes), *values.shape[1:])
         self.scatter_(out.split(sizes), 0, self.count, values)
         return out
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """From ``[T]`` to one tensor per tensor of labels, in its shape."""
+        """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
         if len(self.shapes) == 1:
-            return [values.view(self.shapes[0])]
+            return [values.view(*self.shapes[0], *values.shape[1:])]
         parts = values.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -61,11 +61,13 @@ def linear_exponentials(
     found: Exponentials | None = None,
     transform: LogitTransform = LogitTransform(),
     bias: Tensor | None = None,
+    projections: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for ``z = transform(hidden @ weight.T + bias)``.
 
-    ``dz`` is what the soft-cap multiplies gradients by at this logit, 1 without one.
+    ``dz`` is what the soft-cap multiplies gradients by at this logit, 1 without one. With ``projections``, ``out`` gets
+    ``hidden @ weight.T`` as it is, before bias and transform.
 
     Args:
         hidden: ``[N, H]``.
@@ -75,6 +77,7 @@ def linear_exponentials(
         found: where they go; new tensors by default.
         transform: from projections to logits.
         bias: ``[V]``, added to the projections.
+        projections: what ``out`` gets.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -83,7 +86,7 @@ def linear_exponentials(
     found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
         for mine, reference in zip(
-            found, _exponentials_torch(hidden, weight, labels, out, transform, bias), strict=True
+            found, _exponentials_torch(hidden, weight, labels, out, transform, bias, projections), strict=True
         ):
             mine.copy_(reference)
         return found
@@ -93,14 +96,14 @@ def linear_exponentials(
         return found
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
     common = (hidden, weight, labels, label_logit, out, transform, bias, found, needed)
-    _launch(*common, conditional=False)
+    _launch(*common, projections=projections, conditional=False)
     # What follows returns at once unless `needed` was set: an exception costs neither a synchronisation nor time.
     sums = partial_sums_where(needed, hidden, weight, labels, transform=transform, bias=bias)
     splits = triton.next_power_of_2(processors(hidden.device))  # the most there are: the same for every N
     _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
         needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits
     )
-    _launch(*common, conditional=True)
+    _launch(*common, projections=projections, conditional=True)
     return found
 
 
@@ -170,9 +173,13 @@ def _exponentials_torch(
     out: Tensor | None,
     transform: LogitTransform,
     bias: Tensor | None,
+    projections: bool,
 ) -> Exponentials:
     """The reference."""
-    logits = transform(hidden.float() @ weight.float().t(), None if bias is None else bias.float())
+    projected = hidden.float() @ weight.float().t()
+    if out is not None and projections:
+        out.copy_(projected)
+    logits = transform(projected, None if bias is None else bias.float())
     label_logit = logits.gather(1, labels[:, None])[:, 0]
 
     def exponentials(offset: Tensor) -> Tensor:
@@ -181,7 +188,7 @@ def _exponentials_torch(
     unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
     offset = torch.where(unsafe, logits.logsumexp(1), label_logit)
     e = exponentials(offset)
-    if out is not None:
+    if out is not None and not projections:
         out.copy_(e if transform.softcap is None else e * transform.slope(logits))
     rest = e.sum(1)
     log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
@@ -198,6 +205,7 @@ def _launch(
     bias: Tensor | None,
     found: Exponentials,
     needed: Tensor,
+    projections: bool,
     conditional: bool,
 ) -> None:
     """Exponentials and statistics: with the label's logit as offset, or (where needed) with what ``found`` holds."""
@@ -207,6 +215,8 @@ def _launch(
     lanes = max(1, min(_TILING.programs * processors(hidden.device) // group, column_tiles))
     partial = torch.empty(lanes, tokens, device=hidden.device)
     operands = product_arguments(hidden, weight, _TILING)
+    if conditional and projections:
+        out = None  # they are there
     tma_store = out is not None and operands["TMA"] and aligned(out)
     _exponentials_kernel[(lanes * group,)](
         **operands,
@@ -223,6 +233,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         CONDITIONAL=conditional,
         STORE=out is not None,
+        PROJECTIONS=projections,
         TMA_STORE=tma_store,
         **_TILING.launch(),
     )
@@ -391,6 +402,7 @@ def _exponentials_kernel(
     HAS_BIAS: tl.constexpr,
     CONDITIONAL: tl.constexpr,
     STORE: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
     TMA: tl.constexpr,
     TMA_STORE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -439,6 +451,7 @@ def _exponentials_kernel(
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
             z = left if half == 0 else right
+            x = z
             if HAS_BIAS:
                 z += tl.load(bias + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
             z = transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
@@ -450,6 +463,8 @@ def _exponentials_kernel(
             if HAS_SOFTCAP:
                 t = z / (softcap * inverse_temperature)
                 e *= tl.where(z > float("-inf"), 1 - t * t, 0.0)
+            if PROJECTIONS:
+                e = x
             if STORE:
                 if TMA_STORE:
                     out.store([first_row, start], e.to(out.dtype))

@@ -5,7 +5,7 @@ R rows (tokens), C columns (a slice of the vocabulary, or all of it), V the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -47,7 +47,7 @@ class SoftmaxGradient:
 
     @classmethod
     def of(
-        cls, upstream: dict[str, Tensor], values: dict[str, Tensor], class_weight: Tensor | None = None
+        cls, upstream: Mapping[str, Tensor], values: Mapping[str, Tensor], class_weight: Tensor | None = None
     ) -> SoftmaxGradient:
         """Add up the table's rows for ``upstream``: d loss / d statistic, each ``[R]``, by name."""
         total: dict[str, Tensor] = {}
@@ -62,13 +62,13 @@ class SoftmaxGradient:
         return SoftmaxGradient(**{k: v[start:stop] if v is not None else None for k, v in named.items()})
 
 
-def _mean_logp_coefficients(g: Tensor, values: dict[str, Tensor], class_weight: Tensor | None) -> dict[str, Tensor]:
+def _mean_logp_coefficients(g: Tensor, values: Mapping[str, Tensor], class_weight: Tensor | None) -> dict[str, Tensor]:
     if class_weight is None:
         return {"p_coef": -g, "uniform_coef": g}
     return {"p_coef": -g * class_weight.mean(), "class_coef": g}
 
 
-_CLOSED_FORMS: dict[str, Callable[[Tensor, dict[str, Tensor], Tensor | None], dict[str, Tensor]]] = {
+_CLOSED_FORMS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Tensor | None], dict[str, Tensor]]] = {
     "logp": lambda g, values, c: {"p_coef": -g, "label_coef": g},
     "entropy": lambda g, values, c: {"p_coef": -g * values["entropy"], "p_logp_coef": -g},
     "lse": lambda g, values, c: {"p_coef": g},

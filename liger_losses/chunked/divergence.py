@@ -1,0 +1,450 @@
+"""Divergences between a student and a teacher, token by token, without the logits of either in memory.
+
+N tokens that carry loss, H and Ht the hidden sizes, V the columns that both vocabularies have, R rows of a part.
+
+A loss that is a sum of divergences with known weights runs in one pass: 6 N H V for the student, 2 N Ht V for the
+teacher. Some hundred tokens' logits of both are there at once, in fp32, and become gradients in half precision; those
+of some thousand are gathered before the products with head and hidden states are taken, so that the products are large
+and grad_weight is rounded few times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.checks import check_tensor
+from liger_losses.chunked.engine import EngineOptions, _prepare, _run, _TokenLoss
+from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
+from liger_losses.chunked.head import Projection
+from liger_losses.chunked.plan import MiB, _even, blocks, padded
+from liger_losses.chunked.stream import Job, Statistics, Stream
+from liger_losses.chunked.teachers import Teacher, TeacherLogits
+from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Divergence, Logits, divergence_into
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.softmax_stats import softmax_statistics
+
+#: By default: tokens whose gradients are gathered, and what they and the logits may take.
+_DEFAULT_ROWS = 2048
+_DEFAULT_WORKSPACE = 1200 * MiB
+#: Of these tokens, so many parts have logits one after the other.
+_PARTS = 4
+
+
+def linear_divergence(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: Teacher | TeacherLogits,
+    divergence: Divergence,
+    *,
+    logp: bool = False,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),
+    options: EngineOptions = EngineOptions(),
+) -> Any:
+    """Each token's divergence between student and teacher, an ordinary differentiable operation.
+
+    Backward computes the logits again; where the loss is a sum with weights that are known, use
+    :func:`linear_divergence_loss`.
+
+    Args:
+        hidden_states: ``[..., H]``, the student's.
+        weight: ``[Vs, H]``, the student's ``lm_head``.
+        labels: ``[...]`` int64; only which are ``ignore_index`` matters, unless ``logp`` is asked for.
+        teacher: see :class:`liger_losses.Teacher`.
+        divergence: see :class:`liger_losses.Divergence`.
+        logp: also return the student's log-probabilities of the labels, at temperature 1, differentiable.
+        temperature: what both models' logits are divided by in the divergence.
+        bias: ``[Vs]``.
+        transform: scale and soft-cap of the student's logits.
+        options: how to stream.
+
+    Returns:
+        :class:`Statistics` with ``divergence`` (and ``logp``) in the labels' shape; fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    names = ("divergence", "logp") if logp else ("divergence",)
+    job, hidden = _divergence_job(
+        hidden_states, weight, labels, teacher, divergence, names, temperature, bias, transform, options, False
+    )
+    values = {name: job.tokens.split(value)[0] for name, value in _run(job, weight, bias, hidden).items()}
+    return Statistics(**values)
+
+
+def linear_divergence_loss(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: Teacher | TeacherLogits,
+    divergence: Divergence,
+    weights: Mapping[str, Tensor],
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),
+    options: EngineOptions = EngineOptions(),
+) -> tuple[Tensor, Statistics]:
+    """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)`` in one pass.
+
+    Args:
+        weights: ``[...]`` in the labels' shape, of ``divergence`` and, if it is there, of ``logp``; constants.
+        hidden_states, weight, labels, teacher, divergence, temperature, bias, transform, options: as in
+            :func:`linear_divergence`.
+
+    Returns:
+        The loss (0-dim), differentiable once, and the detached :class:`Statistics`.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
+    """
+    check_tensor("labels", labels)
+    for name, value in weights.items():
+        check_tensor(f"the weight of {name}", value)
+        if value.shape != labels.shape:
+            raise ValueError(
+                f"the weight of {name} has shape {tuple(value.shape)}, but there is one for each label: "
+                f"{tuple(labels.shape)}."
+            )
+    job, hidden = _divergence_job(
+        hidden_states, weight, labels, teacher, divergence, tuple(weights), temperature, bias, transform, options, True
+    )
+    known = {
+        name: job.tokens.masked(job.tokens.gather([value.detach().reshape(-1)], 0, job.tokens.count)).to(
+            job.logits_dtype
+        )
+        for name, value in weights.items()
+    }
+    if job.strategy == "one_pass":
+        job = replace(job, token_inputs=known)
+        loss, *outputs = _TokenLoss.apply(job, weight, bias, *hidden)
+        return loss, Statistics(**{n: job.tokens.split(v)[0] for n, v in zip(job.statistics, outputs, strict=True)})
+    values = _run(job, weight, bias, hidden)
+    kept = {name: job.tokens.gather([value], 0, job.tokens.count) for name, value in values.items()}
+    loss = sum((known[name] * kept[name] for name in known), known["divergence"].new_zeros(())).sum()
+    return loss, Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What a job compares with, and the sizes of its parts.
+
+    Args:
+        rows: tokens whose gradients are gathered.
+        part: tokens whose logits are there at once.
+        positions: ``[N]``, where the kept tokens stand in the flattened labels, or ``None`` for all of them.
+    """
+
+    teacher: Teacher | TeacherLogits
+    divergence: Divergence
+    temperature: float
+    rows: int
+    part: int
+    positions: Tensor | None
+
+
+def _divergence_job(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: Teacher | TeacherLogits,
+    divergence: Divergence,
+    names: tuple[str, ...],
+    temperature: float,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    options: EngineOptions,
+    separable: bool,
+) -> tuple[Job, tuple[Tensor, ...]]:
+    """Check the inputs, select the tokens, and choose how to run."""
+    check_tensor("labels", labels)
+    check_tensor("weight", weight)
+    if not isinstance(teacher, (Teacher, TeacherLogits)):
+        raise TypeError(f"teacher must be a Teacher or TeacherLogits, got {type(teacher).__name__}.")
+    if not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(divergence).__name__}.")
+    if transform.temperature != 1.0:
+        raise ValueError(
+            f"the transform's temperature must be 1, got {transform.temperature}; give temperature= instead, which "
+            "divides both models' logits."
+        )
+    teacher.check(labels, weight)
+    vocab_size = min(weight.shape[0], teacher.vocab_size)
+    common_bias = bias if bias is None or bias.dim() != 1 else bias[:vocab_size]
+    if bias is not None and bias.shape != weight.shape[:1]:
+        common_bias = bias  # for the error that names its shape
+    job, hidden = _prepare(
+        hidden_states,
+        weight[:vocab_size],
+        labels,
+        ("logp",),
+        (),
+        common_bias,
+        None,
+        transform,
+        replace(options, strategy=None),
+        separable=separable,
+        whole_rows=True,
+    )
+    rows, part = _sizes(job, weight, teacher, options)
+    (index,) = job.tokens.indices
+    comparison = _Comparison(teacher, divergence, temperature, rows, part, index)
+    strategy = job.strategy
+    if strategy != "statistics":
+        # fp16 gradients underflow without the loss scale, which is only known in backward.
+        strategy = "one_pass" if separable and job.operand_dtype != torch.float16 else "two_pass"
+        if options.strategy == "two_pass":
+            strategy = "two_pass"
+    return replace(
+        job,
+        statistics=names,
+        strategy=strategy,
+        stream=partial(_DivergenceStream, comparison),
+    ), hidden
+
+
+def _sizes(job: Job, weight: Tensor, teacher: Teacher | TeacherLogits, options: EngineOptions) -> tuple[int, int]:
+    """``(rows, part)``: tokens whose gradients are gathered, and tokens whose logits are there at once."""
+    item, operand = job.logits_dtype.itemsize, job.operand_dtype.itemsize
+    vocab_size = min(weight.shape[0], teacher.vocab_size)
+    columns = padded(vocab_size)
+    teacher_size = teacher.weight.shape[1] if isinstance(teacher, Teacher) else columns
+    row_bytes = columns * operand + weight.shape[1] * (8 + operand + 2 * item)
+    part_bytes = 2 * columns * item + teacher_size * (operand + item)
+    vectors, scratch = job.tokens.count * 16 * item, _scratch(job, columns)
+    cast = job.plan.slab < vocab_size or job.operand_dtype != weight.dtype
+    scratch += 2 * job.plan.slab * weight.shape[1] * (operand + item) if cast else 0
+    least = row_bytes + part_bytes + vectors + scratch
+    if options.workspace is not None and options.workspace < least:
+        raise ValueError(
+            f"workspace={options.workspace} bytes is too small for {job.tokens.count} tokens of a student and a "
+            f"teacher over a vocabulary of {vocab_size}: give at least {least} bytes, or leave it out."
+        )
+    budget = options.workspace or min(_DEFAULT_ROWS * (row_bytes + part_bytes // _PARTS), _DEFAULT_WORKSPACE)
+    budget = max(budget, least) - (vectors + scratch if options.workspace else 0)
+    rows = max(1, min(budget // (row_bytes + part_bytes // _PARTS + 1), max(job.tokens.count, 1)))
+    if options.chunk_size is not None:
+        rows = min(rows, options.chunk_size)
+    rows = _even(job.tokens.count, rows)
+    part = max(1, min(rows, (budget - rows * row_bytes) // part_bytes))
+    return rows, _even(rows, part)
+
+
+def _scratch(job: Job, columns: int) -> int:
+    """Bytes for temporaries, of one row at least, where they are tensors."""
+    one_row = TEMPORARIES * columns * job.logits_dtype.itemsize
+    return max(job.plan.scratch, one_row) if job.backend == "torch" else 0
+
+
+class _DivergenceStream(Stream):
+    """A stream through two heads."""
+
+    def __init__(
+        self, comparison: _Comparison, job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]
+    ) -> None:
+        vocab_size = min(weight.shape[0], comparison.teacher.vocab_size)
+        super().__init__(job, weight[:vocab_size], None if bias is None else bias[:vocab_size], hidden)
+        self.head_size = weight.shape[0]
+        self.comparison = comparison
+        self.soft = replace(job.transform, temperature=comparison.temperature)
+        teacher = comparison.teacher
+        self.teacher_transform = teacher.transform(self.soft.temperature)
+        self.teacher_bias = None if teacher.bias is None else teacher.bias[:vocab_size].detach().contiguous()
+        if isinstance(teacher, Teacher):
+            self.teacher_weight = teacher.weight.detach()[:vocab_size]
+            states = teacher.hidden_states.detach()
+            self.teacher_flat = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
+            self.teacher_projection = Projection(self.teacher_weight, job.operand_dtype, job.plan.slab)
+            self.teacher_fused = (
+                job.backend == "triton"
+                and teacher.weight.dtype == job.operand_dtype
+                and teacher.weight.stride(1) == 1
+                and job.operand_dtype in (torch.float16, torch.bfloat16)
+            )
+        self.student_fused = (
+            job.backend == "triton"
+            and weight.dtype == job.operand_dtype
+            and weight.stride(1) == 1
+            and job.operand_dtype in (torch.float16, torch.bfloat16)
+        )
+
+    def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], None]:
+        """The statistics ``[N]`` of every kept token."""
+        return self._run(None)[0], None
+
+    def gradients(
+        self, values: Mapping[str, Tensor], upstream: Mapping[str, Tensor], kept: Any
+    ) -> tuple[Tensor | None, ...]:
+        """``(grad_weight, grad_bias, grad_hidden)``, from logits that are computed again."""
+        return self._run(upstream)[1]
+
+    def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
+        """The weighted sum of the statistics (0-dim), these, and ``(grad_weight, grad_bias, grad_hidden)`` of it."""
+        weights = self.job.token_inputs
+        values, gradients = self._run(weights)
+        loss = torch.zeros((), dtype=self.job.logits_dtype, device=self.weight.device)
+        for name, weight in weights.items():
+            loss += (weight * values[name]).sum()
+        return loss, values, gradients
+
+    def _run(self, upstream: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
+        """All tokens' statistics; with d loss / d statistic, ``[N]`` each, also the gradients."""
+        job, comparison, device = self.job, self.comparison, self.weight.device
+        values = self._empty_statistics()
+        rows, part = min(comparison.rows, self.count), min(comparison.part, self.count)
+        width = padded(self.vocab_size)
+        logits = [torch.empty(part, width, dtype=job.logits_dtype, device=device) for _ in range(2)]
+        gradients = None
+        head_grads = hidden_grads = None
+        if upstream is not None:
+            head_grads, hidden_grads = HeadGradients(self), HiddenGradients(self)
+            gradients = torch.empty(rows, width, dtype=job.operand_dtype, device=device)
+        whole = slice(0, self.vocab_size)
+        for taken in blocks(self.count, comparison.rows):
+            hidden = self._hidden_rows(taken)
+            for piece in blocks(len(hidden), comparison.part):
+                at = slice(taken.start + piece.start, taken.start + piece.stop)
+                out = None if gradients is None else gradients[piece, whole]
+                given = None if upstream is None else {name: g[at] for name, g in upstream.items()}
+                grad_bias = None if head_grads is None else head_grads.bias
+                self._part(at, hidden[piece], logits, values, out, given, grad_bias)
+            if head_grads is not None and hidden_grads is not None and gradients is not None:
+                grad = gradients[: len(hidden), whole]
+                hidden_grads.write(taken, head_grads.add(grad, hidden, whole, first=taken.start == 0))
+        if head_grads is None or hidden_grads is None:
+            return values, ()
+        return values, (*head_grads.results(), *hidden_grads.results)
+
+    def _part(
+        self,
+        at: slice,
+        hidden: Tensor,
+        logits: Sequence[Tensor],
+        values: Mapping[str, Tensor],
+        out: Tensor | None,
+        upstream: Mapping[str, Tensor] | None,
+        grad_bias: Tensor | None,
+    ) -> None:
+        """Statistics of some tokens into ``values``, and (with ``upstream``) their gradient ``[R, V]`` into ``out``."""
+        job, comparison = self.job, self.comparison
+        labels = job.tokens.labels[at]
+        student, teacher = (block[: len(hidden), : self.vocab_size] for block in logits)
+        found = {name: value[at] for name, value in values.items()}
+        hard_lse, wants_logp = found["lse"], "logp" in found
+        apart = wants_logp and comparison.temperature != 1.0
+        lse = torch.empty_like(hard_lse) if apart else hard_lse
+        soft_logp = {"logp": found["logp"]} if wants_logp and not apart else {}
+        self._logits_into(student, {"lse": lse, **soft_logp}, hidden, labels)
+        if apart:
+            hard = softmax_statistics(
+                student,
+                labels,
+                frozenset({"lse", "logp"}),
+                transform=job.transform,
+                bias=self.bias,
+                scratch=job.plan.scratch,
+                backend=job.backend,
+            )
+            hard_lse.copy_(hard["lse"])
+            found["logp"].copy_(hard["logp"])
+        teacher_lse = torch.empty_like(lse)
+        self._teacher_into(teacher, teacher_lse, at, labels)
+        coefficients = None
+        if upstream is not None:
+            g = upstream.get("logp")
+            soft_g = upstream.get("divergence")
+            soft_g = torch.zeros_like(lse) if soft_g is None else soft_g
+            coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
+        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
+        target = student if grad_bias is not None else out
+        divergence_into(
+            found["divergence"] if "divergence" in found else torch.empty_like(lse),
+            Logits(student, lse, self.soft, self.bias),
+            Logits(teacher, teacher_lse, self.teacher_transform, self.teacher_bias),
+            comparison.divergence,
+            out=None if out is None else target,
+            coefficients=coefficients,
+            labels=labels,
+            scratch=_scratch(job, self.vocab_size),
+            backend=job.backend,
+        )
+        if grad_bias is not None and out is not None:
+            grad_bias += student.sum(0)
+            out.copy_(student)
+
+    def _logits_into(self, out: Tensor, found: Mapping[str, Tensor], hidden: Tensor, labels: Tensor) -> None:
+        """The student's projections ``[R, V]`` into ``out``, and their statistics at the soft temperature."""
+        job = self.job
+        if self.student_fused:
+            linear_exponentials(
+                hidden,
+                self.weight,
+                labels,
+                out,
+                found=Exponentials.into(found),
+                transform=self.soft,
+                bias=self.bias,
+                projections=True,
+                backend=job.backend,
+            )
+            return
+        self.projection.into(out, hidden, 0, self.vocab_size)
+        self._statistics_into(found, out, labels, self.soft, self.bias)
+
+    def _teacher_into(self, out: Tensor, lse: Tensor, at: slice, labels: Tensor) -> None:
+        """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
+        job, teacher = self.job, self.comparison.teacher
+        if isinstance(teacher, TeacherLogits):
+            positions = self.comparison.positions
+            if positions is None:
+                chosen = torch.arange(at.start, at.stop, device=out.device)
+            else:
+                chosen = positions[at]
+            out.copy_(teacher.rows(chosen)[:, : self.vocab_size])
+        else:
+            hidden = job.tokens.gather([self.teacher_flat], at.start, at.stop).to(job.operand_dtype)
+            if self.teacher_fused:
+                linear_exponentials(
+                    hidden,
+                    self.teacher_weight,
+                    labels,
+                    out,
+                    found=Exponentials.into({"lse": lse}),
+                    transform=self.teacher_transform,
+                    bias=self.teacher_bias,
+                    projections=True,
+                    backend=job.backend,
+                )
+                return
+            self.teacher_projection.into(out, hidden, 0, self.vocab_size)
+        self._statistics_into({"lse": lse}, out, labels, self.teacher_transform, self.teacher_bias)
+
+    def _statistics_into(
+        self,
+        found: Mapping[str, Tensor],
+        projected: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        bias: Tensor | None,
+    ) -> None:
+        """Log-sum-exp (and log-probabilities) of a block that is there."""
+        statistics = softmax_statistics(
+            projected,
+            labels,
+            frozenset(found),
+            transform=transform,
+            bias=bias,
+            scratch=self.job.plan.scratch,
+            backend=self.job.backend,
+        )
+        for name, value in found.items():
+            value.copy_(statistics[name])

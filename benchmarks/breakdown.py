@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.entries import BENCHMARKS, GEMMS
+from benchmarks.entries import GEMMS
 from benchmarks.measure import Call, environment, milliseconds, release
-from benchmarks.run import sizes
+from benchmarks.run import BENCHMARKS, sizes
 
 #: The first that occurs in a kernel's name; kernels run beside products only count where nothing above them runs.
 KINDS = {

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.entries import BENCHMARKS, Benchmark, Shape
+from benchmarks import distillation, entries
+from benchmarks.entries import Benchmark, Shape
 from benchmarks.measure import Call, MiB, NotRun, environment, extra_bytes, milliseconds, release
+
+BENCHMARKS = (*entries.BENCHMARKS, *distillation.BENCHMARKS)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from liger_losses.chunked.checks import check_names, check_range, check_tensor
 from liger_losses.chunked.divergence import linear_divergence_loss
 from liger_losses.chunked.engine import Statistics, linear_logps, linear_token_loss
 from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
-from liger_losses.kernels.divergence import FORMS, Divergence
+from liger_losses.kernels.divergence import Divergence, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
@@ -276,7 +276,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
-        f, h = FORMS[divergence.form].torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
+        f, h = terms(divergence, log_p, log_q)
         ctx.save_for_backward(h)
         return f.sum(-1)
 

@@ -28,13 +28,16 @@ from liger_losses.chunked.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Divergence, Logits, divergence_into
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: By default: tokens whose gradients are gathered, and what they and the logits may take.
 _DEFAULT_ROWS = 2048
-_DEFAULT_WORKSPACE = 1200 * MiB
+_DEFAULT_WORKSPACE = 1220 * MiB
 #: Of these tokens, so many parts have logits one after the other.
 _PARTS = 4
+#: Tokens of a kernel's tile.
+_TILE = 128
 
 
 def linear_divergence(
@@ -215,28 +218,48 @@ def _divergence_job(
 def _sizes(job: Job, weight: Tensor, teacher: Teacher | TeacherLogits, options: EngineOptions) -> tuple[int, int]:
     """``(rows, part)``: tokens whose gradients are gathered, and tokens whose logits are there at once."""
     item, operand = job.logits_dtype.itemsize, job.operand_dtype.itemsize
-    vocab_size = min(weight.shape[0], teacher.vocab_size)
-    columns = padded(vocab_size)
-    teacher_size = teacher.weight.shape[1] if isinstance(teacher, Teacher) else columns
-    row_bytes = columns * operand + weight.shape[1] * (8 + operand + 2 * item)
-    part_bytes = 2 * columns * item + teacher_size * (operand + item)
-    vectors, scratch = job.tokens.count * 16 * item, _scratch(job, columns)
-    cast = job.plan.slab < vocab_size or job.operand_dtype != weight.dtype
-    scratch += 2 * job.plan.slab * weight.shape[1] * (operand + item) if cast else 0
-    least = row_bytes + part_bytes + vectors + scratch
+    vocab_size, hidden_size = min(weight.shape[0], teacher.vocab_size), weight.shape[1]
+    columns, fused = padded(vocab_size), _is_fused(job, weight)
+    # Hidden states (gathered or cast), their gradient, and that once more where it is added up wide or cast.
+    row_bytes = columns * operand + hidden_size * (3 * operand if fused else 8 + operand + 2 * item)
+    teacher_bytes = teacher.weight.shape[1] * (operand + item) if isinstance(teacher, Teacher) else columns * item
+    part_bytes = 2 * columns * item + teacher_bytes + 4096  # what every lane of the kernels leaves
+    fixed = _scratch(job, columns)
+    if job.plan.slab < vocab_size or job.operand_dtype != weight.dtype:
+        fixed += 2 * job.plan.slab * hidden_size * (operand + item)
+    if options.workspace is not None:
+        fixed += job.tokens.count * 16 * item  # labels, positions, statistics and their weights
+    least = row_bytes + part_bytes + fixed
     if options.workspace is not None and options.workspace < least:
         raise ValueError(
             f"workspace={options.workspace} bytes is too small for {job.tokens.count} tokens of a student and a "
             f"teacher over a vocabulary of {vocab_size}: give at least {least} bytes, or leave it out."
         )
-    budget = options.workspace or min(_DEFAULT_ROWS * (row_bytes + part_bytes // _PARTS), _DEFAULT_WORKSPACE)
-    budget = max(budget, least) - (vectors + scratch if options.workspace else 0)
-    rows = max(1, min(budget // (row_bytes + part_bytes // _PARTS + 1), max(job.tokens.count, 1)))
+    largest = min(_DEFAULT_ROWS * row_bytes + _DEFAULT_ROWS // _PARTS * part_bytes + fixed, _DEFAULT_WORKSPACE)
+    budget = max(options.workspace or largest, least) - fixed
+    part = _whole_tiles(budget // (_PARTS * row_bytes + part_bytes))
+    if part < _TILE <= budget // (2 * part_bytes):
+        part = _TILE  # lower ones would load the heads more often than they are multiplied with
+    rows = _whole_tiles(max(1, min((budget - part * part_bytes) // row_bytes, max(job.tokens.count, 1))))
     if options.chunk_size is not None:
         rows = min(rows, options.chunk_size)
     rows = _even(job.tokens.count, rows)
-    part = max(1, min(rows, (budget - rows * row_bytes) // part_bytes))
-    return rows, _even(rows, part)
+    return rows, _even(rows, max(1, min(part, rows)))
+
+
+def _whole_tiles(rows: int) -> int:
+    """So many rows, or a little fewer: what the kernels take at once."""
+    return rows if rows < _TILE else rows // _TILE * _TILE
+
+
+def _is_fused(job: Job, weight: Tensor) -> bool:
+    """Whether a product and the sums of its softmax share a kernel."""
+    return (
+        job.backend == "triton"
+        and weight.dtype == job.operand_dtype
+        and weight.stride(1) == 1
+        and job.operand_dtype in HALF_DTYPES
+    )
 
 
 def _scratch(job: Job, columns: int) -> int:
@@ -264,18 +287,8 @@ class _DivergenceStream(Stream):
             states = teacher.hidden_states.detach()
             self.teacher_flat = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
             self.teacher_projection = Projection(self.teacher_weight, job.operand_dtype, job.plan.slab)
-            self.teacher_fused = (
-                job.backend == "triton"
-                and teacher.weight.dtype == job.operand_dtype
-                and teacher.weight.stride(1) == 1
-                and job.operand_dtype in (torch.float16, torch.bfloat16)
-            )
-        self.student_fused = (
-            job.backend == "triton"
-            and weight.dtype == job.operand_dtype
-            and weight.stride(1) == 1
-            and job.operand_dtype in (torch.float16, torch.bfloat16)
-        )
+            self.teacher_fused = _is_fused(job, teacher.weight)
+        self.student_fused = _is_fused(job, weight)
 
     def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], None]:
         """The statistics ``[N]`` of every kept token."""

@@ -7,25 +7,29 @@ gradient with respect to the student's logits is ``h - p sum(h)``: two sums per 
 
 Close to the teacher, a divergence is a second-order quantity made of first-order terms that cancel. Two rules keep its
 digits: f is written so that no entry is negative (adding multiples of p - q, whose sum is 0, changes nothing), and
-where d is small, f comes from the series of ``excess(d) = exp(d) - 1 - d``.
+where d is small, f and h are power series in d times a power of q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, jit, tl, triton
-from liger_losses.kernels.linear_exp import log1p
 from liger_losses.kernels.logit_transform import LogitTransform, transform_block
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
 _LOWEST = -1e4
+#: Below it, nothing that is multiplied by a logarithm matters.
+_SMALLEST = 1e-37
 #: Logits that are all 0 have no direction.
 _SMALLEST_NORM = 1e-12
 #: Temporaries of the torch twin, in blocks of the slice it works on.
@@ -57,7 +61,8 @@ class Divergence:
     @classmethod
     def mixture(cls, teacher: float, of_teacher: float, of_student: float) -> Divergence:
         """``of_teacher KL(q || m) + of_student KL(p || m)`` with ``m = teacher q + (1 - teacher) p``."""
-        return cls("mixture", teacher, of_teacher, of_student)
+        matched = of_teacher * (1 - teacher) == of_student * teacher
+        return cls("gkd_mixture" if matched else "mixture", teacher, of_teacher, of_student)
 
     @classmethod
     def total_variation(cls) -> Divergence:
@@ -79,6 +84,41 @@ class Divergence:
         if beta == 0:
             return cls("beta_zero", alpha)
         return cls("alpha_zero", beta) if alpha == 0 else cls("alpha_beta", alpha, beta)
+
+
+class Series(NamedTuple):
+    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
+
+    power: float
+    f: list[float]
+    h: list[float]
+    radius: float = 0.5
+
+
+#: Of a power series; the rest is below fp32's rounding within the radius.
+_TERMS = 9
+_EXP = [1 / math.factorial(n) for n in range(_TERMS)]
+
+
+def _add(first: list[float], second: list[float]) -> list[float]:
+    return [x + y for x, y in zip_longest(first, second, fillvalue=0.0)]
+
+
+def _subtract(first: list[float], second: list[float]) -> list[float]:
+    return [x - y for x, y in zip_longest(first, second, fillvalue=0.0)]
+
+
+def _multiply(first: list[float], second: list[float]) -> list[float]:
+    pairs = [(i + j, x * y) for i, x in enumerate(first) for j, y in enumerate(second)]
+    return [math.fsum(value for at, value in pairs if at == n) for n in range(_TERMS)]
+
+
+def _divide(first: list[float], second: list[float]) -> list[float]:
+    quotient: list[float] = []
+    for n in range(_TERMS):
+        known = math.fsum(x * second[n - i] for i, x in enumerate(quotient))
+        quotient.append((first[n] - known) / second[0])
+    return quotient
 
 
 class Logits(NamedTuple):
@@ -171,7 +211,7 @@ def _divergence_torch(
     if divergence.form == "cosine":
         f, grad = _cosine(student.logits(), teacher.logits())
     else:
-        f, h = FORMS[divergence.form].torch(log_p, teacher.log_probs(), divergence.a, divergence.b, divergence.c)
+        f, h = terms(divergence, log_p, teacher.log_probs())
         grad = h.addcmul_(log_p.exp(), h.sum(1, keepdim=True), value=-1.0)
     value.copy_(f.sum(1))
     if coefficients is None:
@@ -189,166 +229,164 @@ def _divergence_torch(
     return transform.chain_(grad, transform(student.projected, student.bias))
 
 
-# --- The forms, for torch -------------------------------------------------------------------------------------------
-
-
-def _small(d: Tensor) -> Tensor:
-    """Where the series is the more exact: its nine terms reach fp32's precision at 0.5, fp64's at 0.02."""
-    return d.abs() < (0.02 if d.dtype == torch.float64 else 0.5)
-
-
-def _excess(d: Tensor) -> Tensor:
-    """``exp(d) - 1 - d`` where it is small, by its series."""
-    total = torch.full_like(d, 1 / 362880)
-    for factorial in (40320, 5040, 720, 120, 24, 6, 2):
-        total = total.mul_(d).add_(1 / factorial)
-    return total.mul_(d).mul_(d)
+# --- The forms --------------------------------------------------------------------------------------------------------
+#
+# Each three times: for torch and for Triton (log p, log q, a, b, c) -> (f, h), as they are written down; and (a, b, c)
+# -> the power s of q, and the coefficients of f / q^s and h / q^s in d, where those would cancel.
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
-    near, e = _small(d), _excess(d)
-    return torch.where(near, q * e, p - q - q * d), torch.where(near, q * (d + e), p - q)
-
-
-def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
-    return torch.where(_small(d), p * _excess(-d), q - p + p * d), p * d
-
-
-def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
-    near, e = _small(d), _excess(d)
-    difference = torch.where(near, q * (d + e), p - q)
-    # log(m / q) and log(m / p), from the larger of both.
-    ratio = (-d.abs()).exp()
-    far = torch.where(d > 0, (1 - a) + a * ratio, a + (1 - a) * ratio).log() + d.clamp(min=0)
-    to_q = torch.where(near, ((1 - a) * (d + e)).log1p(), far)
-    to_p = to_q - d
-    of_teacher = torch.where(near, q * _excess(to_q), (1 - a) * difference - q * to_q)
-    of_student = torch.where(near, p * _excess(to_p), -a * difference - p * to_p)
-    weight = (1 - a) * (-to_p).exp()
-    h = (b * (1 - a) - c * a) * difference * weight - c * p * to_p
-    return b * of_teacher + c * of_student, h
-
-
-def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
-    difference = torch.where(_small(d), q * (d + _excess(d)), p - q)
-    return difference.abs() / 2, p * d.sign() / 2
-
-
-def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    s, d = a + b, log_p - log_q
-    near = _small(d * max(s, 1.0))
-    p_s, q_s, both = (s * log_p).exp(), (s * log_q).exp(), (a * log_q + b * log_p).exp()
-    f = torch.where(near, q_s * (b / s * _excess(s * d) - _excess(b * d)), b / s * p_s + a / s * q_s - both) / (a * b)
-    h = torch.where(near, both * (a * d + _excess(a * d)), p_s - both) / a
-    return f, h
-
-
-def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    d = log_p - log_q
-    p_a, q_a = (a * log_p).exp(), (a * log_q).exp()
-    return torch.where(_small(a * d), p_a * _excess(-a * d), q_a - p_a + a * p_a * d) / a**2, p_a * d
-
-
-def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    d = log_p - log_q
-    near, e = _small(a * d), _excess(a * d)
-    p_a, q_a = (a * log_p).exp(), (a * log_q).exp()
-    f = torch.where(near, q_a * e, p_a - q_a - a * q_a * d) / a**2
-    return f, torch.where(near, q_a * (a * d + e), p_a - q_a) / a
-
-
-# --- The same for Triton -------------------------------------------------------------------------------------------
-
-
-@jit
-def _excess_t(d):
-    e = 1 / 40320 + d * (1 / 362880)
-    e = 1 / 720 + d * (1 / 5040 + d * e)
-    e = 1 / 24 + d * (1 / 120 + d * e)
-    return d * d * (0.5 + d * (1 / 6 + d * e))
+    p, q = log_p.exp(), log_q.exp()
+    return p - q - q * (log_p - log_q), p - q
 
 
 @jit
 def _forward_kl_t(log_p, log_q, a, b, c):
     p = tl.exp(log_p)
     q = tl.exp(log_q)
-    d = log_p - log_q
-    near = tl.abs(d) < 0.5
-    e = _excess_t(d)
-    return tl.where(near, q * e, p - q - q * d), tl.where(near, q * (d + e), p - q)
+    return p - q - q * (log_p - log_q), p - q
+
+
+def _forward_kl_series(a: float, b: float, c: float) -> Series:
+    return Series(1.0, _subtract(_EXP, [1.0, 1.0]), _subtract(_EXP, [1.0]))
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, h = log_p.exp(), log_p.exp() * (log_p - log_q)
+    return log_q.exp() - p + h, h
 
 
 @jit
 def _reverse_kl_t(log_p, log_q, a, b, c):
     p = tl.exp(log_p)
-    d = log_p - log_q
-    return tl.where(tl.abs(d) < 0.5, p * _excess_t(-d), tl.exp(log_q) - p + p * d), p * d
+    h = p * (log_p - log_q)
+    return tl.exp(log_q) - p + h, h
+
+
+def _reverse_kl_series(a: float, b: float, c: float) -> Series:
+    h = _multiply(_EXP, [0.0, 1.0])
+    return Series(1.0, _subtract(h, _subtract(_EXP, [1.0])), h)
+
+
+def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, q = log_p.exp(), log_q.exp()
+    m = a * q + (1 - a) * p
+    log_m = m.clamp(min=_SMALLEST).log()
+    of_student = p * (log_p - log_m)
+    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
+    k = b * (1 - a) - c * a
+    h = c * of_student
+    return f, h if k == 0 else h + k * (1 - a) * (p - q) * p / m.clamp(min=_SMALLEST)
 
 
 @jit
 def _mixture_t(log_p, log_q, a, b, c):
     p = tl.exp(log_p)
     q = tl.exp(log_q)
-    d = log_p - log_q
-    near = tl.abs(d) < 0.5
-    near_d = tl.where(near, d, 0.0)
-    rise = near_d + _excess_t(near_d)
-    difference = tl.where(near, q * rise, p - q)
-    ratio = tl.exp(-tl.abs(d))
-    far = tl.log(tl.where(d > 0, (1 - a) + a * ratio, a + (1 - a) * ratio)) + tl.maximum(d, 0.0)
-    to_q = tl.where(near, log1p((1 - a) * rise), far)
-    to_p = to_q - d
-    of_teacher = tl.where(near, q * _excess_t(to_q), (1 - a) * difference - q * to_q)
-    of_student = tl.where(near, p * _excess_t(to_p), -a * difference - p * to_p)
-    weight = (1 - a) * tl.exp(-to_p)
-    h = (b * (1 - a) - c * a) * difference * weight - c * p * to_p
-    return b * of_teacher + c * of_student, h
+    m = tl.maximum(a * q + (1 - a) * p, 1e-37)
+    log_m = tl.log(m)
+    of_student = p * (log_p - log_m)
+    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
+    return f, c * of_student + (b * (1 - a) - c * a) * (1 - a) * (p - q) * (p / m)
+
+
+@jit
+def _gkd_mixture_t(log_p, log_q, a, b, c):
+    """The mixture where ``b (1 - a) = c a``, as in GKD's JSD: one term of h vanishes."""
+    p = tl.exp(log_p)
+    q = tl.exp(log_q)
+    m = tl.maximum(a * q + (1 - a) * p, 1e-37)
+    log_m = tl.log(m)
+    of_student = p * (log_p - log_m)
+    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
+    return f, c * of_student
+
+
+def _mixture_series(a: float, b: float, c: float) -> Series:
+    m = [a + (1 - a), *((1 - a) * x for x in _EXP[1:])]  # m / q
+    share = _divide([(1 - a) * x for x in _EXP], m)  # (1 - a) p / m, the derivative of log(m / q)
+    log_m = [0.0, *(x / (n + 1) for n, x in enumerate(share[:-1]))]
+    of_student = _multiply(_EXP, _subtract([0.0, 1.0], log_m))
+    f = _add(
+        [b * x for x in _subtract(_subtract(m, [1.0]), log_m)],
+        [c * x for x in _add(of_student, _subtract(m, _EXP))],
+    )
+    bent = _multiply(_subtract(_EXP, [1.0]), share)
+    return Series(1.0, f, _add([c * x for x in of_student], [(b * (1 - a) - c * a) * x for x in bent]))
+
+
+def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    return (p - log_q.exp()).abs() / 2, p * (log_p - log_q).sign() / 2
 
 
 @jit
 def _total_variation_t(log_p, log_q, a, b, c):
     p = tl.exp(log_p)
-    q = tl.exp(log_q)
     d = log_p - log_q
-    difference = tl.where(tl.abs(d) < 0.5, q * (d + _excess_t(d)), p - q)
-    return tl.abs(difference) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
+    return tl.abs(p - tl.exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
+
+
+def _total_variation_series(a: float, b: float, c: float) -> Series:
+    """First order itself: it has no power series, and needs none."""
+    return Series(1.0, [0.0], [0.0], radius=0.0)
+
+
+def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    s = a + b
+    p_s, both = (s * log_p).exp(), (a * log_q + b * log_p).exp()
+    return (b / s * p_s + a / s * (s * log_q).exp() - both) / (a * b), (p_s - both) / a
 
 
 @jit
 def _alpha_beta_t(log_p, log_q, a, b, c):
     s = a + b
-    d = log_p - log_q
-    near = tl.abs(d) * tl.maximum(s, 1.0) < 0.5
     p_s = tl.exp(s * log_p)
-    q_s = tl.exp(s * log_q)
     both = tl.exp(a * log_q + b * log_p)
-    f = tl.where(near, q_s * (b / s * _excess_t(s * d) - _excess_t(b * d)), b / s * p_s + a / s * q_s - both)
-    h = tl.where(near, both * (a * d + _excess_t(a * d)), p_s - both)
-    return f / (a * b), h / a
+    return (b / s * p_s + a / s * tl.exp(s * log_q) - both) / (a * b), (p_s - both) / a
+
+
+def _alpha_beta_series(a: float, b: float, c: float) -> Series:
+    s = a + b
+    f = [0.0, 0.0, *((b / s * s**n - b**n) / (a * b) * x for n, x in enumerate(_EXP[2:], 2))]
+    return Series(s, f, [(s**n - b**n) / a * x for n, x in enumerate(_EXP)], radius=0.5 / max(s, 1.0))
+
+
+def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p_a, d = (a * log_p).exp(), log_p - log_q
+    return ((a * log_q).exp() - p_a + a * p_a * d) / a**2, p_a * d
 
 
 @jit
 def _alpha_zero_t(log_p, log_q, a, b, c):
-    d = log_p - log_q
     p_a = tl.exp(a * log_p)
-    near = tl.abs(a * d) < 0.5
-    f = tl.where(near, p_a * _excess_t(-a * d), tl.exp(a * log_q) - p_a + a * p_a * d)
-    return f / (a * a), p_a * d
+    d = log_p - log_q
+    return (tl.exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
+
+
+def _alpha_zero_series(a: float, b: float, c: float) -> Series:
+    whole = [a**n * x for n, x in enumerate(_EXP)]  # exp(a d)
+    h = _multiply(whole, [0.0, 1.0])
+    f = _subtract([a * x for x in h], _subtract(whole, [1.0]))
+    return Series(a, [x / a**2 for x in f], h, radius=0.5 / max(a, 1.0))
+
+
+def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p_a, q_a = (a * log_p).exp(), (a * log_q).exp()
+    return (p_a - q_a - a * q_a * (log_p - log_q)) / a**2, (p_a - q_a) / a
 
 
 @jit
 def _beta_zero_t(log_p, log_q, a, b, c):
-    d = log_p - log_q
     p_a = tl.exp(a * log_p)
     q_a = tl.exp(a * log_q)
-    near = tl.abs(a * d) < 0.5
-    e = _excess_t(a * d)
-    f = tl.where(near, q_a * e, p_a - q_a - a * q_a * d)
-    return f / (a * a), tl.where(near, q_a * (a * d + e), p_a - q_a) / a
+    return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
+
+
+def _beta_zero_series(a: float, b: float, c: float) -> Series:
+    whole = [a**n * x for n, x in enumerate(_EXP)]
+    f, h = _subtract(whole, [1.0, a]), _subtract(whole, [1.0])
+    return Series(a, [x / a**2 for x in f], [x / a for x in h], radius=0.5 / max(a, 1.0))
 
 
 def _cosine(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,23 +400,58 @@ def _cosine(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Form(NamedTuple):
-    """``(log p, log q, a, b, c) -> (f, h)`` for either backend, and whether ``sum(h)`` is 0 whatever p and q are."""
+    """The three of a form, and whether ``sum(h)`` is 0 whatever p and q are."""
 
     torch: Callable[..., tuple[Tensor, Tensor]]
     triton: Any
+    series: Callable[[float, float, float], Series]
     balanced: bool = False
 
 
 #: What a :class:`Divergence` may sum.
 FORMS = {
-    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True),
-    "reverse_kl": Form(_reverse_kl, _reverse_kl_t),
-    "mixture": Form(_mixture, _mixture_t),
-    "total_variation": Form(_total_variation, _total_variation_t),
-    "alpha_beta": Form(_alpha_beta, _alpha_beta_t),
-    "alpha_zero": Form(_alpha_zero, _alpha_zero_t),
-    "beta_zero": Form(_beta_zero, _beta_zero_t),
+    "forward_kl": Form(_forward_kl, _forward_kl_t, _forward_kl_series, balanced=True),
+    "reverse_kl": Form(_reverse_kl, _reverse_kl_t, _reverse_kl_series),
+    "mixture": Form(_mixture, _mixture_t, _mixture_series),
+    "gkd_mixture": Form(_mixture, _gkd_mixture_t, _mixture_series),
+    "total_variation": Form(_total_variation, _total_variation_t, _total_variation_series),
+    "alpha_beta": Form(_alpha_beta, _alpha_beta_t, _alpha_beta_series),
+    "alpha_zero": Form(_alpha_zero, _alpha_zero_t, _alpha_zero_series),
+    "beta_zero": Form(_beta_zero, _beta_zero_t, _beta_zero_series),
 }
+
+
+def terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """f and h of every entry, for torch."""
+    form = FORMS[divergence.form]
+    f, h = form.torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
+    series = form.series(divergence.a, divergence.b, divergence.c)
+    # In fp64, only where the terms left out are smaller still.
+    d = log_p - log_q
+    near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
+    d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
+    return tuple(  # type: ignore[return-value]
+        torch.where(near, q * _polynomial(coefficients, d), far) for coefficients, far in ((series.f, f), (series.h, h))
+    )
+
+
+def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
+    total = torch.full_like(d, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total.mul_(d).add_(coefficient)
+    return total
+
+
+@cache
+def _series_on(series: Callable[..., Series], a: float, b: float, c: float, device: torch.device) -> Tensor:
+    """``[2, 9]`` fp32: the coefficients where the kernel reads them."""
+    found = series(a, b, c)
+    padded = [[*part, *[0.0] * (_TERMS - len(part))] for part in (found.f, found.h)]
+    return torch.tensor(padded, dtype=torch.float32, device=device)
+
+
+#: Entries and warps of a program.
+_BLOCK, _WARPS = 2048, 8
 
 
 def _divergence_triton(
@@ -393,72 +466,155 @@ def _divergence_triton(
     rows, columns = student.projected.shape
     if not rows:
         return
-    form = FORMS.get(divergence.form)
     own, theirs = student.transform.kernel_arguments(), teacher.transform.kernel_arguments()
     given = coefficients or Coefficients(value)
+    common = {
+        "value": value,
+        "student": student.projected,
+        "teacher": teacher.projected,
+        "out": out,
+        "student_stride": student.projected.stride(0),
+        "teacher_stride": teacher.projected.stride(0),
+        "out_stride": 0 if out is None else out.stride(0),
+        "student_bias": student.bias,
+        "teacher_bias": teacher.bias,
+        "labels": labels,
+        "divergence_coef": given.divergence.contiguous(),
+        "hard_p": given.hard_p,
+        "hard_label": given.hard_label,
+        "hard_lse": given.hard_lse,
+        "columns": columns,
+        "student_scale": own["scale"],
+        "student_softcap": own["softcap"],
+        "teacher_scale": theirs["scale"],
+        "teacher_softcap": theirs["softcap"],
+        "temperature": float(student.transform.temperature),
+        "GRADIENT": out is not None,
+        "HAS_HARD": given.hard_p is not None,
+        "STUDENT_SCALE": own["HAS_SCALE"],
+        "STUDENT_SOFTCAP": own["HAS_SOFTCAP"],
+        "TEACHER_SCALE": theirs["HAS_SCALE"],
+        "TEACHER_SOFTCAP": theirs["HAS_SOFTCAP"],
+        "STUDENT_BIAS": student.bias is not None,
+        "TEACHER_BIAS": teacher.bias is not None,
+        "BLOCK": min(_BLOCK, triton.next_power_of_2(columns)),
+        "num_warps": _WARPS,
+    }
+    if divergence.form == "cosine":
+        _cosine_kernel[(rows,)](**common)
+        return
+    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
+    series = form.series(*parameters)
     _divergence_kernel[(rows,)](
-        value,
-        student.projected,
-        teacher.projected,
-        out,
-        student.projected.stride(0),
-        teacher.projected.stride(0),
-        0 if out is None else out.stride(0),
-        student.lse,
-        teacher.lse,
-        student.bias,
-        teacher.bias,
-        labels,
-        *(None if part is None else part.contiguous() for part in given),
-        columns,
-        own["scale"],
-        own["softcap"],
-        theirs["scale"],
-        theirs["softcap"],
-        student.transform.temperature,
-        1.0 / student.transform.temperature,
-        divergence.a,
-        divergence.b,
-        divergence.c,
-        FORM=None if form is None else form.triton,
-        BALANCED=form is not None and form.balanced,
-        GRADIENT=out is not None,
-        HAS_HARD=given.hard_p is not None,
-        STUDENT_SCALE=own["HAS_SCALE"],
-        STUDENT_SOFTCAP=own["HAS_SOFTCAP"],
-        TEACHER_SCALE=theirs["HAS_SCALE"],
-        TEACHER_SOFTCAP=theirs["HAS_SOFTCAP"],
-        STUDENT_BIAS=student.bias is not None,
-        TEACHER_BIAS=teacher.bias is not None,
-        BLOCK=min(4096, triton.next_power_of_2(columns)),
-        num_warps=8,
+        **common,
+        student_lse=student.lse,
+        teacher_lse=teacher.lse,
+        a=parameters[0],
+        b=parameters[1],
+        c=parameters[2],
+        series=_series_on(form.series, *parameters, value.device),
+        radius=series.radius,
+        power=series.power,
+        FORM=form.triton,
+        BALANCED=form.balanced,
+        SERIES=series.radius > 0,
+        POWER=series.power != 1,
     )
 
 
 @jit
-def _log_probs(z, lse, inside):
-    """Log-probabilities of a block, of no probability outside of the vocabulary."""
-    return tl.where(inside, tl.maximum(z - lse, -1e4), -1e4)
+def _both_logits(
+    student,
+    teacher,
+    at,
+    inside,
+    student_bias,
+    teacher_bias,
+    student_scale,
+    student_softcap,
+    teacher_scale,
+    teacher_softcap,
+    inverse_temperature,
+    STUDENT_SCALE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    STUDENT_BIAS: tl.constexpr,
+    TEACHER_BIAS: tl.constexpr,
+):
+    """A block of either model's logits, 0 outside of the vocabulary."""
+    s = tl.load(student + at, mask=inside, other=0.0)
+    t = tl.load(teacher + at, mask=inside, other=0.0)
+    if STUDENT_BIAS:
+        s += tl.load(student_bias + at, mask=inside, other=0.0).to(tl.float32)
+    if TEACHER_BIAS:
+        t += tl.load(teacher_bias + at, mask=inside, other=0.0).to(tl.float32)
+    s = transform_block(s, student_scale, student_softcap, inverse_temperature, STUDENT_SCALE, STUDENT_SOFTCAP)
+    t = transform_block(t, teacher_scale, teacher_softcap, inverse_temperature, TEACHER_SCALE, TEACHER_SOFTCAP)
+    return s, t
 
 
 @jit
-def _logits(
-    projected,
+def _projection_gradient(
+    grad,
+    s,
     at,
-    inside,
-    bias,
+    row,
+    labels,
+    hard_p,
+    hard_label,
+    hard_lse,
+    temperature,
     scale,
     softcap,
-    inverse_temperature,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr,
+    HAS_HARD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
-    """A block of logits, 0 outside of the vocabulary."""
-    x = tl.load(projected + at, mask=inside, other=0.0)
-    if BIAS:
-        x += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    return transform_block(x, scale, softcap, inverse_temperature, SCALE, SOFTCAP)
+    """From the gradient by the student's logits s, with a hard loss's added, to that by its projections."""
+    if HAS_HARD:
+        p1 = tl.exp(s * temperature - tl.load(hard_lse + row))
+        at_label = at == tl.load(labels + row).to(tl.int32)
+        hard = p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0)
+        grad += temperature * hard
+    if HAS_SOFTCAP:
+        x = s * temperature / softcap
+        grad *= 1 - x * x
+    if HAS_SCALE:
+        grad *= scale / temperature
+    return grad
+
+
+@jit
+def _terms_t(
+    log_p,
+    log_q,
+    a,
+    b,
+    c,
+    series,
+    radius,
+    power,
+    FORM: tl.constexpr,
+    SERIES: tl.constexpr,
+    POWER: tl.constexpr,
+):
+    """f and h of a block."""
+    f, h = FORM(log_p, log_q, a, b, c)
+    if SERIES:
+        d = log_p - log_q
+        near = tl.abs(d) < radius
+        q = tl.exp(power * log_q) if POWER else tl.exp(log_q)
+        # f begins with d^2, h with d.
+        of_f = tl.load(series + 8)
+        of_h = tl.load(series + 17)
+        for n in tl.static_range(6):
+            of_f = of_f * d + tl.load(series + 7 - n)
+            of_h = of_h * d + tl.load(series + 16 - n)
+        of_h = of_h * d + tl.load(series + 10)
+        f = tl.where(near, q * d * d * of_f, f)
+        h = tl.where(near, q * d * of_h, h)
+    return f, h
 
 
 @jit(
@@ -486,8 +642,6 @@ def _divergence_kernel(
     student_stride,
     teacher_stride,
     out_stride,
-    student_lse,
-    teacher_lse,
     student_bias,
     teacher_bias,
     labels,
@@ -501,12 +655,18 @@ def _divergence_kernel(
     teacher_scale,
     teacher_softcap,
     temperature,
-    inverse_temperature,
+    student_lse,
+    teacher_lse,
     a,
     b,
     c,
+    series,
+    radius,
+    power,
     FORM: tl.constexpr,
     BALANCED: tl.constexpr,
+    SERIES: tl.constexpr,
+    POWER: tl.constexpr,
     GRADIENT: tl.constexpr,
     HAS_HARD: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
@@ -519,11 +679,9 @@ def _divergence_kernel(
 ):
     """One program per row: its sums from left to right, then its gradient from right to left.
 
-    What was read last is still in the cache when the gradient reads it again. Where the sum of h is known, sums and
-    gradient are one loop. Without a form, it is the cosine: norms first, then the distance of the unit vectors.
+    What was read last is still in the cache when the gradient reads it again. Where the sum of h is known, the
+    gradient's loop takes the sum of f as well.
     """
-    COSINE: tl.constexpr = FORM is None
-    FIRST: tl.constexpr = not (BALANCED and GRADIENT)
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
@@ -532,131 +690,230 @@ def _divergence_kernel(
     blocks = tl.cdiv(columns, BLOCK)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
-    if FIRST:
+    if not (BALANCED and GRADIENT):
         for i in range(blocks):
             at = i * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _logits(
+            s, t = _both_logits(
                 student,
-                at,
-                inside,
-                student_bias,
-                student_scale,
-                student_softcap,
-                inverse_temperature,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
-                STUDENT_BIAS,
-            )
-            t = _logits(
                 teacher,
                 at,
-                inside,
+                at < columns,
+                student_bias,
                 teacher_bias,
+                student_scale,
+                student_softcap,
                 teacher_scale,
                 teacher_softcap,
-                inverse_temperature,
+                1 / temperature,
+                STUDENT_SCALE,
+                STUDENT_SOFTCAP,
                 TEACHER_SCALE,
                 TEACHER_SOFTCAP,
+                STUDENT_BIAS,
                 TEACHER_BIAS,
             )
-            if COSINE:
-                f_sum += s * s
-                h_sum += t * t
-            else:
-                f, h = FORM(_log_probs(s, s_lse, inside), _log_probs(t, t_lse, inside), a, b, c)
+            log_p = tl.where(at < columns, tl.maximum(s - s_lse, -1e4), -1e4)
+            log_q = tl.where(at < columns, tl.maximum(t - t_lse, -1e4), -1e4)
+            f, h = _terms_t(log_p, log_q, a, b, c, series, radius, power, FORM, SERIES, POWER)
+            f_sum += f
+            h_sum += h
+    if GRADIENT:
+        out += row * out_stride
+        total = tl.sum(h_sum, 0)
+        coef = tl.load(divergence_coef + row)
+        for i in range(blocks):
+            at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+            s, t = _both_logits(
+                student,
+                teacher,
+                at,
+                at < columns,
+                student_bias,
+                teacher_bias,
+                student_scale,
+                student_softcap,
+                teacher_scale,
+                teacher_softcap,
+                1 / temperature,
+                STUDENT_SCALE,
+                STUDENT_SOFTCAP,
+                TEACHER_SCALE,
+                TEACHER_SOFTCAP,
+                STUDENT_BIAS,
+                TEACHER_BIAS,
+            )
+            log_p = tl.where(at < columns, tl.maximum(s - s_lse, -1e4), -1e4)
+            log_q = tl.where(at < columns, tl.maximum(t - t_lse, -1e4), -1e4)
+            f, h = _terms_t(log_p, log_q, a, b, c, series, radius, power, FORM, SERIES, POWER)
+            if BALANCED:
                 f_sum += f
-                h_sum += h
-    total = tl.sum(h_sum, 0)
-    s_scale = 0.0
-    t_scale = 0.0
-    if COSINE:
-        s_scale = 1 / tl.maximum(tl.sqrt(tl.sum(f_sum, 0)), 1e-12)
-        t_scale = 1 / tl.maximum(tl.sqrt(total), 1e-12)
-        f_sum = tl.zeros((BLOCK,), tl.float32)
-        for i in range(blocks):
-            at = i * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _logits(
-                student,
+                grad = coef * h
+            else:
+                grad = coef * (h - tl.exp(log_p) * total)
+            grad = _projection_gradient(
+                grad,
+                s,
                 at,
-                inside,
-                student_bias,
+                row,
+                labels,
+                hard_p,
+                hard_label,
+                hard_lse,
+                temperature,
                 student_scale,
                 student_softcap,
-                inverse_temperature,
+                HAS_HARD,
                 STUDENT_SCALE,
                 STUDENT_SOFTCAP,
-                STUDENT_BIAS,
             )
-            t = _logits(
-                teacher,
-                at,
-                inside,
-                teacher_bias,
-                teacher_scale,
-                teacher_softcap,
-                inverse_temperature,
-                TEACHER_SCALE,
-                TEACHER_SOFTCAP,
-                TEACHER_BIAS,
-            )
-            difference = s * s_scale - t * t_scale
-            f_sum += difference * difference / 2
-        total = tl.sum(f_sum, 0)
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
+    tl.store(value + row, tl.sum(f_sum, 0))
+
+
+@jit(
+    do_not_specialize_on_alignment=[
+        "value",
+        "student",
+        "teacher",
+        "out",
+        "student_bias",
+        "teacher_bias",
+        "labels",
+        "divergence_coef",
+        "hard_p",
+        "hard_label",
+        "hard_lse",
+    ],
+)
+def _cosine_kernel(
+    value,
+    student,
+    teacher,
+    out,
+    student_stride,
+    teacher_stride,
+    out_stride,
+    student_bias,
+    teacher_bias,
+    labels,
+    divergence_coef,
+    hard_p,
+    hard_label,
+    hard_lse,
+    columns,
+    student_scale,
+    student_softcap,
+    teacher_scale,
+    teacher_softcap,
+    temperature,
+    GRADIENT: tl.constexpr,
+    HAS_HARD: tl.constexpr,
+    STUDENT_SCALE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    STUDENT_BIAS: tl.constexpr,
+    TEACHER_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    student += row * student_stride
+    teacher += row * teacher_stride
+    blocks = tl.cdiv(columns, BLOCK)
+    s_sum = tl.zeros((BLOCK,), tl.float32)
+    t_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(blocks):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        s, t = _both_logits(
+            student,
+            teacher,
+            at,
+            at < columns,
+            student_bias,
+            teacher_bias,
+            student_scale,
+            student_softcap,
+            teacher_scale,
+            teacher_softcap,
+            1 / temperature,
+            STUDENT_SCALE,
+            STUDENT_SOFTCAP,
+            TEACHER_SCALE,
+            TEACHER_SOFTCAP,
+            STUDENT_BIAS,
+            TEACHER_BIAS,
+        )
+        s_sum += s * s
+        t_sum += t * t
+    s_scale = 1 / tl.maximum(tl.sqrt(tl.sum(s_sum, 0)), 1e-12)
+    t_scale = 1 / tl.maximum(tl.sqrt(tl.sum(t_sum, 0)), 1e-12)
+    f_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(blocks):
+        at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        s, t = _both_logits(
+            student,
+            teacher,
+            at,
+            at < columns,
+            student_bias,
+            teacher_bias,
+            student_scale,
+            student_softcap,
+            teacher_scale,
+            teacher_softcap,
+            1 / temperature,
+            STUDENT_SCALE,
+            STUDENT_SOFTCAP,
+            TEACHER_SCALE,
+            TEACHER_SOFTCAP,
+            STUDENT_BIAS,
+            TEACHER_BIAS,
+        )
+        difference = s * s_scale - t * t_scale
+        f_sum += difference * difference / 2
+    total = tl.sum(f_sum, 0)
     if GRADIENT:
         out += row * out_stride
         coef = tl.load(divergence_coef + row)
-        if HAS_HARD:
-            p1_coef = tl.load(hard_p + row)
-            label_coef = tl.load(hard_label + row)
-            p1_lse = tl.load(hard_lse + row)
-            label = tl.load(labels + row).to(tl.int32)
         for i in range(blocks):
-            at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _logits(
+            at = i * BLOCK + tl.arange(0, BLOCK)
+            s, t = _both_logits(
                 student,
-                at,
-                inside,
-                student_bias,
-                student_scale,
-                student_softcap,
-                inverse_temperature,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
-                STUDENT_BIAS,
-            )
-            t = _logits(
                 teacher,
                 at,
-                inside,
+                at < columns,
+                student_bias,
                 teacher_bias,
+                student_scale,
+                student_softcap,
                 teacher_scale,
                 teacher_softcap,
-                inverse_temperature,
+                1 / temperature,
+                STUDENT_SCALE,
+                STUDENT_SOFTCAP,
                 TEACHER_SCALE,
                 TEACHER_SOFTCAP,
+                STUDENT_BIAS,
                 TEACHER_BIAS,
             )
-            if COSINE:
-                unit = s * s_scale
-                grad = coef * (unit - t * t_scale - unit * total) * s_scale
-            else:
-                log_p = _log_probs(s, s_lse, inside)
-                f, h = FORM(log_p, _log_probs(t, t_lse, inside), a, b, c)
-                if BALANCED:
-                    f_sum += f
-                    grad = coef * h
-                else:
-                    grad = coef * (h - tl.exp(log_p) * total)
-            if HAS_HARD:
-                p1 = tl.exp(s * temperature - p1_lse)
-                grad += temperature * (p1 * p1_coef + tl.where(at == label, label_coef, 0.0))
-            if STUDENT_SOFTCAP:
-                x = s * temperature / student_softcap
-                grad *= 1 - x * x
-            if STUDENT_SCALE:
-                grad *= student_scale * inverse_temperature
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
-    tl.store(value + row, tl.sum(f_sum, 0))
+            unit = s * s_scale
+            grad = coef * (unit - t * t_scale - unit * total) * s_scale
+            grad = _projection_gradient(
+                grad,
+                s,
+                at,
+                row,
+                labels,
+                hard_p,
+                hard_label,
+                hard_lse,
+                temperature,
+                student_scale,
+                student_softcap,
+                HAS_HARD,
+                STUDENT_SCALE,
+                STUDENT_SOFTCAP,
+            )
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
+    tl.store(value + row, total)

@@ -161,6 +161,7 @@ def test_the_demo_explains_itself():
     ("name", "arguments", "expected"),
     [
         ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
+        ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
         ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
         ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo"], "step   1"),
     ],
@@ -177,7 +178,7 @@ def test_the_loops_run(dpo, tmp_path, name, arguments, expected):
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     common = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")]
-    dataset = ["--dataset", str(data)] if name == "kto" else []
+    dataset = ["--dataset", str(data)] if name in ("kto", "distill") else []
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *common, *dataset, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -33,7 +33,7 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: By default: tokens whose gradients are gathered, and what they and the logits may take.
 _DEFAULT_ROWS = 2048
-_DEFAULT_WORKSPACE = 1220 * MiB
+_DEFAULT_WORKSPACE = 1228 * MiB
 #: Of these tokens, so many parts have logits one after the other.
 _PARTS = 4
 #: Tokens of a kernel's tile.

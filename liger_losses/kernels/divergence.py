@@ -620,9 +620,6 @@ def _terms_t(
 @jit(
     do_not_specialize_on_alignment=[
         "value",
-        "student",
-        "teacher",
-        "out",
         "student_lse",
         "teacher_lse",
         "student_bias",
@@ -773,9 +770,6 @@ def _divergence_kernel(
 @jit(
     do_not_specialize_on_alignment=[
         "value",
-        "student",
-        "teacher",
-        "out",
         "student_bias",
         "teacher_bias",
         "labels",

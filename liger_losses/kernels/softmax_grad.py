@@ -286,8 +286,6 @@ def gradient_block(
 @jit(
     do_not_specialize=["first_column"],
     do_not_specialize_on_alignment=[
-        "out",
-        "projected",
         "lse",
         "labels",
         "bias",

@@ -1,0 +1,110 @@
+"""Distil a model into a shallow copy of itself with the Jensen-Shannon divergence: a plain loop, no trainer.
+
+The student keeps a few of the teacher's layers, evenly spread, and its embeddings. Prints the loss of every step, and
+the perplexity of held-out text before and after.
+
+    python examples/distill.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import pathlib
+
+import torch
+from dpo import BUNDLED, HERE, prepare_model
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearJSDLoss, Teacher
+
+
+def shallow_copy_of(teacher, layers):
+    """A model of so many of the teacher's layers, the first and the last among them."""
+    student = copy.deepcopy(teacher)
+    depth = len(teacher.model.layers)
+    kept = [round(i * (depth - 1) / (layers - 1)) for i in range(layers)]
+    student.model.layers = nn.ModuleList(student.model.layers[i] for i in kept)
+    for i, layer in enumerate(student.model.layers):
+        layer.self_attn.layer_idx = i
+    student.config.num_hidden_layers = layers
+    return student
+
+
+def hidden_states(model, rows, device):
+    """Hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
+    ids = pad_sequence(rows, batch_first=True).to(device)
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
+    # Padding is on the right, so that causal attention never looks at it.
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
+
+
+@torch.no_grad()
+def perplexity(model, rows, device):
+    """Of all tokens but each row's first."""
+    hidden, labels = hidden_states(model.eval(), rows, device)
+    loss = LigerFusedLinearCrossEntropyLoss(shift=True)(model.get_output_embeddings().weight, hidden, labels)
+    return loss.exp().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED)
+    parser.add_argument("--dataset", default=str(HERE / "data" / "preferences.jsonl"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--beta", type=float, default=0.5)
+    parser.add_argument("--hard", type=float, default=0.2, help="weight of cross-entropy; the divergence has the rest")
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--output", default="runs/distill")
+    args = parser.parse_args()
+    if args.layers < 2:
+        raise SystemExit("--layers: the first and the last layer are kept; give at least 2.")
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = prepare_model(args.model, pathlib.Path(args.output) / "start")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    teacher = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+    student = shallow_copy_of(teacher, args.layers).train()
+
+    pairs = [json.loads(line) for line in pathlib.Path(args.dataset).read_text(encoding="utf-8").splitlines()]
+    texts = [tokenizer.apply_chat_template([*pair["prompt"], *pair["chosen"]], tokenize=False) for pair in pairs]
+    rows = [torch.tensor(tokenizer(text).input_ids[: args.max_length]) for text in texts]
+    rows, held_out = rows[:-16], rows[-16:]
+    if args.batch_size > len(rows):
+        raise SystemExit(f"--batch-size: there are {len(rows)} texts to train on.")
+    print(f"teacher's perplexity of held-out text {perplexity(teacher, held_out, device):.1f}")
+    before = perplexity(student, held_out, device)
+    student.train()
+
+    loss_function = LigerFusedLinearJSDLoss(args.hard, 1 - args.hard, args.beta, shift=True)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate)
+    for step in range(args.steps):
+        start = step * args.batch_size % (len(rows) - args.batch_size + 1)
+        batch = rows[start : start + args.batch_size]
+        with torch.no_grad():
+            states, _ = hidden_states(teacher, batch, device)
+        hidden, labels = hidden_states(student, batch, device)
+        loss, metrics = loss_function(
+            student.get_output_embeddings().weight,
+            hidden,
+            labels,
+            Teacher(states, teacher.get_output_embeddings().weight),
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step + 1:3}  loss {loss.item():.4f}  divergence {metrics.soft_loss.item():.4f}", flush=True)
+
+    after = perplexity(student, held_out, device)
+    print(f"student's perplexity of held-out text: {before:.1f} before, {after:.1f} after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What was replaced in a model, by what, and what was left as it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece of a model.
+
+    Attributes:
+        path: the module's name in the model; for a function, that of its Python module.
+        class_name: the module's class, or the function's name.
+        replaced_by: what now computes it, or ``None`` where it was left as it is.
+        reason: why it was left, or what there is to know about the replacement.
+    """
+
+    path: str
+    class_name: str
+    replaced_by: str | None = None
+    reason: str = ""
+
+
+@dataclass
+class PatchReport:
+    """The pieces of a model that were considered. Prints as a table, layers of a kind in one line.
+
+    Attributes:
+        entries: one :class:`Entry` per piece, in the order of the model.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> list[Entry]:
+        """The pieces that a kernel computes now."""
+        return [entry for entry in self.entries if entry.replaced_by is not None]
+
+    @property
+    def left(self) -> list[Entry]:
+        """The pieces that stayed as they were, with the reason."""
+        return [entry for entry in self.entries if entry.replaced_by is None]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many pieces were replaced, per replacement; under ``left``, how many were not."""
+        counts = Counter(entry.replaced_by for entry in self.replaced if entry.replaced_by is not None)
+        return dict(counts) | ({"left": len(self.left)} if self.left else {})
+
+    def __str__(self) -> str:
+        groups = Counter(
+            (re.sub(r"\b\d+\b", "*", entry.path), entry.class_name, entry.replaced_by or "-", entry.reason)
+            for entry in self.entries
+        )
+        rows = [(path, kind, str(count), by, reason) for (path, kind, by, reason), count in groups.items()]
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        summary = f"{len(self.replaced)} of {len(self.entries)} pieces replaced" + (f": {counts}" if counts else "")
+        return "\n".join([*_table(("module", "class", "count", "replaced by", "reason"), rows), summary])
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    cells = [header, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,100 @@
+"""Replaces a module's forward by changing its class, which copies, pickles and state dicts survive."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Replacement(Protocol):
+    """What replaces a forward: hashable and picklable, as modules of a class share it and pickles carry it."""
+
+    def forward(self, original: type[nn.Module]) -> Callable[..., Any]:
+        """The new ``forward(self, ...)``; ``original`` is for the calls that only the original can do."""
+
+
+def swap(module: nn.Module, replacement: Replacement) -> None:
+    """Make a module compute its forward by ``replacement``, in place."""
+    module.__class__ = _subclass(type(module), replacement)
+
+
+def restore(module: nn.Module) -> None:
+    """Undo :func:`swap`; nothing where there is nothing to undo."""
+    original = getattr(type(module), "_liger_original", None)
+    if original is not None:
+        module.__class__ = original
+
+
+def replacement_of(module: nn.Module) -> Any:
+    """The replacement that a module was swapped for, or ``None``."""
+    return getattr(type(module), "_liger_replacement", None)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before :func:`swap`."""
+    return getattr(type(module), "_liger_original", type(module))
+
+
+def why_not_swap(module: nn.Module) -> str | None:
+    """Why a module's forward must be left alone, whatever it computes, or ``None``."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    ):
+        return "it has hooks"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it was compiled on its own; patch before compiling"
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}"
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            return f"its {name} is of {parameter.dtype}"
+    return None
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether all are tensors that kernels can read: not distributed ones, nor other subclasses."""
+    return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+
+
+@functools.lru_cache(maxsize=None)
+def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+    forward = functools.wraps(original.forward)(replacement.forward(original))
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        # The class exists only in memory: a pickle names the original one and the replacement.
+        reduced = super(subclass, self).__reduce_ex__(protocol)
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced  # a class with a way of its own
+        return _new, (original, replacement), *reduced[2:]
+
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    subclass: Any = type(original)(
+        original.__name__,
+        (original,),
+        {
+            **names,
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "_liger_original": original,
+            "_liger_replacement": replacement,
+        },
+    )
+    return subclass
+
+
+def _new(original: type[nn.Module], replacement: Replacement) -> nn.Module:
+    subclass = _subclass(original, replacement)
+    return subclass.__new__(subclass)

@@ -1,0 +1,637 @@
+"""Logits that are computed when their values are needed, and often never are.
+
+``lm_head(hidden_states)`` returns a :class:`LazyLogits`: a tensor of the right shape, dtype and device that holds the
+hidden states, the head and what was done to the logits since. Reshaping, slicing, casting, scaling and soft-capping
+are noted down; losses and reductions over the vocabulary are answered by the engine; anything else gets the true
+values, with one warning that names the operation and its caller.
+
+It has a true ``grad_fn``: code that never looks at the Python class, custom autograd functions and DDP among it, gets
+right gradients. V vocabulary size, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_losses.chunked.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.engine import linear_statistics
+from liger_losses.kernels.logit_transform import LogitTransform
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to get the values: ``hidden_states @ weight.T``, then what was done to it.
+
+    ``outer * (tanh or identity)(inner * (hidden_states @ weight.T + bias))``
+
+    Args:
+        hidden_states: ``[..., H]``; what changes rows alone was done to these.
+        weight: ``[V, H]``; slices of the vocabulary were taken of it.
+        bias: ``[V]``.
+        inner, outer, capped: as above.
+        steps: the operations themselves, for the values that the model would have had, rounding included.
+        autocast: dtype of the autocast that the head ran under, or ``None``.
+        normalized: whether a log-softmax follows.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    inner: float = 1.0
+    outer: float = 1.0
+    capped: bool = False
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    autocast: torch.dtype | None = None
+    normalized: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden_states, self.weight, self.bias
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Under the autocast of the head's forward: by now it may have ended."""
+        device = self.hidden_states.device.type
+        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+            yield
+
+    def values(self, *tensors: Tensor | None) -> Tensor:
+        """The logits as an ordinary tensor ``[..., V]``, differentiable."""
+        hidden_states, weight, bias = tensors or self.tensors
+        assert hidden_states is not None
+        assert weight is not None
+        with self.as_it_was():
+            logits = F.linear(hidden_states, weight, bias)
+            for step in self.steps:
+                logits = step(logits)
+        return logits.log_softmax(-1) if self.normalized else logits
+
+    def then(self, step: Callable[[Tensor], Tensor], **changes: Any) -> Recipe:
+        """With one more operation."""
+        return replace(self, steps=(*self.steps, step), **changes)
+
+    @property
+    def transform(self) -> LogitTransform | None:
+        """What the engine calls it; ``None`` for what it has no name for."""
+        if not self.capped:
+            return LogitTransform(logit_scale=self.inner * self.outer)
+        return LogitTransform(logit_scale=self.inner * self.outer, softcap=self.outer) if self.outer > 0 else None
+
+    def statistics(self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = ()) -> Any:
+        """Per-token statistics of the softmax, in the shape of ``labels``."""
+        assert self.transform is not None
+        with self.as_it_was():
+            return linear_statistics(
+                self.hidden_states,
+                self.weight,
+                labels,
+                names,
+                metrics=metrics,
+                bias=self.bias,
+                transform=self.transform,
+            )
+
+
+class _Make(torch.autograd.Function):
+    """The lazy tensor as an output of the tensors it comes from, with the gradient that its values would have."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recipe: Recipe, dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.recipe = recipe
+        ctx.save_for_backward(hidden_states, weight, bias)
+        return LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        tensors = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            values = ctx.recipe.values(*tensors)
+        given = [t for t in tensors if t is not None]
+        found = iter(torch.autograd.grad(values, given, true_values(gradient).to(values.dtype)))
+        return None, None, *(None if t is None else next(found) for t in tensors)
+
+
+class LazyLogits(Tensor):
+    """See the module. Make one with :func:`lazy_linear`."""
+
+    recipe: Recipe
+    #: The values, once an in-place operation has made them differ from the recipe's.
+    changed: Tensor | None
+
+    @staticmethod
+    def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
+        made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        made.changed = None
+        return made
+
+    @classmethod
+    def make(cls, recipe: Recipe, dtype: torch.dtype) -> LazyLogits:
+        """From a recipe; the dtype is what the model's own logits would have."""
+        # The recipe that backward keeps must not hold the graph of the tensors it gets anyhow.
+        lazy = _Make.apply(replace(recipe, **_detached(recipe)), dtype, *recipe.tensors)
+        lazy.recipe, lazy.changed = recipe, None
+        return lazy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__" or name in _METADATA:
+            owner = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name in _METADATA or owner not in _VALUES_AND_VIEWS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            name = owner
+        answer = ANSWERS.get(name)
+        first = args[0] if args else None
+        if answer is not None and isinstance(first, LazyLogits) and first.changed is None:
+            found = answer(first, *args[1:], **kwargs)
+            if found is not NotImplemented:
+                return found
+        if name.endswith("_") and not name.endswith("__") and isinstance(first, LazyLogits):
+            return _in_place(first, func, name, args, kwargs)
+        _warn(name)
+        args, kwargs = _materialised(args), _materialised(kwargs)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What did not come by :meth:`__torch_function__`: below autograd, which knows this tensor's gradient."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (lazy,) = args
+            made = cls._empty(lazy.shape, lazy.dtype, lazy.device)
+            made.recipe, made.changed = lazy.recipe, lazy.changed
+            return made
+        _warn(str(func))
+        with torch.no_grad():
+            return func(*_materialised(args), **_materialised(kwargs or {}))
+
+
+def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``, lazily.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``.
+
+    Returns:
+        :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give.
+    """
+    device = hidden_states.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast or hidden_states.dtype
+    mixed = hidden_states.dtype != weight.dtype and autocast is None
+    if mixed or hidden_states.dim() < 2 or hidden_states.shape[-1] != weight.shape[-1]:
+        return F.linear(hidden_states, weight, bias)  # with the errors that it has
+    return LazyLogits.make(Recipe(hidden_states, weight, bias, autocast=autocast), dtype)
+
+
+def true_values(tensor: Tensor) -> Tensor:
+    """An ordinary tensor: the values of a lazy one, and any other as it is."""
+    if not isinstance(tensor, LazyLogits):
+        return tensor
+    return tensor.recipe.values().to(tensor.dtype) if tensor.changed is None else tensor.changed
+
+
+# --- What leaves it lazy ---------------------------------------------------------------------------------------------
+
+
+def _detached(recipe: Recipe) -> dict[str, Any]:
+    names = ("hidden_states", "weight", "bias")
+    return {name: None if t is None else t.detach() for name, t in zip(names, recipe.tensors, strict=True)}
+
+
+def _on_rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """An operation on all dimensions but the last, done to the hidden states instead."""
+
+    def answer(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = function(lazy.recipe.hidden_states, *args, **kwargs)
+        return LazyLogits.make(replace(lazy.recipe, hidden_states=hidden_states), lazy.dtype)
+
+    return answer
+
+
+def _reshape(lazy: LazyLogits, *shape: Any, **named: Any) -> Any:
+    if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
+        return NotImplemented
+    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    columns = lazy.shape[-1]
+    if sizes[-1] == -1:
+        known = 1
+        for size in sizes[:-1]:
+            known *= size
+        sizes[-1] = lazy.numel() // known if known > 0 else -1
+    if sizes[-1] != columns or len(sizes) < 2:
+        return NotImplemented
+    return _on_rows(lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))(lazy)
+
+
+def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % lazy.dim() == lazy.dim() - 1:
+        return lazy if start_dim % lazy.dim() == lazy.dim() - 1 else NotImplemented
+    return _on_rows(lambda hidden: hidden.flatten(start_dim, end_dim % lazy.dim()))(lazy)
+
+
+def _getitem(lazy: LazyLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is True or part is False for part in parts):
+        return NotImplemented
+    taken = [
+        part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    ]
+    if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
+        where = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        before, after = parts[:where], parts[where + 1 :]
+    else:
+        before, after = parts, ()
+        if sum(taken) >= lazy.dim():
+            before, after = parts[:-1], parts[-1:]
+    columns = after[-1] if after else slice(None)
+    if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in after):
+        return NotImplemented
+    rows = (*before, Ellipsis, *after[:-1], slice(None)) if after else (*before, Ellipsis)
+    recipe = replace(lazy.recipe, hidden_states=lazy.recipe.hidden_states[rows])
+    if recipe.hidden_states.dim() < 1:
+        return NotImplemented
+    return _columns(recipe, columns, lazy.dtype)
+
+
+def _columns(recipe: Recipe, columns: slice, dtype: torch.dtype) -> Any:
+    """A slice of the vocabulary is a slice of the head; of log-probabilities it is one of the values."""
+    size = recipe.weight.shape[0]
+    if columns.indices(size) == (0, size, 1):
+        return LazyLogits.make(recipe, dtype)
+    if recipe.normalized:
+        return NotImplemented
+    bias = None if recipe.bias is None else recipe.bias[columns]
+    return LazyLogits.make(replace(recipe, weight=recipe.weight[columns], bias=bias), dtype)
+
+
+def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
+    index: list[Any] = [slice(None)] * lazy.dim()
+    index[dim] = slice(int(start), int(start) + int(length))
+    return _getitem(lazy, tuple(index))
+
+
+def _pieces(name: str) -> Callable[..., Any]:
+    def answer(lazy: LazyLogits, size: Any, dim: int = 0) -> Any:
+        if dim % lazy.dim() == lazy.dim() - 1:
+            return NotImplemented
+        hidden = getattr(lazy.recipe.hidden_states, name)(size, dim % lazy.dim())
+        return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype) for part in hidden)
+
+    return answer
+
+
+def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
+    if dim % lazy.dim() == lazy.dim() - 1 or lazy.dim() < 3:
+        return NotImplemented
+    parts = lazy.recipe.hidden_states.unbind(dim % lazy.dim())
+    return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype) for part in parts)
+
+
+def _on_row_dims(name: str) -> Callable[..., Any]:
+    """``transpose``, ``unsqueeze`` and their like, as long as the last dimension stays where it is."""
+
+    def answer(lazy: LazyLogits, *dims: Any) -> Any:
+        flat = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        if not all(isinstance(dim, int) for dim in flat):
+            return NotImplemented
+        count = lazy.dim() + (name == "unsqueeze")
+        places = [dim % count for dim in flat]
+        if name == "permute":
+            if places[-1] != count - 1:
+                return NotImplemented
+        elif count - 1 in places or (name == "squeeze" and not places):
+            return NotImplemented
+        return _on_rows(lambda hidden: getattr(hidden, name)(*places))(lazy)
+
+    return answer
+
+
+def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
+    if dim % lazy.dim() == lazy.dim() - 1:
+        return NotImplemented
+    return _on_rows(lambda hidden: hidden.index_select(dim % lazy.dim(), index))(lazy)
+
+
+def _as_it_is(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or set(kwargs) - {"memory_format"} else LazyLogits.make(lazy.recipe, lazy.dtype)
+
+
+def _detach(lazy: LazyLogits) -> Any:
+    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype)
+
+
+def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
+    if not dtype.is_floating_point:
+        return NotImplemented
+    if dtype == lazy.dtype:
+        return lazy
+    return LazyLogits.make(lazy.recipe.then(lambda logits: logits.to(dtype)), dtype)
+
+
+def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(
+            *args, **{k: v for k, v in kwargs.items() if k != "copy"}
+        )
+    except (TypeError, RuntimeError):
+        given = [arg for arg in args if isinstance(arg, torch.dtype)]
+        others = [arg for arg in args if isinstance(arg, Tensor)]
+        if others:
+            device, dtype, memory_format = others[0].device, others[0].dtype, None
+        elif given:
+            device, dtype, memory_format = None, given[0], None
+        else:
+            return NotImplemented
+    if memory_format is not None or (device is not None and device != lazy.device):
+        return NotImplemented
+    return lazy if dtype is None else _cast(lazy, dtype)
+
+
+def _scaled(lazy: LazyLogits, factor: Any, divide: bool, operation: Callable[..., Tensor]) -> Any:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor == 0 or lazy.recipe.normalized:
+        return NotImplemented
+    recipe, by = lazy.recipe, 1.0 / factor if divide else float(factor)
+    changes = {"outer": recipe.outer * by} if recipe.capped else {"inner": recipe.inner * by}
+    return LazyLogits.make(recipe.then(lambda logits: operation(logits, factor), **changes), lazy.dtype)
+
+
+def _mul(lazy: LazyLogits, other: Any) -> Any:
+    return _scaled(lazy, other, False, torch.mul)
+
+
+def _div(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _scaled(lazy, other, True, torch.div)
+
+
+def _tanh(lazy: LazyLogits) -> Any:
+    recipe = lazy.recipe
+    if recipe.capped or recipe.normalized or recipe.outer != 1.0:
+        return NotImplemented
+    return LazyLogits.make(recipe.then(torch.tanh, capped=True), lazy.dtype)
+
+
+def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    """A bias; or the product of another pair of matrices, as of an adapter: one product of both side by side."""
+    recipe = lazy.recipe
+    if kwargs or not isinstance(other, Tensor) or recipe.capped or recipe.normalized or recipe.steps:
+        return NotImplemented
+    if isinstance(other, LazyLogits):
+        mine, theirs = recipe, other.recipe
+        plain = not (theirs.capped or theirs.normalized) and other.changed is None and mine.autocast == theirs.autocast
+        if (
+            not plain
+            or lazy.shape != other.shape
+            or lazy.dtype != other.dtype
+            or mine.weight.dtype != theirs.weight.dtype
+        ):
+            return NotImplemented
+        biases = [part.bias * part.inner for part in (mine, theirs) if part.bias is not None]
+        hidden = [part.hidden_states * part.inner if part.inner != 1 else part.hidden_states for part in (mine, theirs)]
+        if hidden[0].dtype != hidden[1].dtype:
+            return NotImplemented
+        joined = replace(
+            mine,
+            hidden_states=torch.cat(hidden, -1),
+            weight=torch.cat([mine.weight, theirs.weight], 1),
+            bias=sum(biases[1:], biases[0]) if biases else None,
+            inner=1.0,
+        )
+        return LazyLogits.make(joined, lazy.dtype)
+    if other.shape != lazy.shape[-1:] or recipe.inner != 1.0:
+        return NotImplemented
+    bias = other if recipe.bias is None else recipe.bias + other
+    return LazyLogits.make(replace(recipe, bias=bias), torch.promote_types(lazy.dtype, other.dtype))
+
+
+def _log_softmax(
+    lazy: LazyLogits, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **kw: Any
+) -> Any:
+    if dim is None or dim % lazy.dim() != lazy.dim() - 1 or lazy.recipe.normalized or lazy.recipe.transform is None:
+        return NotImplemented
+    given = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
+    cast = lazy if given is None else _cast(lazy, given)
+    if cast is NotImplemented:
+        return NotImplemented
+    return LazyLogits.make(replace(cast.recipe, normalized=True), cast.dtype)
+
+
+# --- What the engine answers ----------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    lazy: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    recipe = lazy.recipe
+    given = (size_average, reduce) == (None, None) and isinstance(target, Tensor) and target.dtype == torch.int64
+    if not given or lazy.dim() != 2 or target.dim() != 1 or recipe.transform is None or recipe.normalized:
+        return NotImplemented
+    loss = LigerFusedLinearCrossEntropyLoss(
+        weight,
+        ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=recipe.transform.softcap,
+        logit_scale=recipe.transform.logit_scale,
+    )
+    with recipe.as_it_was():
+        found = loss(recipe.weight, recipe.hidden_states, target, recipe.bias)
+    return found.to(lazy.dtype) if lazy.dtype == torch.float64 else found
+
+
+def _nll_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    if not lazy.recipe.normalized:
+        return NotImplemented
+    plain = LazyLogits.make(replace(lazy.recipe, normalized=False), lazy.dtype)
+    return _cross_entropy(plain, target, weight, *args, **kwargs)
+
+
+def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
+    recipe = lazy.recipe
+    last = dim % lazy.dim() == lazy.dim() - 1
+    if kwargs or not last or index.shape[-1] != 1 or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
+        return NotImplemented
+    found = recipe.statistics(index[..., 0], ("logp",) if recipe.normalized else ("logp", "lse"))
+    values = found.logp if recipe.normalized else found.logp + found.lse
+    return values[..., None].to(lazy.dtype)
+
+
+def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    recipe = lazy.recipe
+    answerable = isinstance(dim, int) and not kwargs and not recipe.normalized and recipe.transform is not None
+    if not answerable or dim % lazy.dim() != lazy.dim() - 1:
+        return NotImplemented
+    found = recipe.statistics(_no_labels(lazy), ("lse",)).lse.to(lazy.dtype)
+    return found[..., None] if keepdim else found
+
+
+def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None or dim % lazy.dim() != lazy.dim() - 1 or lazy.recipe.transform is None:
+        return NotImplemented
+    with torch.no_grad():
+        found = lazy.recipe.statistics(_no_labels(lazy), (), ("argmax",)).argmax
+    return found[..., None] if keepdim else found
+
+
+def _no_labels(lazy: LazyLogits) -> Tensor:
+    return torch.zeros(lazy.shape[:-1], dtype=torch.int64, device=lazy.device)
+
+
+#: By name, as method, function and operator are called alike. What an answer does not cover it leaves to the values.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "__getitem__": _getitem,
+    "narrow": _narrow,
+    "split": _pieces("split"),
+    "chunk": _pieces("chunk"),
+    "unbind": _unbind,
+    "index_select": _index_select,
+    **{name: _on_row_dims(name) for name in ("transpose", "permute", "unsqueeze", "squeeze")},
+    "contiguous": _as_it_is,
+    "clone": _as_it_is,
+    "detach": _detach,
+    "float": partial(_cast, dtype=torch.float32),
+    "double": partial(_cast, dtype=torch.float64),
+    "half": partial(_cast, dtype=torch.float16),
+    "bfloat16": partial(_cast, dtype=torch.bfloat16),
+    "to": _to,
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__", "__div__"), _div),
+    "tanh": _tanh,
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    "log_softmax": _log_softmax,
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "gather": _gather,
+    "logsumexp": _logsumexp,
+    "argmax": _argmax,
+}
+
+#: What asks about the tensor and not about its values.
+_METADATA = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_same_size",
+        "has_names",
+        "register_hook",
+        "retain_grad",
+        "requires_grad_",
+        "__len__",
+        "__set__",
+        "__hash__",
+        "storage_offset",
+        "_is_view",
+        "is_inference",
+        "is_set_to",
+        "__repr__",
+        "__format__",
+        "is_sparse",
+        "is_pinned",
+        "dim_order",
+        "_has_symbolic_sizes_strides",
+        "is_tensor",
+        "is_conj",
+        "is_neg",
+        "resolve_conj",
+        "resolve_neg",
+        "__reduce_ex__",
+        "result_type",
+        "can_cast",
+    ]
+) - {"__reduce_ex__", "resolve_conj", "resolve_neg"}
+#: Properties that are more than metadata.
+_VALUES_AND_VIEWS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+
+
+def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Act on the values, which are the tensor's from now on."""
+    _warn(name)
+    values = true_values(lazy)
+    if lazy.changed is None:
+        values = values.clone()  # so that autograd's saved values stay as they are
+    func(values, *_materialised(args[1:]), **_materialised(kwargs))
+    lazy.changed = values
+    return values
+
+
+def _materialised(given: Any) -> Any:
+    if isinstance(given, LazyLogits):
+        return true_values(given)
+    if isinstance(given, (list, tuple)):
+        parts = [_materialised(part) for part in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    return {key: _materialised(value) for key, value in given.items()} if isinstance(given, dict) else given
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn(operation: str) -> None:
+    """Once for an operation and its caller, who is the first outside of torch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
+            break
+        frame = frame.f_back
+    where = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    if (operation, where) not in _WARNED:
+        _WARNED.add((operation, where))
+        warnings.warn(
+            f"{operation}, called in {where}, needs the values of logits that would not have been computed otherwise: "
+            "they are now, [tokens, vocab] of them. Losses from liger_losses do without.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

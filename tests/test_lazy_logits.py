@@ -1,0 +1,274 @@
+"""Lazy logits against the logits themselves: values, gradients, and when they are computed."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_losses.patching.head import LazyLinear, patch_head, unpatch_head
+from liger_losses.patching.lazy_logits import LazyLogits, lazy_linear, true_values
+
+B, T, H, V = 3, 5, 8, 13
+
+
+def problem(dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*size, generator=g, dtype=torch.float64).to(dtype) for size in ((B, T, H), (V, H), (V,))]
+    labels = torch.randint(V, (B, T), generator=g)
+    labels[0, 2] = -100
+    return *[t.requires_grad_() for t in tensors], labels
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, V), labels[..., 1:].reshape(-1))
+
+
+def chosen(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).sum()
+
+
+#: What losses do with logits, none of which needs their values.
+LAZY = {
+    "cross entropy": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
+    "shifted": shifted,
+    "options": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), torch.arange(1.0, V + 1).to(z.dtype), reduction="sum", label_smoothing=0.1
+    ),
+    "module": lambda z, y: nn.CrossEntropyLoss(reduction="none")(z.reshape(-1, V), y.reshape(-1)).square().sum(),
+    "nll": lambda z, y: F.nll_loss(F.log_softmax(z, dim=-1).view(-1, V), y.view(-1)),
+    "gather": chosen,
+    "logits at labels": lambda z, y: torch.gather(z, -1, y.clamp(min=0)[..., None]).sum(),
+    "logsumexp": lambda z, y: torch.logsumexp(z, dim=-1).square().sum() + z.logsumexp(-1, keepdim=True).sum(),
+    "row by row": lambda z, y: sum(torch.logsumexp(row, dim=-1).square().sum() for row in z),
+    "scaled": lambda z, y: shifted(z * 0.3 / 1.7, y),
+    "soft-capped": lambda z, y: shifted(torch.tanh(z / 3.0) * 3.0, y) + chosen(2.0 * (z * 0.5).tanh(), y),
+    "biased": lambda z, y: chosen(z + torch.arange(V).to(z.dtype), y),
+    "cast": lambda z, y: shifted(z.float().double().to(torch.float32).to("cpu"), y),
+    "vocabulary sliced": lambda z, y: z[..., :7].logsumexp(-1).sum() + z.narrow(-1, 2, 5).logsumexp(-1).sum(),
+    "tokens chosen": lambda z, y: F.cross_entropy(z[y != -100], y[y != -100]) + z[:, -2:].logsumexp(-1).sum(),
+    "moved": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
+    "split": lambda z, y: sum(chosen(a, b) for a, b in zip(z.split(2), y.split(2), strict=True)),
+    "indexed": lambda z, y: chosen(z.index_select(1, torch.tensor([3, 1])), y[:, [3, 1]]) + chosen(z[1], y[1]),
+    "two products": lambda z, y: chosen(z + z, y) if not isinstance(z, LazyLogits) else chosen(z + z.clone(), y),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", LAZY)
+def test_losses_never_need_the_values(name, bias):
+    hidden, weight, b, labels = problem()
+    leaves = (hidden, weight, b) if bias else (hidden, weight)
+    results = []
+    for linear in (F.linear, lazy_linear):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = LAZY[name](linear(*leaves), labels)
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "cast" else {"rtol": 1e-9, "atol": 1e-10}
+    for a, c in zip(*results, strict=True):
+        torch.testing.assert_close(c, a, check_dtype=False, **tolerance)
+
+
+class Square(torch.autograd.Function):
+    """Code that never looks at a tensor's class."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        (logits,) = ctx.saved_tensors
+        return 2 * g * logits
+
+
+#: What needs them.
+EAGER = {
+    "softmax": lambda z, y: z.softmax(-1).square().sum(),
+    "custom function": lambda z, y: Square.apply(z),
+    "in place": lambda z, y: z.mul_(2.0).exp().sum(),
+    "in place, then lazily": lambda z, y: chosen(z.div_(2.0), y),
+    "cat": lambda z, y: torch.cat([z, z]).sin().sum(),
+    "one column": lambda z, y: z[..., 3].square().sum(),
+    "max": lambda z, y: z.max(-1).values.sum(),
+    "several columns": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None].expand(-1, -1, 2)).sum(),
+    "soft labels": lambda z, y: F.cross_entropy(z.view(-1, V), z.detach().view(-1, V).softmax(-1)),
+    "classes in the middle": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "softmax of other dimensions": lambda z, y: z.log_softmax(1).sum() + z.logsumexp((0, 2)).sum(),
+    "negative scale": lambda z, y: (z * -1.0).tanh().mul(-2.0).logsumexp(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_needs_the_values_gets_them(name):
+    hidden, weight, bias, labels = problem()
+    results = []
+    for linear in (F.linear, lazy_linear):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Not a leaf's view: in-place operations are allowed on it.
+            loss = EAGER[name](linear(hidden, weight, bias), labels)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+def test_it_says_once_who_needs_them():
+    hidden, weight, bias, _ = problem()
+
+    def use():
+        lazy_linear(hidden, weight, bias).sigmoid()
+
+    with pytest.warns(RuntimeWarning, match=r"sigmoid, called in tests\.test_lazy_logits:\d+, needs the values"):
+        use()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use()
+
+
+def test_it_looks_like_logits():
+    hidden, weight, bias, _ = problem(torch.bfloat16)
+    lazy = lazy_linear(hidden, weight, bias)
+    assert isinstance(lazy, LazyLogits)
+    assert lazy.shape == (B, T, V)
+    assert (lazy.dtype, lazy.device, lazy.dim(), len(lazy), lazy.numel()) == (
+        torch.bfloat16,
+        hidden.device,
+        3,
+        B,
+        B * T * V,
+    )
+    assert lazy.requires_grad
+    assert lazy.grad_fn is not None
+    assert "LazyLogits" in repr(lazy)
+    assert not lazy.detach().requires_grad
+    assert lazy.argmax(-1).equal((hidden.float() @ weight.float().T + bias.float()).argmax(-1))
+    with torch.autocast("cpu", torch.bfloat16):
+        under = lazy_linear(hidden.float(), weight.float(), bias.float())
+    assert under.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        lazy_linear(hidden, weight.float())
+
+
+def test_autocast_is_the_heads():
+    """Logits that outlive the autocast they were made under are of its dtype all the same."""
+    hidden, weight, bias, labels = problem(torch.float32)
+    results = []
+    for linear in (F.linear, lazy_linear):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = linear(hidden, weight, bias)
+        loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=3e-2, atol=3e-2)
+    assert true_values(logits).dtype == torch.bfloat16
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(H, H), head
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, x):
+        return self.lm_head(self.body(x))
+
+
+def test_patch_head_and_back():
+    model, x = Model(nn.Linear(H, V)), torch.randn(B, T, H)
+    before = model(x)
+    (change,) = patch_head(model)
+    assert (change.path, change.replaced_by) == ("lm_head", "LazyLinear")
+    assert patch_head(model) == []
+    assert isinstance(model(x), LazyLogits)
+    assert list(model.state_dict()) == ["body.weight", "body.bias", "lm_head.weight", "lm_head.bias"]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.lm_head.weight.add_(1.0)
+        assert not torch.equal(true_values(other(x)), before)
+        assert torch.equal(true_values(model(x)), before)
+    with torch.no_grad():
+        assert type(model(x)) is torch.Tensor
+    model.eval()
+    with torch.inference_mode():
+        assert type(model(x)) is torch.Tensor
+    assert unpatch_head(model) == 1
+    assert type(model.lm_head) is nn.Linear
+    assert torch.equal(model(x), before)
+
+
+def test_heads_that_are_left_alone():
+    class Other(nn.Linear):
+        pass
+
+    hooked = nn.Linear(H, V)
+    hooked.register_forward_hook(lambda *arguments: None)
+    replaced = nn.Linear(H, V)
+    replaced.forward = lambda x: x
+    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
+    for head, reason in (
+        (Other(H, V), "not torch.nn.Linear"),
+        (hooked, "hooks"),
+        (replaced, "replaced on the instance"),
+        (weighted, "not torch.nn.Linear"),
+        (None, "no output embedding"),
+    ):
+        (change,) = patch_head(Model(head))
+        assert change.replaced_by is None
+        assert reason in change.reason
+    (change,) = patch_head(Model(nn.Linear(H, V)), lambda module, path: path != "lm_head")
+    assert change.reason == "filter_fn"
+
+
+class Adapted(nn.Module):
+    """A head with a low-rank adapter, as PEFT builds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = nn.Linear(H, V), nn.Linear(H, 2, False), nn.Linear(2, V, False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 0.5
+
+
+def test_adapters_on_the_head():
+    torch.manual_seed(0)
+    model, x, labels = Model(Adapted()).double(), torch.randn(B, T, H).double(), torch.randint(V, (B * T,))
+    results = []
+    for patched in (False, True):
+        if patched:
+            assert [c.path for c in patch_head(model)] == ["lm_head.base_layer", "lm_head.lora_B"]
+            assert type(model.lm_head.lora_A) is nn.Linear
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            F.cross_entropy(model(x).view(-1, V), labels).backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_compiled_models():
+    model = Model(nn.Linear(H, V))
+    x, labels = torch.randn(B, T, H), torch.randint(V, (B * T,))
+
+    def step(module):
+        return F.cross_entropy(module(x).float().view(-1, V), labels)
+
+    expected = torch.autograd.grad(step(model), model.parameters())
+    patch_head(model)
+    for compiled in (torch.compile(model, backend="eager"), model):
+        for a, b in zip(expected, torch.autograd.grad(step(compiled), model.parameters()), strict=True):
+            torch.testing.assert_close(b, a)
+    assert isinstance(LazyLinear(H, V)(x), LazyLogits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -59,6 +60,56 @@ def choose_backend(tensor: torch.Tensor, backend: str | None = None) -> str:
             return "triton"
         warn_once("triton is not installed: the slower torch kernels run on the GPU. Install triton to mend this.")
     return "torch"
+
+
+#: What elementwise and row-wise kernels serve; all of them compute in fp32.
+HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def choose_floating_backend(
+    backend: str | None, tensors: tuple[torch.Tensor | None, ...], obstacle: str | None = None
+) -> str:
+    """``triton`` for half and single precision on a GPU, else ``torch``; an explicit choice decides first.
+
+    Args:
+        backend: the caller's choice, or None; then the environment variable's.
+        tensors: all floating-point inputs; None stands for one that was left out.
+        obstacle: why Triton cannot serve this call for another reason, or None.
+
+    Raises:
+        ValueError: an unknown name, or ``triton`` for tensors or a machine that it cannot serve.
+    """
+    asked = backend or os.environ.get(BACKEND_VARIABLE)
+    if asked is not None and asked not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {asked!r} ({BACKEND_VARIABLE} or backend=)."
+        )
+    if asked == "torch" or (asked is None and not (tensors[0] is not None and tensors[0].is_cuda)):
+        return "torch"
+    if triton is None:
+        obstacle = "triton is not installed"
+    for tensor in tensors:
+        if tensor is not None:
+            if tensor.dtype not in HALF_AND_SINGLE:
+                obstacle = f"it computes in fp32, and one of the tensors is {tensor.dtype}"
+            elif not (tensor.is_cuda or INTERPRETED):
+                obstacle = f"it needs a GPU, and one of the tensors is on {tensor.device}"
+    if obstacle is None:
+        return "triton"
+    if asked == "triton":
+        raise ValueError(f"backend='triton' cannot serve this call: {obstacle}; leave the backend out, or use 'torch'.")
+    warn_once(f"A slower torch kernel runs instead of a Triton kernel: {obstacle}.")
+    return "torch"
+
+
+_NOTHING = nullcontext()
+
+
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's, in the forward of a model over several GPUs."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _NOTHING
 
 
 @cache

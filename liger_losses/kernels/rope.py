@@ -1,0 +1,335 @@
+"""Rotary position embedding of queries and keys, in one launch.
+
+B sequences, T tokens, Hq and Hk heads, D head size, R <= D rotated dimensions. Backward is another rotation: it needs
+cos and sin, and neither q nor k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels.rows import power_of_two
+
+#: Elements of a tile (heads by half of the dimensions), and warps.
+_TILE, _WARPS = 2048, 4
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    unsqueeze_dim: int = 1,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x cos + rotate(x) sin`` of the first R dimensions of each head; the others pass through.
+
+    ``rotate`` turns the halves ``(x1, x2)`` into ``(-x2, x1)``; with ``interleaved``, it does so with each pair
+    ``(x[2i], x[2i+1])``. cos and sin have the full width R in the order of x (halves or pairs holding the same angle
+    twice, as a rule; nothing relies on it).
+
+    Args:
+        q: ``[B, Hq, T, D]``, or ``[B, T, Hq, D]`` with ``unsqueeze_dim=2``; any strides.
+        k: likewise with Hk heads.
+        cos, sin: ``[B, T, R]``, ``[1, T, R]`` or ``[T, R]``, R even.
+        interleaved: pairs instead of halves, as in GPT-J and Cohere.
+        unsqueeze_dim: where the heads are, 1 or 2.
+        backend: ``torch`` or ``triton``; chosen from the tensors by default.
+
+    Returns:
+        ``(q, k)`` rotated, new tensors in the dtype that each promotes to with cos and sin. Triton computes in fp32
+        and rounds once.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot serve the tensors.
+
+    Source: Su et al., arXiv:2104.09864.
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim says where the heads are, 1 or 2, got {unsqueeze_dim}.")
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q and k must have 4 dimensions, got shapes {tuple(q.shape)} and {tuple(k.shape)}.")
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    tokens, rotated = q.shape[3 - unsqueeze_dim], cos.shape[-1]
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, q.shape[0]) or cos.shape[1] != tokens:
+        raise ValueError(
+            f"cos and sin must be [{q.shape[0]} or 1, {tokens}, R] or [{tokens}, R], "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+    if rotated % 2 or rotated > q.shape[-1]:
+        raise ValueError(f"cos must have an even width of at most {q.shape[-1]}, the head size, got {rotated}.")
+    if k.shape[0] != q.shape[0] or k.shape[3 - unsqueeze_dim] != tokens or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
+        )
+    on_triton = choose_floating_backend(backend, (q, k, cos, sin)) == "triton"
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        if on_triton:
+            warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
+        return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore[return-value]
+    return _Rope.apply(q, k, cos, sin, interleaved, unsqueeze_dim, on_triton)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        unsqueeze_dim: int,
+        on_triton: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.options = interleaved, unsqueeze_dim, on_triton
+        ctx.dtypes = q.dtype, k.dtype
+        with device_of(q):
+            if on_triton:
+                dtypes = tuple(torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k))
+                return _rotate_triton(q, k, cos, sin, dtypes, interleaved, unsqueeze_dim, inverse=False)
+            return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, unsqueeze_dim, on_triton = ctx.options
+        if on_triton:
+            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, interleaved, unsqueeze_dim, inverse=True)
+        else:
+            grads = tuple(  # type: ignore[assignment]
+                _rotate_torch(grad, cos, sin, interleaved, unsqueeze_dim, inverse=True).to(dtype)
+                for grad, dtype in zip((grad_q, grad_k), ctx.dtypes, strict=True)
+            )
+        return *grads, None, None, None, None, None
+
+
+def _turn(x: Tensor, interleaved: bool) -> Tensor:
+    """``(x1, x2)`` to ``(-x2, x1)``."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def _rotate_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, inverse: bool = False
+) -> Tensor:
+    """The reference: transformers' formula, or its transpose."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    turned = -_turn(rotated * sin, interleaved) if inverse else _turn(rotated, interleaved) * sin
+    rotated = rotated * cos + turned
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+
+
+def _rotate_triton(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    interleaved: bool,
+    unsqueeze_dim: int,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    # The layout of the inputs where they have no gaps: attention reads what it would have read.
+    q_out, k_out = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    heads, token = unsqueeze_dim, 3 - unsqueeze_dim
+    sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
+    half = power_of_two(rotated // 2)
+    if sequences * tokens * size:
+        _rotate_kernel[(sequences * tokens,)](
+            q,
+            q.stride(0),
+            q.stride(token),
+            q.stride(heads),
+            q_out,
+            q_out.stride(0),
+            q_out.stride(token),
+            q_out.stride(heads),
+            k,
+            k.stride(0),
+            k.stride(token),
+            k.stride(heads),
+            k_out,
+            k_out.stride(0),
+            k_out.stride(token),
+            k_out.stride(heads),
+            cos,
+            cos.stride(0) if cos.shape[0] > 1 else 0,
+            cos.stride(1),
+            sin,
+            sin.stride(0) if sin.shape[0] > 1 else 0,
+            sin.stride(1),
+            tokens,
+            q.shape[heads],
+            k.shape[heads],
+            rotated,
+            size - rotated,
+            interleaved,
+            inverse,
+            min(power_of_two(max(q.shape[heads], k.shape[heads])), max(1, _TILE // half)),
+            half,
+            power_of_two(size - rotated),
+            num_warps=_WARPS,
+        )
+    return q_out, k_out
+
+
+@jit
+def _rotate_heads(
+    x,
+    head_stride,
+    out,
+    out_head_stride,
+    heads,
+    cos_1,
+    cos_2,
+    sin_1,
+    sin_2,
+    rotated,
+    rest,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """All heads of one token."""
+    middle = rotated // 2
+    for first in range(0, heads, HEADS):
+        h = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        if INTERLEAVED:
+            d = tl.arange(0, 2 * HALF)[None, :]
+            inside = (h < heads) & (d < rotated)
+            both = tl.load(x + h * head_stride + d, mask=inside, other=0.0).to(tl.float32)
+            x_1, x_2 = tl.split(tl.reshape(both, (HEADS, HALF, 2)))
+        else:
+            d = tl.arange(0, HALF)[None, :]
+            inside = (h < heads) & (d < middle)
+            x_1 = tl.load(x + h * head_stride + d, mask=inside, other=0.0).to(tl.float32)
+            x_2 = tl.load(x + h * head_stride + middle + d, mask=inside, other=0.0).to(tl.float32)
+        y_1 = x_1 * cos_1 + x_2 * sin_1
+        y_2 = x_2 * cos_2 + x_1 * sin_2
+        y_1 = y_1.to(out.dtype.element_ty)
+        y_2 = y_2.to(out.dtype.element_ty)
+        if INTERLEAVED:
+            both_out = tl.reshape(tl.join(y_1, y_2), (HEADS, 2 * HALF))
+            tl.store(out + h * out_head_stride + d, both_out, mask=inside)
+        else:
+            tl.store(out + h * out_head_stride + d, y_1, mask=inside)
+            tl.store(out + h * out_head_stride + middle + d, y_2, mask=inside)
+        if rest > 0:
+            e = tl.arange(0, REST)[None, :]
+            left = (h < heads) & (e < rest)
+            passed = tl.load(x + h * head_stride + rotated + e, mask=left, other=0.0)
+            tl.store(out + h * out_head_stride + rotated + e, passed.to(out.dtype.element_ty), mask=left)
+
+
+@jit
+def _rotate_kernel(
+    q,
+    q_sequence,
+    q_token,
+    q_head,
+    q_out,
+    q_out_sequence,
+    q_out_token,
+    q_out_head,
+    k,
+    k_sequence,
+    k_token,
+    k_head,
+    k_out,
+    k_out_sequence,
+    k_out_token,
+    k_out_head,
+    cos,
+    cos_sequence,
+    cos_token,
+    sin,
+    sin_sequence,
+    sin_token,
+    tokens,
+    q_heads,
+    k_heads,
+    rotated,
+    rest,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """One program per token: its angles are read once for all heads of q and k.
+
+    Strides are named after what they step over.
+    """
+    sequence = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    cos += sequence * cos_sequence + token * cos_token
+    sin += sequence * sin_sequence + token * sin_token
+    i = tl.arange(0, HALF)
+    inside = i < rotated // 2
+    if INTERLEAVED:
+        at_1 = 2 * i
+        at_2 = 2 * i + 1
+    else:
+        at_1 = i
+        at_2 = i + rotated // 2
+    cos_1 = tl.load(cos + at_1, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos + at_2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin + at_1, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin + at_2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    # What each member is given of the other: the transpose of [[c1, -s1], [s2, c2]] is [[c1, s2], [-s1, c2]].
+    if INVERSE:
+        of_2 = sin_2
+        of_1 = -sin_1
+    else:
+        of_2 = -sin_1
+        of_1 = sin_2
+    _rotate_heads(
+        q + sequence * q_sequence + token * q_token,
+        q_head,
+        q_out + sequence * q_out_sequence + token * q_out_token,
+        q_out_head,
+        q_heads,
+        cos_1,
+        cos_2,
+        of_2,
+        of_1,
+        rotated,
+        rest,
+        INTERLEAVED,
+        HEADS,
+        HALF,
+        REST,
+    )
+    _rotate_heads(
+        k + sequence * k_sequence + token * k_token,
+        k_head,
+        k_out + sequence * k_out_sequence + token * k_out_token,
+        k_out_head,
+        k_heads,
+        cos_1,
+        cos_2,
+        of_2,
+        of_1,
+        rotated,
+        rest,
+        INTERLEAVED,
+        HEADS,
+        HALF,
+        REST,
+    )

@@ -209,7 +209,7 @@ def test_heads_that_are_left_alone():
         pass
 
     hooked = nn.Linear(H, V)
-    hooked.register_forward_hook(lambda *arguments: None)
+    hooked.register_full_backward_hook(lambda *arguments: None)
     replaced = nn.Linear(H, V)
     replaced.forward = lambda x: x
     weighted = nn.utils.parametrizations.weight_norm(nn.Linear(H, V))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_tensor
+from liger_losses.chunked.checks import check_names, check_tensor
 from liger_losses.chunked.engine import EngineOptions, _prepare, _run, _TokenLoss
 from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
 from liger_losses.chunked.head import Projection
@@ -92,6 +92,7 @@ def linear_divergence_loss(
     divergence: Divergence,
     weights: Mapping[str, Tensor],
     *,
+    metrics: tuple[str, ...] = (),
     temperature: float = 1.0,
     bias: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
@@ -101,6 +102,7 @@ def linear_divergence_loss(
 
     Args:
         weights: ``[...]`` in the labels' shape, of ``divergence`` and, if it is there, of ``logp``; constants.
+        metrics: ``("entropy",)`` to be given the student's, at the temperature, as well.
         hidden_states, weight, labels, teacher, divergence, temperature, bias, transform, options: as in
             :func:`linear_divergence`.
 
@@ -111,6 +113,7 @@ def linear_divergence_loss(
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
     check_tensor("labels", labels)
+    check_names(metrics, ("entropy",), "metric")
     for name, value in weights.items():
         check_tensor(f"the weight of {name}", value)
         if value.shape != labels.shape:
@@ -121,6 +124,7 @@ def linear_divergence_loss(
     job, hidden = _divergence_job(
         hidden_states, weight, labels, teacher, divergence, tuple(weights), temperature, bias, transform, options, True
     )
+    job = replace(job, metrics=metrics)
     known = {
         name: job.tokens.masked(job.tokens.gather([value.detach().reshape(-1)], 0, job.tokens.count)).to(
             job.logits_dtype
@@ -130,7 +134,8 @@ def linear_divergence_loss(
     if job.strategy == "one_pass":
         job = replace(job, token_inputs=known)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, *hidden)
-        return loss, Statistics(**{n: job.tokens.split(v)[0] for n, v in zip(job.statistics, outputs, strict=True)})
+        named = zip(job.statistics + job.metrics, outputs, strict=True)
+        return loss, Statistics(**{name: job.tokens.split(value)[0] for name, value in named})
     values = _run(job, weight, bias, hidden)
     kept = {name: job.tokens.gather([value], 0, job.tokens.count) for name, value in values.items()}
     loss = sum((known[name] * kept[name] for name in known), known["divergence"].new_zeros(())).sum()
@@ -369,6 +374,8 @@ class _DivergenceStream(Stream):
             )
             hard_lse.copy_(hard["lse"])
             found["logp"].copy_(hard["logp"])
+        if "entropy" in found:
+            self._statistics_into({"entropy": found["entropy"]}, student, labels, self.soft, self.bias)
         teacher_lse = torch.empty_like(lse)
         self._teacher_into(teacher, teacher_lse, at, labels)
         coefficients = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -11,12 +13,31 @@ from torch.nn.utils import parametrize
 
 from liger_losses.patching.lazy_logits import lazy_linear
 
+_LAZILY = ContextVar("lazily", default=False)
+
+
+@contextlib.contextmanager
+def lazily() -> Iterator[None]:
+    """Heads are lazy in this block, with or without gradients."""
+    token = _LAZILY.set(True)
+    try:
+        yield
+    finally:
+        _LAZILY.reset(token)
+
+
+class ReducedLinear(nn.Linear):
+    """``nn.Linear`` whose output is lazy under :func:`lazily`, by those who reduce it before it is seen."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _lazily(input, self.weight, self.bias) if _LAZILY.get() else super().forward(input)
+
 
 class LazyLinear(nn.Linear):
     """``nn.Linear`` whose output is computed when its values are needed; at once in evaluation without gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
+        if not (_LAZILY.get() or (torch.is_grad_enabled() and (self.training or input.requires_grad))):
             return super().forward(input)
         return _lazily(input, self.weight, self.bias)
 
@@ -33,10 +54,11 @@ def why_not(module: nn.Module) -> str | None:
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
-    if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
+    sharded = hasattr(module.weight, "full_tensor")  # gathered by the time it is used
+    if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        return "it has hooks"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     return None
@@ -49,6 +71,20 @@ class Change(NamedTuple):
     module: nn.Module
     replaced_by: str | None
     reason: str = ""
+
+
+def head_layers(model: nn.Module) -> list[nn.Module]:
+    """The output embedding; under an adapter, the linear layers in it that are as wide as the vocabulary."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
+    if not isinstance(head, nn.Module):
+        return []
+    if isinstance(head, nn.Linear):
+        return [head]
+    weight = getattr(head, "weight", None)
+    width = weight.shape[0] if isinstance(weight, Tensor) else None
+    inner = [m for m in head.modules() if isinstance(m, nn.Linear) and m.out_features == (width or m.out_features)]
+    return [*inner] or [head]
 
 
 def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[Change]:
@@ -64,16 +100,12 @@ def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | N
     Returns:
         What was done, or why nothing was.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    head = None if find is None else find()
-    if not isinstance(head, nn.Module):
+    layers = head_layers(model)
+    if not layers:
         return [Change("", model, None, "the model has no output embedding (get_output_embeddings() gives none)")]
     names = {id(module): name for name, module in model.named_modules()}
-    weight = getattr(head, "weight", None)
-    inner = [head] if type(head) in (nn.Linear, LazyLinear) else [m for m in head.modules() if type(m) is nn.Linear]
-    wide = [m for m in inner if not isinstance(weight, Tensor) or m.out_features == weight.shape[0]]
     found = []
-    for module in wide or [head]:
+    for module in layers:
         path = names.get(id(module), "")
         if type(module) is LazyLinear:
             continue

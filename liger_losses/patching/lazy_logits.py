@@ -85,6 +85,10 @@ class Recipe:
         """With one more operation."""
         return replace(self, steps=(*self.steps, step), **changes)
 
+    def rows(self, index: Any) -> Recipe:
+        """Of some positions of each sequence."""
+        return replace(self, hidden_states=self.hidden_states[:, index])
+
     @property
     def transform(self) -> LogitTransform | None:
         """What the engine calls it; ``None`` for what it has no name for."""
@@ -150,7 +154,7 @@ class LazyLogits(Tensor):
         lazy.recipe, lazy.changed = recipe, None
         return lazy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod

@@ -1,0 +1,320 @@
+"""TRL's trainers, plain and enabled: the same losses, gradients and metrics, and no logits in training."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.test_examples import tiny_model
+
+trl = pytest.importorskip("trl", reason="TRL is not installed")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+from liger_losses.trl import disable, enable, enabled  # noqa: E402
+from liger_losses.trl.seams import SEAMS  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def always_disabled():
+    yield
+    disable()
+
+
+class NoLogits(TorchDispatchMode):
+    """Fails where logits of sequences are made, [batch, length, vocab]; the engine's blocks of tokens have no batch."""
+
+    def __init__(self, vocab):
+        self.vocab = vocab
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1] > 1:  # generation makes 1
+                assert tensor.shape[-1] != self.vocab, f"{func} made {tuple(tensor.shape)}"
+        return out
+
+
+def settings(config, output, **options):
+    common = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return config(output_dir=str(output), **{**common, **options})
+
+
+def lora(*targets):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def mixture(output, model, tokenizer, text, **options):
+    """SFT of a mixture of experts, with its auxiliary loss."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )
+    return sft(output, MixtralForCausalLM(config), tokenizer, text, **options)
+
+
+def sft(output, model, tokenizer, text, **options):
+    rows = datasets.Dataset.from_list([{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)])
+    adapter = options.pop("adapter", None)
+    return trl.SFTTrainer(
+        model,
+        settings(trl.SFTConfig, output, **options),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        **({"peft_config": lora(*adapter)} if adapter else {}),
+    )
+
+
+def dpo(output, model, tokenizer, text, **options):
+    rows = [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
+    adapter = options.pop("adapter", None)
+    return trl.DPOTrainer(
+        model,
+        None if adapter else copy.deepcopy(model),
+        args=settings(trl.DPOConfig, output, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **({"peft_config": lora(*adapter)} if adapter else {}),
+    )
+
+
+def kto(output, model, tokenizer, text, **options):
+    rows = [{"prompt": text(3), "completion": text(2 + i % 5), "label": i % 2 == 0} for i in range(16)]
+    return trl.KTOTrainer(
+        model,
+        copy.deepcopy(model),
+        args=settings(trl.KTOConfig, output, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def reward(completions, **kwargs):
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def online(trainer, config):
+    def build(output, model, tokenizer, text, **options):
+        rows = datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)])
+        given = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, **options}
+        tokenizer.padding_side = "left"
+        model.save_pretrained(output / "model")  # the reference is loaded from where the model came from
+        return trainer(
+            type(model).from_pretrained(output / "model"),
+            reward_funcs=reward,
+            args=settings(config, output, **given),
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
+
+    return build
+
+
+def distillation(output, model, tokenizer, text, **options):
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    tokenizer.padding_side = "left"
+    return trl.DistillationTrainer(
+        model=model,
+        teacher_model=teacher,
+        args=settings(trl.DistillationConfig, output, max_completion_length=6, **options),
+        train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
+        processing_class=tokenizer,
+    )
+
+
+CASES = {
+    "SFT": (sft, {}),
+    "SFT, dft": (sft, {"loss_type": "dft"}),
+    "SFT, accumulated": (sft, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    "SFT, checkpointing": (sft, {"gradient_checkpointing": True}),
+    "SFT, packed": (sft, {"packing": True, "max_length": 16, "padding_free": False}),
+    "SFT, bf16": (sft, {"bf16": True}),
+    "SFT, LoRA": (sft, {"adapter": ("q_proj", "v_proj")}),
+    "SFT, experts": (mixture, {}),
+    "DPO": (dpo, {}),
+    "DPO, LoRA": (dpo, {"adapter": ("q_proj", "v_proj")}),
+    "DPO, several losses": (dpo, {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
+    "DPO, WPO": (dpo, {"use_weighting": True, "precompute_ref_log_probs": True}),
+    "DPO, length-desensitised": (dpo, {"ld_alpha": 0.4}),
+    "KTO": (kto, {}),
+    "GRPO": (online(trl.GRPOTrainer, trl.GRPOConfig), {}),
+    "GRPO, sequences": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
+    ),
+    "distillation": (distillation, {}),
+    "distillation, JSD": (distillation, {"beta": 0.5, "temperature": 1.3}),
+    "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), {}),
+}
+
+
+def train(build, output, on, **options):
+    """The logged numbers of each step, and the trained parameters."""
+    model, tokenizer, text = tiny_model()
+    torch.manual_seed(0)
+    if on:
+        enable()
+    trainer = build(output, model, tokenizer, text, **options)
+    if on:
+        step = trainer.training_step
+
+        def watched(model, inputs, *arguments):
+            with NoLogits(tokenizer.vocab_size):
+                return step(model, inputs, *arguments)
+
+        trainer.training_step = watched
+    torch.manual_seed(1)
+    trainer.train()
+    disable()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+#: What depends on the clock.
+_TIMES = ("time", "per_second", "runtime", "epoch")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
+    build, options = CASES[name]
+    plain, expected = train(build, tmp_path / "plain", False, **options)
+    ours, found = train(build, tmp_path / "ours", True, **options)
+    assert len(plain) == len(ours) == STEPS
+    assert all(row["grad_norm"] > 0 for row in plain)
+    for a, b in zip(plain, ours, strict=True):
+        assert set(a) == set(b)
+        for key, value in a.items():
+            if isinstance(value, float) and not any(word in key for word in _TIMES) and not math.isnan(value):
+                tolerance = {"rel": 0.05, "abs": 0.02} if "bf16" in name else {"rel": 2e-3, "abs": 2e-4}
+                assert b[key] == pytest.approx(value, **tolerance), key
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if "bf16" in name else 2e-3, msg=key)
+
+
+def test_enable_and_disable():
+    import trl.trainer.sft_trainer as module
+
+    original = module.add_fused_lm_head
+    with enabled():
+        assert module.add_fused_lm_head is not original
+        enable()  # again: nothing happens
+        with enabled():
+            pass
+        assert module.add_fused_lm_head is not original
+    assert module.add_fused_lm_head is original
+
+
+def test_another_trl_is_refused_whole(monkeypatch):
+    import trl.trainer.dpo_trainer as dpo_trainer
+    import trl.trainer.sft_trainer as sft_trainer
+
+    original = sft_trainer.add_fused_lm_head
+    monkeypatch.delattr(dpo_trainer, "add_fused_lm_head")
+    with pytest.raises(RuntimeError, match=r"dpo_trainer\.add_fused_lm_head is not there: DPO"):
+        enable()
+    assert sft_trainer.add_fused_lm_head is original
+    monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model: None, raising=False)
+    with pytest.raises(RuntimeError, match="takes no temperature"):
+        enable()
+    assert all("trl" in seam.module for seam in SEAMS)
+
+
+def forward_outputs(model, ids, labels, outputs, add, **options):
+    model = copy.deepcopy(model)
+    add(model, outputs=outputs, **options)
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    weights = torch.linspace(0.5, 1.5, found.log_probs.numel()).view_as(found.log_probs)
+    total = found.loss + (weights * found.log_probs).sum()
+    if found.entropy is not None:
+        total = total + (weights * found.entropy).sum()
+    total.backward()
+    return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_the_contract_of_the_head(one_pass, temperature):
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.head import add_fused_lm_head as ours
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    expected = forward_outputs(model, ids, labels, outputs, theirs, temperature=temperature)
+    found = forward_outputs(model, ids, labels, outputs, ours, temperature=temperature, one_pass=one_pass)
+    for name in (*outputs, "loss", "label_mask"):
+        a, b = getattr(expected[0], name), getattr(found[0], name)
+        torch.testing.assert_close(b, a.to(b.dtype), rtol=1e-4, atol=1e-5, msg=name)
+    assert expected[1].keys() == found[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_forward_without_it_is_the_models_own():
+    from liger_losses.trl.head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (2, 7))
+    with torch.no_grad():
+        before = model(input_ids=ids, labels=ids)
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False)
+        add_fused_lm_head(model)
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+        after = model(input_ids=ids, labels=ids)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), generated)
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(before.loss, after.loss)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2.0)
+        a, b = (m(input_ids=ids, labels=ids, fused_lm_head=True).loss for m in (model, other))
+    assert a != b
+
+
+def test_models_it_cannot_serve_are_refused():
+    from liger_losses.trl.head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (2, 7))
+    with pytest.raises(ValueError, match="unknown outputs"):
+        add_fused_lm_head(model, outputs=("log_probs", "logits"))
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="needs labels"):
+        model(input_ids=ids, fused_lm_head=True)
+    inner = model.lm_head
+    model.lm_head = torch.nn.Sequential(inner, torch.nn.Softmax(-1))
+    model.lm_head.weight = inner.weight
+    with pytest.raises(TypeError, match="cannot be"), pytest.warns(RuntimeWarning, match="softmax"):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)

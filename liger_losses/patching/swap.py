@@ -69,8 +69,17 @@ def is_plain(*tensors: Any) -> bool:
     return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
 
 
-@functools.lru_cache(maxsize=None)
+#: One subclass per class and replacement.
+_SUBCLASSES: dict[tuple[type[nn.Module], Replacement], type[nn.Module]] = {}
+
+
 def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+    if (original, replacement) not in _SUBCLASSES:
+        _SUBCLASSES[original, replacement] = _make_subclass(original, replacement)
+    return _SUBCLASSES[original, replacement]
+
+
+def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
     forward = functools.wraps(original.forward)(replacement.forward(original))
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -81,7 +90,8 @@ def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Mo
         return _new, (original, replacement), *reduced[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    subclass: Any = type(original)(
+    metaclass: Any = type(original)
+    subclass = metaclass(
         original.__name__,
         (original,),
         {

@@ -1,0 +1,255 @@
+"""A tiny random model of every causal language model in transformers, made from its configuration class alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+#: Odd, so that nothing is aligned by chance.
+VOCABULARY = 199
+
+_NAMES = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input audio_vocab_size",
+    256: "max_position_embeddings n_positions max_seq_len n_ctx",
+    96: "intermediate_size ffn_dim d_ff d_inner n_inner dim_ff ffn_hidden_size feed_forward_size encoder_ffn_dim "
+    "decoder_ffn_dim decoder_intermediate_size",
+    64: "hidden_size d_model n_embd dim embedding_size word_embed_proj_dim shared_intermediate_size index_topk "
+    "lru_width",
+    48: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
+    32: "q_lora_rank kv_lora_rank sliding_window attention_window",
+    16: "head_dim attention_head_dim attention_head_size qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state "
+    "mamba_d_head mamba_head_dim mamba_chunk_size ssm_state_size state_size chunk_size linear_key_head_dim "
+    "linear_value_head_dim index_head_dim",
+    8: "mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank hidden_size_per_layer_input",
+    4: "num_hidden_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts mamba_d_conv linear_num_value_heads",
+    2: "n_layer num_layers n_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k num_selected_experts type_vocab_size "
+    "mamba_expand n_mamba_heads linear_num_key_heads index_n_heads",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups",
+}
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+
+_ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_ALL_HEADS = {"num_key_value_heads": 4}
+_BLT = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "head_dim": 16,
+}
+_DBRX = {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 256,
+    "resid_pdrop": 0.0,
+    "emb_pdrop": 0.0,
+}
+#: What a type needs besides: sizes that must fit each other in ways of its own.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _ALL_HEADS),
+    **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), _ALL_HEADS),
+    "bailing_hybrid": _ALTERNATING | _ALL_HEADS,
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_nb_functions": 1,
+        "encoder_hash_byte_group_size": [3],
+        "cross_attn_k": 1,
+        "patcher_config": dict(_BLT),
+        "global_config": dict(_BLT),
+        "encoder_config": _BLT | {"hidden_size_global": 64, "cross_attn_k": 1},
+        "decoder_config": _BLT | {"hidden_size_global": 64, "cross_attn_k": 1},
+    },
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": _DBRX
+    | {
+        "attn_config": {"attn_pdrop": 0.0, "kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {
+            "ffn_hidden_size": 96,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "ffn_act_fn": {"name": "silu"},
+            "hidden_size": 64,
+        },
+    },
+    "dots3_note_text": _ALL_HEADS | {"head_dim": 32},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 5,
+        "intermediate_size": [96] * 5,
+    },
+    "git_vision_model": {"image_size": 16, "patch_size": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": _ALTERNATING,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _ALTERNATING | _ALL_HEADS,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8},
+    "moshi": _ALL_HEADS,
+    "moshi_depth": _ALL_HEADS,
+    "mpt": _DBRX | {"expansion_ratio": 2},
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 1000,
+        "split_ngram_parts": 4,
+    },
+    "reformer": {
+        "axial_pos_shape": [4, 6],
+        "axial_pos_embds_dim": [32, 32],
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 8,
+        "num_buckets": None,
+        "is_decoder": True,
+    },
+    "xlstm": {
+        "chunk_size": 8,
+        "mode": "train",
+        "qk_dim_factor": 1.0,
+        "num_hidden_layers": 2,
+        "chunkwise_kernel": "chunkwise--native_autograd",
+        "sequence_kernel": "native_sequence__native",
+        "step_kernel": "native",
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid"] * 3,
+    },
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "adapter_rank": 8,
+        "num_mem_blocks": 1,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+def names() -> list[str]:
+    """All types that transformers has a causal language model for."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def build(model_type: str, seed: int = 0, **settings: Any) -> Any:
+    """A tiny model in training mode, without dropout, with random norm weights and biases."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    found = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    model_class = getattr(transformers, found if isinstance(found, str) else found[0])
+    config = _config(model_type, settings)
+    wanted = getattr(model_class, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):
+        config = config.get_text_config(decoder=True)
+    if hasattr(config, "is_decoder") and not getattr(config, "is_encoder_decoder", False):
+        config.is_decoder = True
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = model_class(config).train()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and ("norm" in name.lower() or "ln_" in name or name.endswith("bias")):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def inputs_of(model: Any, seed: int = 3, batch: int = 2, tokens: int = 24) -> dict[str, Any]:
+    """Arguments of its forward, with labels of which some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    vocabulary = min(getattr(text, "vocab_size", VOCABULARY), VOCABULARY)
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.randint(5, vocabulary, shape, generator=generator)
+
+    input_ids = ids(batch, tokens)
+    labels = input_ids.clone()
+    labels[:, :4] = -100
+    labels[1:, -5:] = -100
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids,
+        "labels": labels,
+        "attention_mask": torch.ones_like(input_ids),
+        "use_cache": False,
+    }
+    kind = config.model_type
+    if kind.startswith("musicgen"):
+        books = config.num_codebooks
+        inputs = {"input_ids": ids(batch * books, tokens), "labels": ids(batch, tokens, books)}
+    elif kind == "git":
+        size = config.vision_config.image_size
+        inputs["pixel_values"] = torch.randn(batch, 3, size, size, generator=generator)
+    accepted = inspect.signature(model.forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        inputs = {name: value for name, value in inputs.items() if name in accepted}
+    return inputs
+
+
+def _config(model_type: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class: Any = CONFIG_MAPPING[model_type]
+    if model_type == "dots3_note":
+        config_class, model_type = CONFIG_MAPPING["dots3_note_text"], "dots3_note_text"
+    if model_type in ("mpt", "dbrx", "blt"):  # their sizes have other names, or live in nested configurations
+        tiny = _SETTINGS[model_type] | {"vocab_size": VOCABULARY}
+        return config_class(**(tiny | settings))
+    tiny = _shrunk(config_class, model_type)
+    for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
+        spec = config_class.sub_configs_defaults[name]
+        if spec.optional and name not in tiny:
+            continue
+        given: dict[str, Any] = dict(spec.init_kwargs)
+        if part is AutoConfig or part.__name__ == "AutoConfig":
+            if not spec.model_type:
+                continue
+            part = CONFIG_MAPPING[spec.model_type]
+            given["model_type"] = spec.model_type
+        given |= _shrunk(part, part.model_type)
+        tiny[name] = given | (tiny[name] if isinstance(tiny.get(name), dict) else {})
+    return config_class(**(tiny | settings))
+
+
+def _shrunk(config_class: Any, model_type: str) -> dict[str, Any]:
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
+    known = set(fields) | set(inspect.signature(config_class.__init__).parameters)
+    tiny: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in known}
+    for name in known:
+        if name.endswith("token_id"):
+            tiny[name] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
+        is_dropout = "dropout" in name or name.endswith(("pdrop", "layerdrop"))
+        if is_dropout and type(fields.get(name)) in (int, float):
+            tiny[name] = 0.0
+    return tiny | _SETTINGS.get(model_type, {})

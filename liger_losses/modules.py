@@ -19,13 +19,16 @@ class RMSNorm(nn.Module):
         hidden_size: H, of the last dimension.
         eps: added to the mean square.
         offset: added to the weight; Gemma's is 1. The weight begins at ``1 - offset``.
-        multiply: ``cast_first`` (Llama) or ``fp32`` (Gemma, OLMo 2); see :func:`liger_losses.kernels.rms_norm.rms_norm`.
+        multiply: ``cast_first`` (Llama) or ``fp32`` (Gemma, OLMo 2), as explained in
+            :func:`liger_losses.kernels.rms_norm.rms_norm`.
         elementwise_affine: whether there is a weight.
         device, dtype: of the weight.
 
     Shape:
         ``[..., H]`` to ``[..., H]``.
     """
+
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -102,6 +105,9 @@ class LayerNorm(nn.Module):
     Shape:
         ``[..., H]`` to ``[..., H]``.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -167,7 +167,7 @@ def test_layer_norm(backend, dtype, vectors, columns):
         lambda x, w, b: layer_norm(x, w, b, backend=backend),
         lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
         (normal(2, 3, columns, dtype=dtype), weight, bias),
-        scale=1.0 if columns == 1 else 0.0,
+        scale=1000.0 if columns == 1 else 0.0,  # 1 / sqrt(eps), times terms that cancel
     )
 
 
@@ -485,12 +485,20 @@ def test_offsets_beyond_32_bits():
     x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
     x[-1] = normal(columns, grad=False)
     last = x[-1:].clone()
-    for function in (
-        lambda x: rms_norm(x, None),
-        lambda x: layer_norm(x),
-        lambda x: glu(x, x),
-        lambda x: glu_fused(x),
-        lambda x: rope(x.view(1, rows, 32, 128), x.view(1, rows, 32, 128), *[x[-1:, :128].expand(rows, -1)] * 2,
-                       unsqueeze_dim=2)[0].view(rows, columns),
-    ):  # fmt: skip
-        assert torch.equal(function(x)[-1:], function(last) if function(last).dim() == 2 else function(last)[0])
+    cos = normal(1, 128, grad=False)
+
+    def rotate(x):
+        heads = x.view(1, -1, 32, 128)
+        return rope(heads, heads, cos.expand(len(x), -1), cos.expand(len(x), -1), unsqueeze_dim=2)[0].view(-1, columns)
+
+    for function in (lambda x: rms_norm(x, None), layer_norm, lambda x: glu(x, x), glu_fused, rotate):
+        assert torch.equal(function(x)[-1:], function(last))
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("columns", [8192, 16384, LONGEST_ROW])
+def test_long_rows(backend, columns):
+    """Longer than what the tiles in flight have shared memory for."""
+    x, weight = normal(3, columns), normal(columns)
+    for norm in NORMS.values():
+        check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))  # noqa: B023

@@ -19,6 +19,7 @@ from liger_losses.kernels.rows import (
     column_sums,
     obstacle_of_row,
     persistent_programs,
+    stages_of,
     tile_of,
     wide,
 )
@@ -27,7 +28,7 @@ from liger_losses.kernels.rows import (
 MULTIPLY = ("cast_first", "fp32")
 
 # Measured on an H200: elements of a tile and per thread, and programs per multiprocessor.
-_FORWARD_TILE, _BACKWARD_TILE, _BACKWARD_PROGRAMS = (4096, 16), (4096, 16), 2
+_FORWARD_TILE, _BACKWARD_TILE, _BACKWARD_PROGRAMS = (2048, 16), (4096, 32), 2
 
 
 def rms_norm(
@@ -368,6 +369,7 @@ def _backward_triton(
         needs_weight,
         tile.rows,
         tile.columns,
+        stages_of(tile, (grad_y, grad_summed, x, gate)),
         num_warps=tile.warps,
     )
     grad_weight = column_sums(partial, weight.dtype) if needs_weight and weight is not None else None
@@ -459,6 +461,7 @@ def _backward_kernel(
     NEEDS_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Each program walks over tiles of rows and keeps its share of the weight's gradient in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
@@ -466,7 +469,7 @@ def _backward_kernel(
         w = offset + tl.load(weight + c, mask=c < columns, other=0.0).to(tl.float32)
     if NEEDS_WEIGHT:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         r = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (r < rows) & (c < columns)
         g = tl.load(grad_y + r * grad_y_stride + c, mask=inside, other=0.0).to(tl.float32)

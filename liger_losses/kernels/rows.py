@@ -15,6 +15,8 @@ from liger_losses.kernels._triton import jit, tl
 
 #: A tile of one row must fit the registers of one program.
 LONGEST_ROW = 65536
+#: Of shared memory, for one program's tiles in flight.
+SHARED_BYTES = 96 * 1024
 
 
 class Tile(NamedTuple):
@@ -53,6 +55,12 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def stages_of(tile: Tile, tensors: tuple[Tensor | None, ...]) -> int:
+    """How many tiles ahead the next rows are loaded: as shared memory allows with two programs per multiprocessor."""
+    entry = sum(tensor.element_size() for tensor in tensors if tensor is not None)
+    return 3 if 3 * tile.rows * tile.columns * entry <= SHARED_BYTES else 1
+
+
 def persistent_programs(tiles: int, device: torch.device, per_processor: int) -> int:
     """How many programs share the tiles: some for each multiprocessor, however many tiles there are."""
     return min(tiles, processors(device) * per_processor)
@@ -63,7 +71,9 @@ def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     programs, columns = partial.shape
     out = partial.new_empty(columns, dtype=dtype)
     block = 16
-    _column_sums_kernel[(-(-columns // block),)](partial, out, programs, columns, ROWS=128, COLUMNS=block, num_warps=4)
+    _column_sums_kernel[(-(-columns // block),)](
+        partial, out, programs, columns, min(512, power_of_two(programs)), block, num_warps=8
+    )
     return out
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from liger_losses.patching.patch import patch, unpatch
 from tests import model_zoo
 
 #: Seconds for one type.
@@ -53,8 +54,6 @@ def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def check(model_type: str) -> dict[str, Any]:
     """Compare a type's model patched, unpatched and untouched."""
-    from liger_losses.patching.patch import patch, unpatch
-
     model = model_zoo.build(model_type)
     inputs = model_zoo.inputs_of(model)
     loss, grads = loss_and_grads(model, inputs)

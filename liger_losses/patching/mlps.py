@@ -7,24 +7,15 @@ is what happens between them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_fused
-from liger_losses.patching.probing import (
-    Mismatch,
-    attributes,
-    check_close,
-    copy_of,
-    floats_of,
-    isolated,
-    observe,
-    random,
-)
+from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
+from liger_losses.patching.probing import Mismatch, Observed, attributes, copy_of, isolated, random
 from liger_losses.patching.swap import is_plain
 
 
@@ -35,44 +26,26 @@ class GatedMLP:
     Attributes:
         inner: the names of the layers applied to the input, in the order of their calls: two, or one that gives both.
         down: the name of the layer applied to the product.
-        layout: where the gate is: ``first`` or ``second`` of two layers or halves, or ``interleaved`` with ``up``.
-        activation, limit, alpha, up_offset: as in :func:`~liger_losses.kernels.glu.glu`.
+        gate: the product.
     """
 
     inner: tuple[str, ...]
     down: str
-    layout: str
-    activation: str
-    limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
+    gate: Gate
+
+    method: ClassVar[str] = "forward"
 
     def __str__(self) -> str:
-        details = [self.activation] + ([f"limit {self.limit:g}"] if self.limit is not None else [])
-        return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({', '.join(details)})"
+        return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate})"
 
-    def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
-        """The product, from what the inner layers returned."""
-        formula: Any = {
-            "activation": self.activation,
-            "limit": self.limit,
-            "alpha": self.alpha,
-            "up_offset": self.up_offset,
-            "backend": backend,
-        }
-        if len(inner) == 1 and self.layout != "second":
-            return glu_fused(inner[0], interleaved=self.layout == "interleaved", **formula)
-        first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
-        return glu(second, first, **formula) if self.layout == "second" else glu(first, second, **formula)
-
-    def forward(self, original: type[nn.Module]) -> Callable[..., Any]:
+    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
         """The forward of the module's new class; calls of another form, or on other tensors, go to the original."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(args) != 1 or kwargs or not is_plain(*args):
                 return original.forward(module, *args, **kwargs)
             inner = [getattr(module, name)(args[0]) for name in self.inner]
-            return getattr(module, self.down)(self.compute(*inner))
+            return getattr(module, self.down)(self.gate.compute(*inner))
 
         return forward
 
@@ -81,8 +54,8 @@ REPLACEMENT = GatedMLP
 
 
 def is_worth_listing(module: nn.Module) -> bool:
-    """Whether a module that is not recognised belongs into the report: every candidate."""
-    return True
+    """Whether a module that is not recognised belongs into the report: not if it takes more than one tensor."""
+    return _arguments(module)[1] == 1
 
 
 def key_of(module: nn.Module) -> Any:
@@ -109,8 +82,15 @@ def is_candidate(module: nn.Module) -> bool:
     narrow = [child.in_features for child in linears.values()]
     if not any(narrow.count(size) >= 1 and wide.count(size) >= len(linears) - 1 for size in set(wide)):
         return False
+    required, _ = _arguments(module)
+    return required == 1
+
+
+def _arguments(module: nn.Module) -> tuple[int, int]:
+    """How many positional arguments its forward requires, and how many it takes."""
     parameters = inspect.signature(module.forward).parameters.values()
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional), len(positional)
 
 
 def _linears(module: nn.Module) -> dict[str, Any]:
@@ -146,70 +126,17 @@ def recognise(module: nn.Module) -> GatedMLP:
         Mismatch: none that there is a kernel for; the message says how the nearest one differs.
     """
     with isolated():
-        cases = [case for case in (_observe(module, *case) for case in _CASES) if case is not None]
-        inner, down = cases[0].inner, cases[0].down
-        if any((case.inner, case.down) != (inner, down) for case in cases):
+        observed = [case for case in (_observe(module, *case) for case in CASES) if case is not None]
+        inner, down, _ = observed[0]
+        if any(names != [inner, down] for *names, _ in observed):
             raise Mismatch("it calls its layers in different orders")
-        furthest: tuple[int, str] = -1, "no known formula fits"
-        for candidate in _candidates(module, inner, down):
-            try:
-                for number, case in enumerate(cases):
-                    at = number
-                    case.check(candidate)
-            except Mismatch as mismatch:
-                if at > furthest[0]:
-                    furthest = at, f"not {candidate}: in {mismatch}"
-                continue
-            return candidate
-    raise Mismatch(furthest[1])
-
-
-def _candidates(module: nn.Module, inner: tuple[str, ...], down: str) -> Iterator[GatedMLP]:
-    layouts = ("first", "second") if len(inner) == 2 else ("first", "second", "interleaved")
-    for layout in layouts:
-        for activation in ("silu", "gelu", "gelu_tanh"):
-            yield GatedMLP(inner, down, layout, activation)
-        for limit in floats_of(module):
-            if limit <= 0:
-                continue
-            yield GatedMLP(inner, down, layout, "silu", limit)
-            for alpha in floats_of(module):
-                for up_offset in (0.0, 1.0):
-                    yield GatedMLP(inner, down, layout, "silu", limit, alpha, up_offset)
-
-
-#: Leading dimensions of the input, dtype, and the mode.
-_CASES = (
-    ("float32", (2, 9), torch.float32, True),
-    ("bfloat16", (2, 9), torch.bfloat16, True),
-    ("evaluation", (2, 9), torch.float32, False),
-    ("two dimensions", (18,), torch.float32, True),
-)
-#: How large the rows of gate and up are: to where a clamp would show.
-_SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
-
-
-@dataclass
-class _Case:
-    name: str
-    inner: tuple[str, ...]
-    down: str
-    #: What the inner layers gave, what the last one was given, and the gradients of that.
-    answers: list[Tensor]
-    product: Tensor
-    grads: list[Tensor | None]
-    half: bool
-
-    def check(self, candidate: GatedMLP) -> None:
-        expected = observe(lambda *inner: candidate.compute(*inner, backend="torch"), self.answers)
-        check_close(f"{self.name}: the product", self.product, expected.output, 1e-5, 2**-6 if self.half else None)
-        for actual, wanted in zip(self.grads, expected.grads, strict=True):
-            check_close(f"{self.name}: the gradient", actual, wanted, 2**-6 if self.half else 1e-5)
+        return GatedMLP(inner, down, find(module, [case for *_, case in observed]))
 
 
 def _observe(
     module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool
-) -> _Case | None:
+) -> tuple[tuple[str, ...], str, Case] | None:
+    """The names of the inner layers and of the last one, and what the module gave to the last one."""
     generator = torch.Generator().manual_seed(13)
     calls: list[_Recorder] = []
     recorders = {key: _Recorder(child, calls) for key, child in _linears(module).items()}
@@ -219,9 +146,7 @@ def _observe(
     answers: dict[_Recorder, Tensor] = {}
 
     def answer(recorder: _Recorder) -> Callable[[Tensor], Tensor]:
-        shape = (*leading, recorder.out_features)
-        scales = torch.tensor(_SCALES).repeat(2).view(*leading, 1)
-        answers[recorder] = (random(shape, generator) * scales).to(dtype).requires_grad_()
+        answers[recorder] = inner_values(leading, recorder.out_features, dtype, generator).requires_grad_()
         return lambda given: answers[recorder].view_as(answers[recorder])
 
     for recorder in recorders.values():
@@ -261,15 +186,8 @@ def _observe(
     if to_input is not None or to_output is not None:
         raise Mismatch(f"{name}: the last layer is given more than the product")
     names = {recorder: key for key, recorder in recorders.items()}
-    return _Case(
-        name,
-        tuple(names[recorder] for recorder in inner),
-        names[down],
-        [leaf.detach() for leaf in leaves],
-        product.detach(),
-        list(grads),
-        dtype is torch.bfloat16,
-    )
+    case = Case(name, [leaf.detach() for leaf in leaves], Observed(product.detach(), list(grads)))
+    return tuple(names[recorder] for recorder in inner), names[down], case
 
 
 def _check_same(what: str, actual: Any, expected: Tensor) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,8 @@ class Norm:
     gate_first: bool = False
     cast_by_autocast: bool = False
 
+    method: ClassVar[str] = "forward"
+
     def __str__(self) -> str:
         details = [
             f"{self.offset:g} + weight" if self.offset else "",
@@ -79,7 +81,7 @@ class Norm:
             )
         return rms_norm(x, weight, self.eps, offset=self.offset, multiply=self.multiply, backend=backend)
 
-    def forward(self, original: type[nn.Module]) -> Callable[..., Any]:
+    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
         """The forward of the module's new class; calls of another form, or on other tensors, go to the original."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +264,7 @@ _OPTIONAL = (
 def _cases(module: nn.Module, gate: str | None, functions: Functions) -> Iterator[_Case]:
     for name, layout, dtype, parameter_dtype, training in _CASES:
         generator = torch.Generator().manual_seed(11)
-        copy = copy_of(module, generator, {}).to(parameter_dtype).train(training)
+        copy = copy_of(module, generator).to(parameter_dtype).train(training)
         before = attributes(copy)
         for size in _sizes(module):
             inputs = [_rows(layout, size, dtype, generator)]

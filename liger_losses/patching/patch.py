@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.patching import experts
 from liger_losses.patching import mlps as gated_mlps
 from liger_losses.patching import norms as normalisations
 from liger_losses.patching import rope as rotations
@@ -45,7 +46,7 @@ def patch(
         model: any model of transformers, with or without adapters, or any other module.
         loss_head: have the output embedding return lazy logits.
         norms: normalisations over the last dimension.
-        mlps: what gated MLPs do between their linear layers, which stay.
+        mlps: what gated MLPs, and experts, do between their linear layers, which stay.
         rope: rotary position embedding.
         filter_fn: called with a module and its name in the model; False leaves the module as it is.
 
@@ -57,7 +58,7 @@ def patch(
     """
     _check_model(model)
     report = PatchReport()
-    kinds = ([normalisations] if norms else []) + ([gated_mlps] if mlps else [])
+    kinds = ([normalisations] if norms else []) + ([gated_mlps, experts] if mlps else [])
     verdicts: dict[Any, Any] = {}
     for path, module in model.named_modules():
         for kind in kinds:

@@ -39,17 +39,23 @@ def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype 
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def copy_of(module: nn.Module, generator: torch.Generator, stand_ins: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy on the CPU with random fp32 parameters, and with some of its children replaced.
+def copy_of(
+    module: nn.Module,
+    generator: torch.Generator,
+    stand_ins: dict[nn.Module, nn.Module] | None = None,
+    *,
+    with_parameters: bool = True,
+) -> nn.Module:
+    """A copy on the CPU with random fp32 parameters (or empty ones), and with some of its children replaced.
 
     Neither the module's parameters nor the replaced children are copied, so that it costs nothing for large ones.
 
     Raises:
         Mismatch: a module that cannot be copied.
     """
-    memo: dict[int, Any] = {id(child): stand_in for child, stand_in in stand_ins.items()}
+    memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
-        memo[id(parameter)] = nn.Parameter(random(parameter.shape, generator))
+        memo[id(parameter)] = nn.Parameter(random(parameter.shape if with_parameters else (0,), generator))
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

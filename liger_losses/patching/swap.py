@@ -1,24 +1,30 @@
-"""Replaces a module's forward by changing its class, which copies, pickles and state dicts survive."""
+"""Replaces a method of a module by changing its class, which copies, pickles and state dicts survive."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 
 class Replacement(Protocol):
-    """What replaces a forward: hashable and picklable, as modules of a class share it and pickles carry it."""
+    """What replaces a method: hashable and picklable, as modules of a class share it and pickles carry it.
 
-    def forward(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The new ``forward(self, ...)``; ``original`` is for the calls that only the original can do."""
+    Attributes:
+        method: the name of the method, ``forward`` in most cases.
+    """
+
+    method: ClassVar[str]
+
+    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
+        """The new method; ``original`` is for the calls that only the original can do."""
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
-    """Make a module compute its forward by ``replacement``, in place."""
+    """Replace a method of a module, in place."""
     module.__class__ = _subclass(type(module), replacement)
 
 
@@ -80,7 +86,7 @@ def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Mo
 
 
 def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
-    forward = functools.wraps(original.forward)(replacement.forward(original))
+    method = functools.wraps(getattr(original, replacement.method))(replacement.replace(original))
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists only in memory: a pickle names the original one and the replacement.
@@ -96,7 +102,7 @@ def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[
         (original,),
         {
             **names,
-            "forward": forward,
+            replacement.method: method,
             "__reduce_ex__": __reduce_ex__,
             "_liger_original": original,
             "_liger_replacement": replacement,

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -152,6 +153,58 @@ def distillation(output, model, tokenizer, text, **options):
     )
 
 
+def preference(trainer):
+    """CPO's and ORPO's rows are of text."""
+
+    def build(output, model, tokenizer, text, **options):
+        rows = [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
+        module = __import__(f"trl.experimental.{trainer}", fromlist=["*"])
+        name = trainer.upper()
+        return getattr(module, f"{name}Trainer")(
+            model,
+            settings(getattr(module, f"{name}Config"), output, max_length=32, **options),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+
+    return build
+
+
+def tpo(output, model, tokenizer, text, **options):
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    rows = [
+        {"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4), "reference": text(3)}
+        for i in range(16)
+    ]
+    return TPOTrainer(
+        model,
+        args=settings(TPOConfig, output, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def gkd(output, model, tokenizer, text, **options):
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(1.5)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    rows = [
+        {"messages": [{"role": "user", "content": text(3)}, {"role": "assistant", "content": text(2 + i % 5)}]}
+        for i in range(16)
+    ]
+    return GKDTrainer(
+        model=model,
+        teacher_model=teacher,
+        args=settings(GKDConfig, output, lmbda=0.0, max_new_tokens=4, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
 CASES = {
     "SFT": (sft, {}),
     "SFT, dft": (sft, {"loss_type": "dft"}),
@@ -174,6 +227,11 @@ CASES = {
     ),
     "distillation": (distillation, {}),
     "distillation, JSD": (distillation, {"beta": 0.5, "temperature": 1.3}),
+    "CPO": (preference("cpo"), {}),
+    "SimPO": (preference("cpo"), {"loss_type": "simpo", "cpo_alpha": 0.5}),
+    "ORPO": (preference("orpo"), {}),
+    "TPO": (tpo, {}),
+    "GKD": (gkd, {"beta": 0.3}),
     "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), {}),
 }
 
@@ -189,7 +247,8 @@ def train(build, output, on, **options):
         step = trainer.training_step
 
         def watched(model, inputs, *arguments):
-            with NoLogits(tokenizer.vocab_size):
+            with NoLogits(tokenizer.vocab_size), warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*needs the values")
                 return step(model, inputs, *arguments)
 
         trainer.training_step = watched
@@ -318,3 +377,33 @@ def test_models_it_cannot_serve_are_refused():
     model.lm_head.weight = inner.weight
     with pytest.raises(TypeError, match="cannot be"), pytest.warns(RuntimeWarning, match="softmax"):
         model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
+def test_adapters_on_the_head_train(tmp_path):
+    """TRL refuses them; here the adapter is part of the logits, with the gradient that the model's own loss gives."""
+    adapter = {"adapter": ("q_proj", "lm_head")}
+    with pytest.raises(ValueError, match="lm_head"):
+        train(sft, tmp_path / "plain", False, **adapter)
+    logged, trained = train(sft, tmp_path / "ours", True, **adapter)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    assert any("lm_head" in name and "lora" in name for name in trained)
+
+    import peft
+
+    from liger_losses.trl.head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    add_fused_lm_head(model)
+    adapted = peft.get_peft_model(model, lora("q_proj", "lm_head"))
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for options in ({}, {"fused_lm_head": True}):
+        adapted.zero_grad()
+        loss = adapted(input_ids=ids, labels=ids, **options).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in adapted.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 4
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)

@@ -517,6 +517,22 @@ def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> 
     return found[..., None] if keepdim else found
 
 
+def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """Over the vocabulary, or over everything."""
+    (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    last = dim is None or (isinstance(dim, int) and dim % lazy.dim() == lazy.dim() - 1)
+    if kwargs or not last or lazy.recipe.normalized or lazy.recipe.transform is None:
+        return NotImplemented
+    found = lazy.recipe.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit.to(lazy.dtype)
+    if dim is None:
+        return found.mean()
+    return found[..., None] if keepdim else found
+
+
+def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None, **kwargs: Any) -> Any:
+    return NotImplemented if dim is None or indices.dim() != lazy.dim() else _gather(lazy, dim, indices, **kwargs)
+
+
 def _no_labels(lazy: LazyLogits) -> Tensor:
     return torch.zeros(lazy.shape[:-1], dtype=torch.int64, device=lazy.device)
 
@@ -549,6 +565,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
     "nll_loss": _nll_loss,
     "gather": _gather,
+    "take_along_dim": _take_along_dim,
+    "mean": _mean,
     "logsumexp": _logsumexp,
     "argmax": _argmax,
 }

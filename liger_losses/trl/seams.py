@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_losses.trl.distillation import chunked_divergence_loss
+from liger_losses.trl.experimental import (
+    entropy_from_logits,
+    generalized_jsd_loss,
+    lazy_head,
+    selective_log_softmax,
+    selective_log_softmax_and_entropy,
+    within_lazily,
+)
 from liger_losses.trl.head import add_fused_lm_head
 
 #: What it is tested with.
@@ -26,8 +34,9 @@ class Seam:
         name: what is replaced.
         replacement: by what.
         parameters: what the original must take for the replacement to stand in for it.
+        wraps: whether the replacement is made from the original.
         covers: what would go without, were it missing.
-        optional: whether the module may be absent.
+        optional: whether the module, or (with PEFT absent) the name, may be missing.
     """
 
     module: str
@@ -36,11 +45,28 @@ class Seam:
     parameters: tuple[str, ...]
     covers: str
     optional: bool = False
+    wraps: bool = False
 
 
 _HEAD = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _ONE_PASS = functools.partial(add_fused_lm_head, one_pass=True)
 _EXPERIMENTAL = "trl.experimental."
+
+
+class NoAdapter:
+    """Nothing is an instance of it: TRL refuses adapters on the head, which its own would leave out. These are in."""
+
+
+def _lazy_trainer(name: str, trainer: str) -> Seam:
+    """An experimental trainer that takes its loss of logits."""
+    module = f"{_EXPERIMENTAL}{name}.{name}_trainer"
+    return Seam(module, f"{trainer}.__init__", lazy_head, ("self", "model"), trainer, optional=True, wraps=True)
+
+
+def _answered(module: str, name: str, wrapper: Callable[..., Any], optional: bool = True) -> Seam:
+    """A helper that is given logits."""
+    return Seam(module, name, wrapper, ("logits",), f"{name} in {module}", optional=optional, wraps=True)
+
 
 SEAMS = (
     # The loss of SFT is the sum of log-probabilities that its forward returns: its gradient is taken there and then.
@@ -66,6 +92,43 @@ SEAMS = (
         tuple(inspect.signature(chunked_divergence_loss).parameters),
         "distillation",
     ),
+    *(
+        Seam(f"trl.trainer.{name}_trainer", "BaseTunerLayer", NoAdapter, (), "adapters on the head", optional=True)
+        for name in ("sft", "dpo", "kto", "grpo", "rloo")
+    ),
+    _lazy_trainer("cpo", "CPOTrainer"),
+    _lazy_trainer("orpo", "ORPOTrainer"),
+    _lazy_trainer("tpo", "TPOTrainer"),
+    _lazy_trainer("a2po", "A2POTrainer"),
+    _lazy_trainer("online_dpo", "OnlineDPOTrainer"),
+    _lazy_trainer("gkd", "GKDTrainer"),
+    Seam(
+        _EXPERIMENTAL + "gkd.gkd_trainer",
+        "GKDTrainer.compute_loss",
+        within_lazily,
+        ("self", "model"),
+        "GKD",
+        optional=True,
+        wraps=True,
+    ),
+    Seam(
+        _EXPERIMENTAL + "gkd.gkd_trainer",
+        "GKDTrainer.generalized_jsd_loss",
+        generalized_jsd_loss,
+        ("student_logits", "teacher_logits", "labels", "beta", "num_items_in_batch"),
+        "GKD",
+        optional=True,
+        wraps=True,
+    ),
+    *(
+        _answered(f"{_EXPERIMENTAL}{name}.{name}_trainer", "selective_log_softmax", selective_log_softmax)
+        for name in ("cpo", "orpo", "a2po")
+    ),
+    _answered(
+        _EXPERIMENTAL + "tpo.tpo_trainer", "selective_log_softmax_and_entropy", selective_log_softmax_and_entropy
+    ),
+    _answered("trl.trainer.utils", "selective_log_softmax", selective_log_softmax, optional=False),
+    _answered("trl.trainer.utils", "entropy_from_logits", entropy_from_logits, optional=False),
 )
 
 _originals: list[tuple[Any, str, Any]] = []
@@ -74,7 +137,8 @@ _originals: list[tuple[Any, str, Any]] = []
 def enable() -> None:
     """Give TRL's trainers this library's head: those that are built from now on, with all of their options.
 
-    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation. A second call does nothing.
+    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation; of the experimental ones CPO and SimPO, ORPO,
+    TPO, A2PO, online DPO and GKD. Adapters on the head train. A second call does nothing.
 
     Raises:
         ImportError: TRL is not installed.
@@ -95,15 +159,23 @@ def enable() -> None:
             if not seam.optional:
                 missing.append(f"{seam.module} cannot be imported ({error}): {seam.covers}")
             continue
-        original = getattr(module, seam.name, None)
+        owner, _, name = seam.name.rpartition(".")
+        holder: Any = getattr(module, owner, None) if owner else module
+        # Of a class, the attribute itself: a static method is put back as one.
+        look = inspect.getattr_static if owner else getattr
+        original = None if holder is None else look(holder, name, None)
         if original is None:
-            missing.append(f"{seam.module}.{seam.name} is not there: {seam.covers}")
+            if seam.replacement is not NoAdapter:
+                missing.append(f"{seam.module}.{seam.name} is not there: {seam.covers}")
             continue
-        absent = [name for name in seam.parameters if name not in inspect.signature(original).parameters]
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        takes = inspect.signature(function).parameters if seam.parameters else {}
+        absent = [parameter for parameter in seam.parameters if parameter not in takes]
         if absent:
             missing.append(f"{seam.module}.{seam.name} takes no {', '.join(absent)}: {seam.covers}")
             continue
-        found.append((module, seam.name, original, seam.replacement))
+        replacement = seam.replacement(function) if seam.wraps else seam.replacement
+        found.append((holder, name, original, staticmethod(replacement) if function is not original else replacement))
     if missing:
         raise RuntimeError(
             f"TRL {version} is not what liger_losses knows (tested with {', '.join(TESTED)}); nothing was enabled. "

@@ -1,0 +1,274 @@
+"""Whole training steps, forward to optimizer, on models of real shapes with random weights.
+
+python -m benchmarks.end_to_end [--out FILE.json]
+
+Every provider runs in a process of its own: what liger-kernel patches stays patched for the rest of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.measure import environment
+
+IGNORED = -100
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "Qwen2.5-1.5B": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "tiny": (
+        "llama",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a task on sequences, of which the share `masked` carries no loss."""
+
+    task: str
+    model: str
+    sequences: int
+    length: int
+    masked: float = 0.0
+    checkpointing: bool = False
+
+
+#: The model's own loss on all tokens, as a Trainer takes it.
+TRAINER = (
+    Case("SFT", "Llama-3.2-1B", 4, 4096),
+    Case("SFT", "Llama-3.2-1B", 4, 4096, checkpointing=True),
+    Case("SFT", "Qwen2.5-1.5B", 4, 4096),
+    Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
+)
+#: What TRL's trainers take of a head, half of each sequence a prompt.
+HEADS = (
+    Case("NLL", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+    Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+    Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+)
+
+
+def build(case: Case, device: torch.device) -> Any:
+    """The model with random weights, in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes = MODELS[case.model]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.bfloat16)
+    model.train()
+    model.config.use_cache = False
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+Step = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def own_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss that the model's forward returns."""
+    return model(input_ids=ids, labels=labels).loss
+
+
+def plain_head(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities `[B, T - 1]` of all logits, and where they count."""
+    target, logits = labels[:, 1:], model(input_ids=ids).logits[:, :-1]
+    logps = logits.float().log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return logps * (target != IGNORED), target != IGNORED
+
+
+def fused_head(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a fused head."""
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    return found.log_probs, found.label_mask
+
+
+def task_loss(task: str, head: Callable[..., Any], fused: bool) -> Step:
+    """A loss of log-probabilities; the other policy's are taken to be 1 % off."""
+
+    def nll(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if fused:
+            return model(input_ids=ids, labels=labels, fused_lm_head=True).loss
+        logps, mask = head(model, ids, labels)
+        return -logps.sum() / mask.sum()
+
+    def dpo(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logps = head(model, ids, labels)[0].sum(-1)
+        chosen, rejected = (logps - 1.01 * logps.detach()).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    def grpo(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logps, mask = head(model, ids, labels)
+        ratio = (logps - 1.01 * logps.detach()).exp()
+        advantages = torch.linspace(-1, 1, len(ids), device=ids.device)[:, None]
+        objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -(objective * mask).sum() / mask.sum()
+
+    return {"NLL": nll, "DPO": dpo, "GRPO": grpo}[task]
+
+
+def provide(provider: str, case: Case, model: Any) -> Step:
+    """Patch the model as the provider does; the step that it takes."""
+    if case.task == "SFT":
+        if provider == "liger-kernel":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=model)
+        elif provider == "ours":
+            from liger_losses.patching.patch import patch
+
+            patch(model)
+        return own_loss
+    outputs = {"NLL": ("log_probs", "entropy", "is_top1"), "DPO": ("log_probs", "entropy", "mean_logits", "is_top1")}
+    wanted = outputs.get(case.task, ("log_probs", "entropy"))
+    if provider == "plain":
+        return task_loss(case.task, plain_head, False)
+    if provider == "TRL":
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=wanted)
+    else:
+        from liger_losses.trl.head import add_fused_lm_head as ours
+
+        ours(model, outputs=wanted, one_pass=case.task == "NLL")
+    return task_loss(case.task, fused_head, True)
+
+
+def measure(provider: str, case: Case, device: torch.device, steps: int) -> dict[str, Any]:
+    """Tokens per second, peak memory and losses of some steps."""
+    model = build(case, device)
+    step = provide(provider, case, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    size = (case.sequences, case.length)
+    ids = torch.randint(MODELS[case.model][1]["vocab_size"], size, device=device, generator=generator)
+    labels = ids.clone()
+    labels[:, : int(case.masked * case.length)] = IGNORED
+    losses, times = [], []
+    for i in range(steps + 2):  # the first two compile and allocate
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            if i == 2:
+                torch.cuda.reset_peak_memory_stats()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        loss = step(model, ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if device.type == "cuda":
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+    row: dict[str, Any] = {"provider": provider, "losses": [round(x, 4) for x in losses]}
+    if device.type == "cuda":
+        median = sorted(times[2:])[len(times[2:]) // 2]
+        row["tokens_per_second"] = round(case.sequences * case.length / median * 1e3)
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return row
+
+
+def run(provider: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
+    """All cases of one provider, in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for case in cases:
+        try:
+            row = measure(provider, case, device, steps)
+        except (ImportError, RuntimeError) as reason:  # no room, or no GPU for a peer
+            row = {"provider": provider, "note": f"{type(reason).__name__}: {str(reason)[:100]}"}
+        rows.append({**asdict(case), **row})
+        print(
+            f"{case.task:5} {case.model:13} {case.sequences} x {case.length:5} "
+            f"{'checkpointed' if case.checkpointing else '':12} {provider:13} "
+            f"{row.get('tokens_per_second', '-'):>8} tokens/s {row.get('peak_gib', '-'):>7} GiB  "
+            f"{row.get('note') or row['losses'][-1]}",
+            flush=True,
+        )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    """Spawn a process for each provider, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
+    parser.add_argument("--provider", help=argparse.SUPPRESS)
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    groups = {"trainer": list(TRAINER), "heads": list(HEADS)}
+    if options.tiny:
+        groups = {
+            name: [Case(c.task, "tiny", 2, 32, c.masked, c.checkpointing) for c in cs] for name, cs in groups.items()
+        }
+    if options.provider:
+        rows = run(options.provider, groups[options.group], options.steps)
+        if options.out:
+            options.out.write_text(json.dumps(rows))
+        return
+    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours")}
+    rows = []
+    for group, names in providers.items():
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "rows.json"
+                command = [sys.executable, "-m", "benchmarks.end_to_end", "--provider", name, "--group", group]
+                command += ["--steps", str(options.steps), "--out", str(file), *["--tiny"] * options.tiny]
+                subprocess.run(command, check=True)
+                rows += json.loads(file.read_text())
+    if options.out:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

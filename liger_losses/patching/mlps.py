@@ -196,6 +196,8 @@ def _check_same(what: str, actual: Any, expected: Tensor) -> None:
         raise Mismatch(f"{what} is not a tensor")
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not torch.equal(actual, expected):
         raise Mismatch(f"{what} is changed")
+    if not actual.requires_grad:
+        raise Mismatch(f"{what} does not pass gradients on")
     upstream = random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
     (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
     if grad is None or not torch.equal(grad, upstream):

@@ -34,11 +34,14 @@ from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
 from liger_losses.kernels.divergence import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
+from liger_losses.patching.report import PatchReport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveEntropy",
+    "AutoLigerModelForCausalLM",
     "ChunkedLoss",
     "ChunkedTokenLoss",
     "Completions",
@@ -65,6 +68,7 @@ __all__ = [
     "LogitTransform",
     "ORPOMetrics",
     "Pairs",
+    "PatchReport",
     "PolicyMetrics",
     "PolicyMetricsWithoutKL",
     "PreferenceLoss",
@@ -79,4 +83,6 @@ __all__ = [
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
+    "patch",
+    "unpatch",
 ]

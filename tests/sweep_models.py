@@ -1,6 +1,6 @@
 """Patches a tiny model of every causal language model type, and compares it with itself.
 
-    python -m tests.sweep_models [--output FOLDER] [TYPES...]
+    python -m tests.sweep_models [--device DEVICE] [--output FOLDER] [TYPES...]
 
 Each type runs in a process of its own, one after the other. Loss and the gradients of all parameters must be those of
 the unpatched model, and again those to the bit after unpatching.
@@ -52,10 +52,12 @@ def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return worst
 
 
-def check(model_type: str) -> dict[str, Any]:
+def check(model_type: str, device: str = "cpu") -> dict[str, Any]:
     """Compare a type's model patched, unpatched and untouched."""
-    model = model_zoo.build(model_type)
-    inputs = model_zoo.inputs_of(model)
+    model = model_zoo.build(model_type).to(device)
+    inputs = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in model_zoo.inputs_of(model).items()
+    }
     loss, grads = loss_and_grads(model, inputs)
     state = list(model.state_dict())
     start = time.perf_counter()
@@ -92,21 +94,21 @@ def _equal(
     return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], grad) for name, grad in other[1].items())
 
 
-def _in_child(model_type: str, pipe: Connection) -> None:
+def _in_child(model_type: str, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(check(model_type))
+        pipe.send(check(model_type, device))
     except Exception as error:  # part of the table
         pipe.send({"status": "broken", "error": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
-def sweep(types: Iterable[str]) -> dict[str, dict[str, Any]]:
+def sweep(types: Iterable[str], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """Check types, each in a process of its own with a time limit."""
     context = multiprocessing.get_context("fork")
     results: dict[str, dict[str, Any]] = {}
     for model_type in types:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_child, args=(model_type, sender))
+        process = context.Process(target=_in_child, args=(model_type, device, sender))
         process.start()
         sender.close()
         try:
@@ -147,10 +149,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="all of them by default")
     parser.add_argument("--output", type=pathlib.Path, help="writes patch_coverage.json and .txt there")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     header = f"{'type':26} {'status':7} norms  glus ropes loss err grad err  left"
     print(header)
-    results = sweep(options.types or model_zoo.names())
+    results = sweep(options.types or model_zoo.names(), options.device)
     print(summary(results))
     if options.output:
         import transformers

@@ -271,6 +271,16 @@ def test_what_was_changed_by_hand_is_left():
         assert any(part in reason for reason in reasons), reasons
 
 
+def test_a_norm_whose_weight_is_elsewhere():
+    module = RMS()
+    module.weight = nn.Parameter(torch.empty(0))
+    module.weight.ds_shape = torch.Size([32])  # as DeepSpeed leaves it between uses
+    assert len(patch(module, loss_head=False).replaced) == 1
+    module.weight = nn.Parameter(torch.randn(32))
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(module(x), RMS.forward(module, x))
+
+
 # Gated MLPs
 
 
@@ -677,6 +687,31 @@ def test_unpatching_restores_classes(llama):
     unpatch(llama)
     assert [type(module) for module in llama.modules()] == classes
     unpatch(llama)
+
+
+def test_what_changed_since_is_not_undone_by_mistake(llama):
+    patch(llama, loss_head=False)
+    nn.utils.parametrizations.weight_norm(llama.model.norm, dim=None)
+    with pytest.raises(RuntimeError, match=r"model\.norm cannot be unpatched.*Parametrized"):
+        unpatch(llama)
+    assert len(kinds(llama)) == 13
+    nn.utils.parametrize.remove_parametrizations(llama.model.norm, "weight")
+    unpatch(llama)
+    assert not kinds(llama)
+
+
+def test_functions_of_one_kind_are_told_apart():
+    class Activated(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    functions = (F.silu, F.gelu, F.relu, lambda x: F.silu(x))
+    report = patch(nn.ModuleList([MLP(Activated(function)) for function in functions]), loss_head=False)
+    assert [entry.replaced_by for entry in report.entries] == ["glu (silu)", "glu (gelu)", None, "glu (silu)"]
 
 
 def test_choosing_what_to_patch(llama):

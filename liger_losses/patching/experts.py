@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
-from liger_losses.patching.probing import Mismatch, attributes, copy_of, isolated, observe
+from liger_losses.patching.probing import Mismatch, attributes, children_of, copy_of, isolated, observe, shape_of
 from liger_losses.patching.swap import is_plain
 
 #: The size of the products in a probe; the method does not know that of the weights.
@@ -53,13 +53,12 @@ def is_worth_listing(module: nn.Module) -> bool:
 
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same gate."""
-    children = tuple((type(child), attributes(child), repr(child)) for child in module.children())
-    return type(module), children, attributes(module)
+    return type(module), children_of(module), attributes(module)
 
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether a module has the method, and weights of three dimensions for it."""
-    stacked = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+    stacked = any(parameter is not None and len(shape_of(parameter)) == 3 for parameter in module._parameters.values())
     return stacked and callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
-from liger_losses.patching.probing import Mismatch, Observed, attributes, copy_of, isolated, random
+from liger_losses.patching.probing import Mismatch, Observed, attributes, children_of, copy_of, isolated, random
 from liger_losses.patching.swap import is_plain
 
 
@@ -61,12 +61,7 @@ def is_worth_listing(module: nn.Module) -> bool:
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same between their linear layers."""
     linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
-    others = tuple(
-        (name, type(child), attributes(child), repr(child))
-        for name, child in module._modules.items()
-        if child is not None and name not in linears
-    )
-    return type(module), tuple(linears.items()), others, attributes(module)
+    return type(module), tuple(linears.items()), children_of(module, linears), attributes(module)
 
 
 def is_candidate(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from liger_losses.patching.probing import (
     isolated,
     observe,
     random,
+    shape_of,
 )
 from liger_losses.patching.swap import is_plain
 
@@ -113,7 +114,7 @@ def is_worth_listing(module: nn.Module) -> bool:
 
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same."""
-    parameters = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    parameters = tuple((name, None if p is None else shape_of(p)) for name, p in module._parameters.items())
     return type(module), parameters, attributes(module)
 
 
@@ -121,8 +122,8 @@ def is_candidate(module: nn.Module) -> bool:
     """Whether a module has the build of a normalisation: no children or buffers, one or two vectors at most."""
     if module._modules or module._buffers:
         return False
-    parameters = [p for p in module._parameters.values() if p is not None]
-    return len(parameters) <= 2 and all(p.dim() == 1 for p in parameters) and len({p.shape for p in parameters}) <= 1
+    shapes = [shape_of(p) for p in module._parameters.values() if p is not None]
+    return len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
 
 
 def recognise(module: nn.Module) -> Norm:
@@ -300,7 +301,7 @@ def _sizes(module: nn.Module) -> list[int]:
     """The size of the parameters; where there are none, what the attributes suggest, or any."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return [parameter.numel()]
+            return list(shape_of(parameter))
     numbers: list[int] = []
     for value in vars(module).values():
         for number in value if isinstance(value, (tuple, list)) else [value]:

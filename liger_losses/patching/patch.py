@@ -14,7 +14,7 @@ from liger_losses.patching import norms as normalisations
 from liger_losses.patching import rope as rotations
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
-from liger_losses.patching.swap import original_class, replacement_of, restore, swap, why_not_swap
+from liger_losses.patching.swap import original_class, replacement_of, restore, swap, why_not_restore, why_not_swap
 
 #: Says whether a module, by its name in the model, may be replaced.
 Filter = Callable[[nn.Module, str], bool]
@@ -84,8 +84,14 @@ def unpatch(model: nn.Module) -> None:
 
     Raises:
         TypeError: ``model`` is not a module.
+        RuntimeError: something else changed a patched module since (sharding or parametrizing it, say); nothing is
+            undone then.
     """
     _check_model(model)
+    for path, module in model.named_modules():
+        reason = why_not_restore(module)
+        if reason is not None:
+            raise RuntimeError(f"{path} cannot be unpatched: {reason}; undo that first.")
     for module in model.modules():
         restore(module)
     rotations.release(model)

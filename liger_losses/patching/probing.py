@@ -6,7 +6,7 @@ import contextlib
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype 
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The whole shape of a parameter, also where DeepSpeed keeps only a part of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def copy_of(
     module: nn.Module,
     generator: torch.Generator,
@@ -55,7 +60,7 @@ def copy_of(
     """
     memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
-        memo[id(parameter)] = nn.Parameter(random(parameter.shape if with_parameters else (0,), generator))
+        memo[id(parameter)] = nn.Parameter(random(shape_of(parameter) if with_parameters else (0,), generator))
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -143,7 +148,7 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
     if isinstance(value, (set, frozenset)):
         return "set", *sorted(map(str, value))
     if hasattr(value, "__dict__"):
-        return type(value), fingerprint(vars(value), depth - 1)
+        return type(value), id(value), fingerprint(vars(value), depth - 1)
     return type(value).__name__, id(value)
 
 
@@ -151,6 +156,15 @@ def attributes(module: nn.Module) -> Any:
     """The fingerprint of what a module holds besides tensors, children and hooks."""
     held = {key: value for key, value in vars(module).items() if key not in _TORCH_ATTRIBUTES}
     return fingerprint(held)
+
+
+def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
+    """The fingerprint of a module's children, and of theirs."""
+    return tuple(
+        (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
+        for name, child in module._modules.items()
+        if child is not None and name not in without
+    )
 
 
 #: What every module has; ``training`` is probed both ways.

@@ -30,9 +30,19 @@ def swap(module: nn.Module, replacement: Replacement) -> None:
 
 def restore(module: nn.Module) -> None:
     """Undo :func:`swap`; nothing where there is nothing to undo."""
-    original = getattr(type(module), "_liger_original", None)
-    if original is not None:
-        module.__class__ = original
+    if "_liger_original" in vars(type(module)):
+        module.__class__ = original_class(module)
+
+
+def why_not_restore(module: nn.Module) -> str | None:
+    """Why :func:`swap` cannot be undone, or ``None``."""
+    if replacement_of(module) is None:
+        return None
+    if "_liger_original" not in vars(type(module)):
+        return f"its class was changed to {type(module).__name__} after patching"
+    if replacement_of(module).method in vars(module):
+        return f"its {replacement_of(module).method} was replaced on the instance after patching"
+    return None
 
 
 def replacement_of(module: nn.Module) -> Any:
@@ -63,7 +73,8 @@ def why_not_swap(module: nn.Module) -> str | None:
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if type(parameter) is not nn.Parameter:
+        sharded = hasattr(parameter, "full_tensor")  # gathered for the forward; if not, the original runs
+        if type(parameter) is not nn.Parameter and not sharded:
             return f"its {name} is a {type(parameter).__name__}"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its {name} is of {parameter.dtype}"
@@ -91,8 +102,8 @@ def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists only in memory: a pickle names the original one and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
-        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # a class with a way of its own
+        if type(self) is not subclass or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced  # a class on top of it, or with a way of its own
         return _new, (original, replacement), *reduced[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}

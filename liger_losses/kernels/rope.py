@@ -180,7 +180,8 @@ def _rotate_triton(
             size - rotated,
             interleaved,
             inverse,
-            min(power_of_two(max(q.shape[heads], k.shape[heads])), max(1, _TILE // half)),
+            min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
+            min(power_of_two(k.shape[heads]), max(1, _TILE // half)),
             half,
             power_of_two(size - rotated),
             num_warps=_WARPS,
@@ -268,7 +269,8 @@ def _rotate_kernel(
     rest,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
@@ -312,7 +314,7 @@ def _rotate_kernel(
         rotated,
         rest,
         INTERLEAVED,
-        HEADS,
+        Q_HEADS,
         HALF,
         REST,
     )
@@ -329,7 +331,7 @@ def _rotate_kernel(
         rotated,
         rest,
         INTERLEAVED,
-        HEADS,
+        K_HEADS,
         HALF,
         REST,
     )

@@ -99,7 +99,7 @@ def _in_child(model_type: str, device: str, pipe: Connection) -> None:
     try:
         pipe.send(check(model_type, device))
     except Exception as error:  # part of the table
-        pipe.send({"status": "broken", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+        pipe.send({"status": "broken", "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
 
 
 def sweep(types: Iterable[str], device: str = "cpu") -> dict[str, dict[str, Any]]:

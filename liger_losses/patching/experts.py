@@ -51,6 +51,11 @@ def is_worth_listing(module: nn.Module) -> bool:
     return True
 
 
+def bypassed(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that the replacement does not call: the activation."""
+    return {name: part for name, part in module.named_modules() if part is not module}
+
+
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same gate."""
     return type(module), children_of(module), attributes(module)
@@ -75,9 +80,9 @@ def recognise(module: nn.Module) -> GatedExperts:
 def _observe(module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool) -> Case:
     generator = torch.Generator().manual_seed(13)
     copy: Any = copy_of(module, generator, {}, with_parameters=False).train(training)
-    before = attributes(copy)
+    before = attributes(copy), children_of(copy)
     inner = inner_values(leading, 2 * _SIZE, dtype, generator)
     observed = observe(copy._apply_gate, [inner])
-    if attributes(copy) != before:
+    if (attributes(copy), children_of(copy)) != before:
         raise Mismatch(f"{name}: it changes its own attributes")
     return Case(name, [inner], observed)

@@ -7,7 +7,7 @@ is what happens between them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,6 +58,17 @@ def is_worth_listing(module: nn.Module) -> bool:
     return _arguments(module)[1] == 1
 
 
+def bypassed(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that the replacement does not call: all but the linear layers."""
+    linears = _linears(module)
+    return {
+        f"{name}.{inner}".strip("."): part
+        for name, child in module._modules.items()
+        if child is not None and name not in linears
+        for inner, part in child.named_modules()
+    }
+
+
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same between their linear layers."""
     linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
@@ -69,9 +80,8 @@ def is_candidate(module: nn.Module) -> bool:
     linears = _linears(module)
     if len(linears) not in (2, 3) or module._parameters or module._buffers:
         return False
-    for name, child in module._modules.items():
-        if name not in linears and child is not None and next(child.parameters(), None) is not None:
-            return False
+    if any(part._parameters or part._buffers for part in bypassed(module).values()):
+        return False
     # Three of which two are alike, or two of which one gives gate and up.
     wide = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
     narrow = [child.in_features for child in linears.values()]
@@ -137,7 +147,7 @@ def _observe(
     recorders = {key: _Recorder(child, calls) for key, child in _linears(module).items()}
     copy = copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
     copy.train(training)
-    before = attributes(copy)
+    before = attributes(copy), children_of(copy, recorders)
     answers: dict[_Recorder, Tensor] = {}
 
     def answer(recorder: _Recorder) -> Callable[[Tensor], Tensor]:
@@ -146,27 +156,18 @@ def _observe(
 
     for recorder in recorders.values():
         recorder.answer = answer(recorder)
-    size = next(iter(recorders.values())).in_features
-    sizes = {recorder.in_features for recorder in recorders.values()}
-    for size in sizes:
-        x = random((*leading, size), generator, dtype).requires_grad_()
-        calls.clear()
-        state = torch.get_rng_state()
-        try:
-            output = copy(x)
-        except Exception as error:
-            failure = error
-            continue
-        break
-    else:
+    state = torch.get_rng_state()
+    try:
+        x, output = _call(copy, recorders.values(), leading, dtype, generator)
+    except Mismatch:
         if name == "two dimensions":
-            return None
-        raise Mismatch(f"its code does not fit a gated MLP ({type(failure).__name__}: {str(failure)[:160]})")
+            return None  # no model calls it so
+        raise
     if len(calls) != len(recorders) or len(set(calls)) != len(calls):
         raise Mismatch(f"{name}: it does not call each of its layers once")
     if not torch.equal(state, torch.get_rng_state()):
         raise Mismatch(f"{name}: it draws random numbers")
-    if attributes(copy) != before:
+    if (attributes(copy), children_of(copy, recorders)) != before:
         raise Mismatch(f"{name}: it changes its own attributes")
     *inner, down = calls
     for recorder in inner:
@@ -183,6 +184,25 @@ def _observe(
     names = {recorder: key for key, recorder in recorders.items()}
     case = Case(name, [leaf.detach() for leaf in leaves], Observed(product.detach(), list(grads)))
     return tuple(names[recorder] for recorder in inner), names[down], case
+
+
+def _call(
+    copy: nn.Module,
+    recorders: Iterable[_Recorder],
+    leading: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> tuple[Tensor, Any]:
+    """An input of the size that the module takes, and what it returns for it."""
+    for size in sorted({recorder.in_features for recorder in recorders}):
+        for recorder in recorders:
+            recorder.calls.clear()
+        x = random((*leading, size), generator, dtype).requires_grad_()
+        try:
+            return x, copy(x)
+        except Exception as error:
+            failure = error
+    raise Mismatch(f"its code does not fit a gated MLP ({type(failure).__name__}: {str(failure)[:160]})")
 
 
 def _check_same(what: str, actual: Any, expected: Tensor) -> None:

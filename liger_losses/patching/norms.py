@@ -112,6 +112,11 @@ def is_worth_listing(module: nn.Module) -> bool:
     return bool(module._parameters) or "norm" in type(module).__name__.lower()
 
 
+def bypassed(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that the replacement does not call: there are none."""
+    return {}
+
+
 def key_of(module: nn.Module) -> Any:
     """Modules with the same key compute the same."""
     parameters = tuple((name, None if p is None else shape_of(p)) for name, p in module._parameters.items())
@@ -285,7 +290,7 @@ def _cases(module: nn.Module, gate: str | None, functions: Functions) -> Iterato
                 continue
             break
         else:
-            if name in _OPTIONAL:
+            if name in _OPTIONAL and failure.__cause__ is not None:
                 continue
             raise failure
         with torch.no_grad():

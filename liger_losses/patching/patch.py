@@ -112,6 +112,9 @@ class _AutoLigerModel(type):
 class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
     """transformers' ``AutoModelForCausalLM``, patched on load. The report is the model's ``liger_report``."""
 
+    def __init__(self) -> None:
+        raise TypeError("AutoLigerModelForCausalLM makes models by from_pretrained(...) or from_config(...).")
+
     @classmethod
     def from_pretrained(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Load a model and patch it.
@@ -165,7 +168,7 @@ def _patch_module(
         return Entry(path, name, str(replacement)) if isinstance(replacement, kind.REPLACEMENT) else None
     if not kind.is_candidate(module):
         return None
-    reason = why_not_swap(module)
+    reason = why_not_swap(module, kind.bypassed(module))
     if reason is None and filter_fn is not None and not filter_fn(module, path):
         reason = LEFT_OUT
     if reason is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -55,19 +55,14 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_liger_original", type(module))
 
 
-def why_not_swap(module: nn.Module) -> str | None:
-    """Why a module's forward must be left alone, whatever it computes, or ``None``."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    if any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    ):
-        return "it has hooks"
+def why_not_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | None:
+    """Why a module must be left alone, whatever it computes, or ``None``; ``bypassed`` would not be called any more."""
+    for name, part in {"": module, **bypassed}.items():
+        whose = f"its {name}'s " if name else "its "
+        if "forward" in vars(part):
+            return f"{whose}forward was replaced on the instance"
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it was compiled on its own; patch before compiling"
     for name, parameter in module._parameters.items():

@@ -8,6 +8,7 @@ Every provider runs in a process of its own: what liger-kernel patches stays pat
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -219,6 +220,9 @@ def run(provider: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for case in cases:
+        gc.collect()  # models hold themselves
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         try:
             row = measure(provider, case, device, steps)
         except (ImportError, RuntimeError) as reason:  # no room, or no GPU for a peer
@@ -231,8 +235,6 @@ def run(provider: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
             f"{row.get('note') or row['losses'][-1]}",
             flush=True,
         )
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return rows
 
 
@@ -243,7 +245,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--provider", help=argparse.SUPPRESS)
-    parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser.add_argument("--group", choices=("trainer", "heads"), help="only the model's own loss, or only TRL's heads")
     options = parser.parse_args()
     groups = {"trainer": list(TRAINER), "heads": list(HEADS)}
     if options.tiny:
@@ -258,6 +260,8 @@ def main() -> None:
     providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours")}
     rows = []
     for group, names in providers.items():
+        if options.group not in (None, group):
+            continue
         for name in names:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rows.json"

@@ -23,7 +23,7 @@ from liger_losses.kernels.rows import (
 )
 
 # Measured on an H200: elements of a tile and per thread, and programs per multiprocessor.
-_FORWARD_TILE, _BACKWARD_TILE, _BACKWARD_PROGRAMS = (2048, 16), (4096, 32), 2
+_FORWARD_TILE, _BACKWARD_TILE, _BACKWARD_PROGRAMS = (2048, 32), (4096, 32), 2
 
 
 def layer_norm(

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.rows import power_of_two
 
-#: Elements of a tile (heads by half of the dimensions), and warps.
-_TILE, _WARPS = 2048, 4
+# Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
+_TILE, _WARPS = 1024, 1
 
 
 def rope(

@@ -50,7 +50,7 @@ def _lazily(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 def why_not(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
-    if type(module) is not nn.Linear:
+    if type(module) not in (nn.Linear, ReducedLinear):
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"

@@ -4,6 +4,9 @@ TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight
 and adapters that it does not know of are missing then. Here the model's own forward runs, so that whatever it does to
 its logits is in them, and the lazy logits are reduced to per-token statistics while the forward is still on: inside
 autocast, and inside whatever holds the weights.
+
+Of ``fully_shard``, that is the unit of the model. A head that is a unit of its own, or in one with the final norm,
+would be without its weight once its own forward is over: such units stay gathered from then to their backward.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.engine import linear_statistics, linear_token_loss
@@ -73,12 +76,14 @@ def add_fused_lm_head(
     Raises:
         ValueError: outputs that are not known, a temperature that is not positive.
         TypeError: at the first forward, a model whose last layer cannot be lazy.
+        RuntimeError: at a forward, a head whose weight is not there as a whole.
     """
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
         raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
     LogitTransform(temperature)  # its check
     model._liger_losses_head = HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), one_pass)
+    _make_lazy(model)  # before fully_shard, which derives classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
         return
@@ -121,7 +126,7 @@ def fused_forward(
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels (or shift_labels): they say which tokens are scored.")
     options: HeadOptions = model._liger_losses_head
-    _prepare(model)
+    units = _prepare(model)
     config = model.config.get_text_config()
     kwargs = {**kwargs, "use_cache": False, "return_dict": True}
     if getattr(config, "output_router_logits", False):
@@ -141,8 +146,10 @@ def fused_forward(
         recipe, target = recipe.rows(slice(None, -1)), labels[:, 1:]
     target = target.to(recipe.hidden_states.device)
     mask = target != IGNORED
+    _check_whole(model, recipe)
     with recipe.as_it_was():
         loss, found = _reduce(recipe, target, options)
+    _release(units, (loss, *found))
     wanted = {*options.outputs, "log_probs"}
     per_token = {name: getattr(found, ours) for name, ours in OUTPUTS.items() if name in wanted}
     if "is_top1" in per_token:
@@ -154,19 +161,77 @@ def fused_forward(
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
 
 
-def _prepare(model: Any) -> None:
-    """Let the last layer be lazy; adapters may have come or gone since the last call."""
+def _make_lazy(model: Any) -> list[str]:
+    """Let the last layer be lazy where it can be; why the rest cannot."""
     layers = head_layers(model)
-    new = [layer for layer in layers if type(layer) not in (LazyLinear, ReducedLinear)]
-    wrong = [reason for reason in map(why_not, new) if reason is not None]
-    if not layers or wrong:
-        why = "; ".join(wrong) or "get_output_embeddings() gives none"
+    reasons = [] if layers else ["get_output_embeddings() gives none"]
+    for layer in layers:
+        if isinstance(layer, (LazyLinear, ReducedLinear)):
+            continue
+        reason = why_not(layer)
+        if reason is None:
+            layer.__class__ = ReducedLinear
+        else:
+            reasons.append(reason)
+    return reasons
+
+
+def _prepare(model: Any) -> list[Any]:
+    """The units of ``fully_shard`` in the last layer, which is lazy now and has its weight after its own forward."""
+    reasons = _make_lazy(model)  # again: adapters may have come or gone since the last call
+    if reasons:
         raise TypeError(
-            f"{type(model).__name__}'s last layer cannot be lazy ({why}): train it with TRL's own head, outside of "
-            "liger_losses.trl.enable()."
+            f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
+            "outside of liger_losses.trl.enable()."
         )
-    for layer in new:
-        layer.__class__ = ReducedLinear
+    units = _units(model.get_output_embeddings())
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    return units
+
+
+def _units(head: nn.Module) -> list[Any]:
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in head.modules() if isinstance(module, FSDPModule)]
+
+
+def _release(units: list[Any], outputs: tuple[Tensor | None, ...]) -> None:
+    """Let go of the weights where there is no backward; where there is, have them there again.
+
+    Backward does not come by the lazy logits, on which ``fully_shard`` has its own hook, and what happens in between
+    (the backward of another forward, a state dict) may have freed the weights.
+    """
+    differentiable = [output for output in outputs if output is not None and output.requires_grad]
+    for unit in units:
+        if not differentiable:
+            unit.reshard()
+        for output in differentiable:
+            output.register_hook(functools.partial(_unshard, unit))
+
+
+def _unshard(unit: Any, gradient: Tensor) -> None:
+    unit.unshard()
+
+
+def _check_whole(model: Any, recipe: Recipe) -> None:
+    """Raise RuntimeError for a weight that was freed since the head's forward, or that is a part of one."""
+    for name, tensor in (("weight", recipe.weight), ("bias", recipe.bias)):
+        if tensor is None:
+            continue
+        if hasattr(tensor, "full_tensor"):
+            what = f"a {type(tensor).__name__}, one part of it on each process"
+        elif tensor.untyped_storage().size() == 0:
+            what = "freed by the end of the head's own forward"
+        else:
+            continue
+        raise RuntimeError(
+            f"the {name} of {type(model).__name__}'s last layer is {what}; it must be whole until the model's forward "
+            "ends. Shard with torch.distributed.fsdp.fully_shard and call the sharded model, or train with TRL's own "
+            "head, outside of liger_losses.trl.enable()."
+        )
 
 
 def _reduce(recipe: Recipe, target: Tensor, options: HeadOptions) -> tuple[Tensor, Any]:

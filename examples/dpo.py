@@ -1,4 +1,4 @@
-"""Fine-tune a small instruct model with TRL's DPOTrainer, the loss going through liger_losses.
+"""Fine-tune a small instruct model with TRL's DPOTrainer and this library's head, which one line gives it.
 
 Without arguments: SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, first with this library, then
 the same steps with plain TRL, each in a process of its own so that their peak memory can be compared. Prints a table,
@@ -24,99 +24,11 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from liger_losses import LigerFusedLinearDPOLoss, linear_logps
-from liger_losses.chunked.completions import sequence_logps
-from liger_losses.chunked.pairs import shared_length_weights
+from liger_losses.trl import enable
 
 HERE = pathlib.Path(__file__).parent
 BUNDLED = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-class ChunkedDPOTrainer(DPOTrainer):
-    """TRL's DPO trainer with loss and reference log-probabilities from this library.
-
-    Everything else (data, batching, optimiser, logging, evaluation) is TRL's own. For one process; wrappers that must
-    see the model's forward (DDP, FSDP) are not.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if self.aux_loss_enabled:
-            raise ValueError("this trainer does not add a mixture-of-experts model's auxiliary loss; use DPOTrainer.")
-        check_head_is_linear(self.accelerator.unwrap_model(self.model))
-        self.chunked_loss = LigerFusedLinearDPOLoss(
-            beta=self.beta,
-            loss_type=self.loss_types,
-            loss_weights=self.loss_weights,
-            label_smoothing=self.label_smoothing,
-            discopop_tau=self.args.discopop_tau,
-            f_divergence_type=self.f_divergence_type,
-            f_alpha_divergence_coef=self.f_alpha_divergence_coef,
-            ld_alpha=self.ld_alpha,
-            use_weighting=self.use_weighting,
-            shift=True,
-        )
-
-    def hidden_states_and_labels(self, model, inputs):
-        """The last hidden states ``[2 B, T, H]``, chosen rows first, and unshifted labels."""
-        model = self.accelerator.unwrap_model(model)
-        hidden = model.base_model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
-        ).last_hidden_state
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-        return hidden, labels, model.get_output_embeddings()
-
-    def compute_ref_log_probs(self, model, inputs):
-        with torch.no_grad(), self.accelerator.autocast():
-            hidden, labels, head = self.hidden_states_and_labels(model, inputs)
-            logps = linear_logps(hidden, head.weight, labels, bias=head.bias, shift=True)[:, :-1]
-        mask, weights = labels[:, 1:] != -100, None
-        if self.ld_alpha is not None:
-            weights = torch.cat(shared_length_weights(*mask.chunk(2), self.ld_alpha))
-        return sequence_logps(logps, mask, weights=weights).chunk(2)
-
-    def _compute_loss(self, model, inputs, return_outputs=False):
-        hidden, labels, head = self.hidden_states_and_labels(model, inputs)
-        if "ref_chosen_logps" in inputs:
-            reference = {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
-        else:
-            with torch.no_grad():
-                ref_hidden, _, ref_head = self.hidden_states_and_labels(self.ref_model, inputs)
-            reference = {"ref_input": ref_hidden, "ref_weight": ref_head.weight, "ref_bias": ref_head.bias}
-        loss, metrics = self.chunked_loss(head.weight, hidden, labels, head.bias, **reference)
-
-        log = self._metrics["train" if self.model.training else "eval"]
-        chosen, rejected = metrics.chosen_rewards, metrics.rejected_rewards
-        for name, value in {
-            "logps/chosen": metrics.chosen_logps,
-            "logps/rejected": metrics.rejected_logps,
-            "logits/chosen": metrics.chosen_logits_mean,
-            "logits/rejected": metrics.rejected_logits_mean,
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-        }.items():
-            log[name].append(value.mean().item())
-        return (loss, {"loss": loss}) if return_outputs else loss
-
-
-def check_head_is_linear(model):
-    """Refuse a model whose logits are more than a linear layer's (soft-cap, scale): they would be left out."""
-    ids = torch.arange(2, 10, device=model.device)[None]
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        projected = model.get_output_embeddings()(hidden)
-    model.train(training)
-    if not torch.allclose(logits.float(), projected.float(), rtol=1e-2, atol=1e-2):
-        raise SystemExit(
-            f"{type(model).__name__} changes its logits after lm_head (a soft-cap or scale). Give its softcap= and "
-            "logit_scale= to LigerFusedLinearDPOLoss and linear_logps in ChunkedDPOTrainer."
-        )
 
 
 class Speed(TrainerCallback):
@@ -198,6 +110,8 @@ def run(args: argparse.Namespace) -> dict:
     """Train, evaluate and (with this library) save; what is reported of it."""
     gpu = torch.cuda.is_available()
     with_library = args.worker == "liger_losses"
+    if with_library:
+        enable()
     output = pathlib.Path(args.output)
     train, held_out = load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -221,7 +135,7 @@ def run(args: argparse.Namespace) -> dict:
         seed=args.seed,
         dataloader_pin_memory=gpu,
     )
-    trainer = (ChunkedDPOTrainer if with_library else DPOTrainer)(
+    trainer = DPOTrainer(
         model=model,
         ref_model=reference,
         args=config,

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,14 @@ import torch
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+
+
+def run(name, *arguments):
+    """An example in a process of its own, with this checkout's library."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 def load(name):
@@ -27,6 +36,19 @@ def test_custom_loss_runs(capsys):
     printed = capsys.readouterr().out
     assert "Cal-DPO" in printed
     assert "nan" not in printed
+
+
+def test_classes_in_place_of_ligers():
+    done = run("trl_liger_compat")
+    assert done.returncode == 0, done.stderr
+    assert "liger_losses.chunked.preference: loss " in done.stdout
+
+
+def test_classes_in_place_of_ligers_come_too_late(monkeypatch):
+    module = load("trl_liger_compat")
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", module)
+    with pytest.raises(RuntimeError, match="has been imported already"):
+        module.use_instead_of_liger()
 
 
 def test_the_shipped_pairs_are_well_formed():
@@ -46,6 +68,21 @@ def test_the_shipped_pairs_are_well_formed():
 def dpo():
     pytest.importorskip("trl", reason="TRL is not installed")
     return load("dpo")
+
+
+@pytest.fixture
+def saved_model(tmp_path):
+    """A tiny model with its tokenizer, and preference pairs, as files."""
+    model, tokenizer, text = tiny_model()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [
+        {side: [{"role": "user", "content": text(3 + i % 3)}] for side in ("prompt", "chosen", "rejected")}
+        for i in range(24)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return tmp_path
 
 
 def tiny_model():
@@ -78,7 +115,7 @@ def tiny_model():
     return model, tokenizer, text
 
 
-def train(dpo, trainer_class, output, **options):
+def train(dpo, output, **options):
     """A few steps on a tiny random model; what TRL logged of each, and the trained weights."""
     from datasets import Dataset
 
@@ -102,7 +139,7 @@ def train(dpo, trainer_class, output, **options):
         **options,
     )
     reference = None if config.precompute_ref_log_probs else copy.deepcopy(model)
-    trainer = trainer_class(
+    trainer = dpo.DPOTrainer(
         model=model, ref_model=reference, args=config, train_dataset=pairs, processing_class=tokenizer
     )
     trainer.train()
@@ -122,8 +159,11 @@ def train(dpo, trainer_class, output, **options):
     ids=str,
 )
 def test_dpo_training_equals_plain_trl(dpo, tmp_path, options):
-    plain, plain_weights = train(dpo, dpo.DPOTrainer, tmp_path / "plain", **options)
-    ours, weights = train(dpo, dpo.ChunkedDPOTrainer, tmp_path / "ours", **options)
+    from liger_losses.trl import enabled
+
+    plain, plain_weights = train(dpo, tmp_path / "plain", **options)
+    with enabled():
+        ours, weights = train(dpo, tmp_path / "ours", **options)
     assert len(ours) == len(plain) == 6
     assert plain[0]["loss"] != plain[-1]["loss"]
     for a, b in zip(ours, plain, strict=True):
@@ -149,9 +189,39 @@ def test_a_bad_dataset_is_refused_before_any_work(dpo, tmp_path, content, messag
         dpo.load_pairs(str(path), 4, 4)
 
 
+def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys):
+    """Both of its runs, and what it says of them; each is a process of its own there."""
+    from liger_losses.trl import disable
+
+    out = saved_model / "out"
+    common = [f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}", f"--output={out}"]
+    steps = ["--steps=4", "--compare-steps=3", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2"]
+    results = {}
+    for worker in ("liger_losses", "plain_trl"):
+        monkeypatch.setattr(sys, "argv", ["dpo.py", *common, *steps, f"--worker={worker}"])
+        try:
+            dpo.main()
+        finally:
+            disable()
+        results[worker] = json.loads((out / f"{worker}.json").read_text())
+    ours, plain = results["liger_losses"], results["plain_trl"]
+    assert len(ours["loss"]) == 4
+    assert len(plain["loss"]) == 3
+    for name in ("loss", "margin"):
+        assert ours[name][:3] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
+    assert plain["loss"][0] != plain["loss"][-1]
+    assert (out / "model" / "config.json").is_file()
+    monkeypatch.setattr(sys, "argv", ["dpo.py", *common, *steps])
+    capsys.readouterr()
+    dpo.print_report(dpo.parse_arguments(), ours, plain)
+    printed = capsys.readouterr().out
+    for line in ("reward accuracy", "peak memory, MiB", "tokens per second", "loss, step 3"):
+        assert line in printed
+
+
 def test_the_demo_explains_itself():
     pytest.importorskip("trl", reason="TRL is not installed")
-    done = subprocess.run([sys.executable, str(EXAMPLES / "dpo.py"), "--help"], capture_output=True, text=True)
+    done = run("dpo", "--help")
     assert done.returncode == 0
     assert "--model" in done.stdout
     assert "--dataset" in done.stdout
@@ -164,23 +234,19 @@ def test_the_demo_explains_itself():
         ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
         ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
         ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo"], "step   1"),
+        ("trl_grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
+        (
+            "trl_distill",
+            ["--steps", "2", "--batch-size", "4", "--layers", "2", "--new-tokens", "4"],
+            "student's perplexity of held-out text",
+        ),
     ],
 )
-def test_the_loops_run(dpo, tmp_path, name, arguments, expected):
-    model, tokenizer, text = tiny_model()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [
-        {side: [{"role": "user", "content": text(3 + i % 3)}] for side in ("prompt", "chosen", "rejected")}
-        for i in range(24)
-    ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
-    common = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")]
-    dataset = ["--dataset", str(data)] if name in ("kto", "distill") else []
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *common, *dataset, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def test_the_examples_run(dpo, saved_model, name, arguments, expected):
+    common = ["--model", saved_model / "model", "--output", saved_model / "out"]
+    dataset = [] if "grpo" in name else ["--dataset", saved_model / "pairs.jsonl"]
+    done = run(name, *common, *dataset, *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "step   1" in done.stdout
     assert expected in done.stdout
     assert "nan" not in done.stdout

@@ -1,0 +1,184 @@
+"""What is installed here, and what this library will do with it.
+
+python -m liger_losses.doctor            # versions, devices, the backend, TRL
+python -m liger_losses.doctor MODEL      # and what patch() would replace in a model, without its weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import liger_losses
+from liger_losses.kernels import choose_backend
+from liger_losses.kernels._tiles import _has_tma
+from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED
+
+PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
+
+
+def versions() -> Iterator[str]:
+    """One line per package.
+
+    Returns:
+        The lines.
+    """
+    yield f"{'python':<14}{platform.python_version()} on {platform.platform()}"
+    yield f"{'torch':<14}{torch.__version__}"
+    yield f"{'liger_losses':<14}{liger_losses.__version__}"
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        yield f"{package:<14}{version}"
+
+
+def devices() -> Iterator[str]:
+    """What runs on each device.
+
+    Returns:
+        The lines.
+    """
+    yield f"{BACKEND_VARIABLE} is {os.environ.get(BACKEND_VARIABLE, 'not set: the device decides')}"
+    if INTERPRETED:
+        yield "TRITON_INTERPRET=1: Triton's kernels run in its interpreter, for tests only"
+    yield f"CPU, {torch.get_num_threads()} threads: {_backend(torch.device('cpu'))}"
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}"
+        yield f"cuda:{index}, {name}: {_backend(device)}; tensor memory accelerator: {_tma(device)}"
+    if not torch.cuda.is_available():
+        yield "no GPU that this build of torch can use"
+
+
+def _backend(device: torch.device) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a missing triton is in this report
+        try:
+            backend = choose_backend(torch.empty(0, device=device))
+        except ValueError as error:
+            return f"calls will fail: {error}"
+    return {
+        "torch": "torch operations",
+        "triton": "Triton kernels, logits in registers where hidden states and head are of the same half precision",
+    }[backend]
+
+
+def _tma(device: torch.device) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said here
+        return "used" if _has_tma(device) else "none, loads through pointers: the same results, more slowly"
+
+
+def trl_seams() -> Iterator[str]:
+    """Whether what ``liger_losses.trl.enable()`` replaces is where it is expected; nothing is replaced.
+
+    Returns:
+        The lines.
+    """
+    from liger_losses.trl.seams import SEAMS, TESTED, NoAdapter
+
+    try:
+        importlib.import_module("trl")
+    except ImportError as error:
+        yield f'not usable ({error}); pip install "liger-losses[trl]"'
+        return
+    found: list[str] = []
+    missing: list[str] = []
+    absent: list[str] = []
+    for seam in SEAMS:
+        where = f"{seam.module}.{seam.name}"
+        try:
+            module = importlib.import_module(seam.module)
+        except ImportError as error:
+            (absent if seam.optional else missing).append(f"{where} ({seam.covers}): {error}")
+            continue
+        owner, _, name = seam.name.rpartition(".")
+        original = getattr(getattr(module, owner, None) if owner else module, name, None)
+        takes = inspect.signature(original).parameters if original is not None and seam.parameters else {}
+        lacks = [parameter for parameter in seam.parameters if parameter not in takes]
+        if original is None and seam.replacement is NoAdapter:
+            absent.append(f"{where} ({seam.covers}): PEFT is not installed")
+        elif original is None:
+            missing.append(f"{where} ({seam.covers}) is not there")
+        elif lacks:
+            missing.append(f"{where} ({seam.covers}) takes no {', '.join(lacks)}")
+        else:
+            found.append(seam.covers)
+    covered = dict.fromkeys(name for name in found if " in trl." not in name)
+    yield f"{len(found)} of {len(SEAMS)} seams are there: {', '.join(covered)}"
+    yield from (f"not there, and not needed: {line}" for line in absent)
+    yield from (f"MISSING: {line}" for line in missing)
+    verdict = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
+    yield f"liger_losses.trl.enable() {verdict}"
+
+
+def patch_report(name: str) -> str:
+    """What :func:`~liger_losses.patching.patch.patch` would replace in a model; no weight is read.
+
+    Args:
+        name: a model's id, its folder, or its ``config.json``.
+
+    Returns:
+        The report, as a table.
+
+    Raises:
+        OSError: there is no such configuration.
+        ValueError: transformers does not know the model, or it is not a causal language model.
+        ImportError: transformers, or a package that the model needs, is not installed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from liger_losses.patching.patch import patch
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    return f"{type(model).__name__}\n{patch(model)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report.
+
+    Args:
+        arguments: the command line's, by default.
+
+    Returns:
+        The exit status: 0, or 1 where the model cannot be built.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m liger_losses.doctor", description="Says what is installed, and what this library does with it."
+    )
+    parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
+    args = parser.parse_args(arguments)
+    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_seams())):
+        print(f"\n{title}", *lines, sep="\n  ")
+    if args.model is None:
+        return 0
+    print(f"\npatch() on {args.model}", flush=True)
+    try:
+        report = patch_report(args.model)
+    except (OSError, ValueError, ImportError) as error:
+        print(
+            f"{args.model} cannot be built: {error}\nGive the id or folder of a causal language model that "
+            "AutoModelForCausalLM.from_pretrained takes, or its config.json.",
+            file=sys.stderr,
+        )
+        return 1
+    print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -30,7 +31,7 @@ class ReducedLinear(nn.Linear):
     """``nn.Linear`` whose output is lazy under :func:`lazily`, by those who reduce it before it is seen."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _lazily(input, self.weight, self.bias) if _LAZILY.get() else super().forward(input)
+        return _lazily(self, input) if _LAZILY.get() else super().forward(input)
 
 
 class LazyLinear(nn.Linear):
@@ -39,18 +40,30 @@ class LazyLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not (_LAZILY.get() or (torch.is_grad_enabled() and (self.training or input.requires_grad))):
             return super().forward(input)
-        return _lazily(input, self.weight, self.bias)
+        return _lazily(self, input)
 
 
 @torch.compiler.disable
-def _lazily(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _lazily(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
     """Outside of compiled graphs, which end here: what follows is small."""
-    return lazy_linear(hidden_states, weight, bias)
+    if hasattr(layer.weight, "full_tensor"):  # not gathered by now: other processes have parts of the logits
+        return F.linear(hidden_states, layer.weight, layer.bias)
+    keep_gathered(layer)
+    return lazy_linear(hidden_states, layer.weight, layer.bias)
+
+
+def keep_gathered(module: nn.Module) -> None:
+    """Of ``fully_shard``: a unit whose weights are used after its own forward keeps them until its backward."""
+    keep: Any = getattr(module, "set_reshard_after_forward", None)
+    if keep is not None:
+        keep(False, recurse=False)
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
-    if type(module) not in (nn.Linear, ReducedLinear):
+    if not (type(module) is nn.Linear or type(module) is ReducedLinear):
+        if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
+            return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"

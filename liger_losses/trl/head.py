@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.engine import linear_statistics, linear_token_loss
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.head import LazyLinear, ReducedLinear, head_layers, lazily, why_not
+from liger_losses.patching.head import LazyLinear, ReducedLinear, head_layers, keep_gathered, lazily, why_not
 from liger_losses.patching.lazy_logits import LazyLogits, Recipe
 
 IGNORED = -100
@@ -76,7 +76,7 @@ def add_fused_lm_head(
     Raises:
         ValueError: outputs that are not known, a temperature that is not positive.
         TypeError: at the first forward, a model whose last layer cannot be lazy.
-        RuntimeError: at a forward, a head whose weight is not there as a whole.
+        RuntimeError: at a forward, a head whose weight was freed by then.
     """
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
@@ -136,9 +136,9 @@ def fused_forward(
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.recipe.transform is None:
         raise TypeError(
-            f"{type(model).__name__} does something to its logits that cannot be done lazily (its forward returned "
-            f"{type(logits).__name__}), so it cannot be trained without them here: train it with TRL's own head, "
-            "outside of liger_losses.trl.enable()."
+            f"{type(model).__name__} does something to its logits that cannot be done lazily, or its last layer is "
+            f"spread by tensor parallelism (its forward returned {type(logits).__name__}), so it cannot be trained "
+            "without them here: train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
     recipe, target = logits.recipe, shift_labels
     if target is None:
@@ -146,9 +146,11 @@ def fused_forward(
         recipe, target = recipe.rows(slice(None, -1)), labels[:, 1:]
     target = target.to(recipe.hidden_states.device)
     mask = target != IGNORED
-    _check_whole(model, recipe)
+    _check_there(model, recipe)
     with recipe.as_it_was():
         loss, found = _reduce(recipe, target, options)
+    # No views: an operation in place on one would lose the hooks on it.
+    found = found._make(None if value is None else value.clone() for value in found)
     _release(units, (loss, *found))
     wanted = {*options.outputs, "log_probs"}
     per_token = {name: getattr(found, ours) for name, ours in OUTPUTS.items() if name in wanted}
@@ -186,7 +188,7 @@ def _prepare(model: Any) -> list[Any]:
         )
     units = _units(model.get_output_embeddings())
     for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
+        keep_gathered(unit)
     return units
 
 
@@ -216,22 +218,16 @@ def _unshard(unit: Any, gradient: Tensor) -> None:
     unit.unshard()
 
 
-def _check_whole(model: Any, recipe: Recipe) -> None:
-    """Raise RuntimeError for a weight that was freed since the head's forward, or that is a part of one."""
+def _check_there(model: Any, recipe: Recipe) -> None:
+    """Raise RuntimeError for a head that other means than ``fully_shard`` have freed since its own forward."""
     for name, tensor in (("weight", recipe.weight), ("bias", recipe.bias)):
-        if tensor is None:
-            continue
-        if hasattr(tensor, "full_tensor"):
-            what = f"a {type(tensor).__name__}, one part of it on each process"
-        elif tensor.untyped_storage().size() == 0:
-            what = "freed by the end of the head's own forward"
-        else:
-            continue
-        raise RuntimeError(
-            f"the {name} of {type(model).__name__}'s last layer is {what}; it must be whole until the model's forward "
-            "ends. Shard with torch.distributed.fsdp.fully_shard and call the sharded model, or train with TRL's own "
-            "head, outside of liger_losses.trl.enable()."
-        )
+        if tensor is not None and tensor.untyped_storage().size() == 0:
+            raise RuntimeError(
+                f"the {name} of {type(model).__name__}'s last layer was freed when that layer's own forward ended; it "
+                "must be there until the model's ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
+                "last layer in the model's own unit, or train with TRL's own head, outside of "
+                "liger_losses.trl.enable()."
+            )
 
 
 def _reduce(recipe: Recipe, target: Tensor, options: HeadOptions) -> tuple[Tensor, Any]:

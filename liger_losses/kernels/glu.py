@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
-from liger_losses.kernels.rows import as_rows, wide
+from liger_losses.kernels.rows import as_output, as_rows, wide
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -217,7 +217,7 @@ def _forward_torch(gate: Tensor, up: Tensor | None, interleaved: bool, formula: 
     gate, up = _clamp(gate, up, formula.limit)
     if formula.up_offset:
         up = up + formula.up_offset
-    return (ACTIVATIONS[formula.activation].value(gate, formula.alpha) * up).contiguous()
+    return as_output(ACTIVATIONS[formula.activation].value(gate, formula.alpha) * up)
 
 
 def _clamp(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
 from liger_losses.kernels.rows import (
+    as_output,
     as_rows,
     column_sums,
     obstacle_of_row,
@@ -95,7 +96,7 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
         y = y * wide(weight)
     if bias is not None:
         y = y + wide(bias)
-    return y.to(x.dtype), mean.flatten(), rstd.flatten()
+    return as_output(y, x.dtype), mean.flatten(), rstd.flatten()
 
 
 def _backward_torch(

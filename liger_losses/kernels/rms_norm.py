@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
 from liger_losses.kernels.rows import (
+    as_output,
     as_rows,
     column_sums,
     obstacle_of_row,
@@ -231,7 +232,7 @@ def _forward_torch(
         y = y * (offset + wide(weight))
     if gate is not None and not gate_first:
         y = y * F.silu(wide(gate))
-    return y.to(_result_dtype(x, gate, weight, cast_first, gate_first)), summed, rstd.flatten()
+    return as_output(y, _result_dtype(x, gate, weight, cast_first, gate_first)), summed, rstd.flatten()
 
 
 def _backward_torch(

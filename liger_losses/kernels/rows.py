@@ -55,6 +55,17 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def as_output(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An autograd function's output, contiguous and in a dtype.
+
+    Nothing is called where nothing changes: torch.compile in torch 2.11 takes the gradient of what
+    ``to`` and ``contiguous`` return unchanged for 0.
+    """
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 def stages_of(tile: Tile, tensors: tuple[Tensor | None, ...]) -> int:
     """How many tiles ahead the next rows are loaded: as shared memory allows with two programs per multiprocessor."""
     entry = sum(tensor.element_size() for tensor in tensors if tensor is not None)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from liger_losses.patching.head import patch_head, unpatch_head
+from liger_losses.trl.head import add_fused_lm_head
 from tests import model_zoo
 from tests.sweep_models import LIMIT, LOSS_TOLERANCE, difference
 
@@ -73,8 +74,6 @@ def check(model_type: str) -> dict[str, str]:
 
 def check_trl(model: Any, inputs: dict[str, Any]) -> str:
     """The contract of TRL's head, or the words of the refusal."""
-    from liger_losses.trl.head import add_fused_lm_head
-
     labels = inputs["labels"]
     rest = {name: value for name, value in inputs.items() if name != "labels"}
     logps: list[torch.Tensor] = []

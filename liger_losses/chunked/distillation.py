@@ -329,7 +329,6 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     ) -> None:
         check_range("beta", beta, 0.0, 1.0)
         check_names([convention], JSD_CONVENTIONS, "convention")
-        self.beta, self.convention = beta, convention
         super().__init__(
             generalized_jsd(beta, convention),
             weight_hard_loss,
@@ -341,6 +340,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
             return_soft_hard_loss,
             **options,
         )
+        self.beta, self.convention = beta, convention
 
 
 def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:

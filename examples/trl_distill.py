@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from distill import perplexity, shallow_copy_of
 from dpo import BUNDLED, HERE, prepare_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DistillationConfig, DistillationTrainer
 from trl_grpo import ShowSteps
 
@@ -71,6 +71,7 @@ def main():
         processing_class=tokenizer,
         callbacks=[ShowSteps("loss", "entropy")],
     )
+    trainer.remove_callback(PrinterCallback)  # which shows everything
     device = trainer.accelerator.device
     before, start = perplexity(trainer.model, held_out, device), time.perf_counter()
     trainer.train()

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from dpo import BUNDLED, prepare_model
 from grpo import PROMPTS, reward
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from liger_losses.trl import enable
@@ -53,7 +53,6 @@ def main():
 
     gpu = torch.cuda.is_available()
     path = prepare_model(args.model, pathlib.Path(args.output) / "start")
-    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         reward_funcs=rule,
@@ -73,17 +72,18 @@ def main():
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
         callbacks=[ShowSteps("loss", "reward", "entropy")],
     )
+    trainer.remove_callback(PrinterCallback)  # which shows everything
     start = time.perf_counter()
     trainer.train()
 
     rewards = [row["reward"] for row in trainer.state.log_history if "loss" in row]
     first, last = (sum(part) / len(part) for part in (rewards[:3], rewards[-3:]))
-    print(f"mean reward of the first three steps {first:.3f}, of the last three {last:.3f}; ", end="")
-    print(f"{time.perf_counter() - start:.0f} s")
+    seconds = time.perf_counter() - start
+    print(f"mean reward of the first three steps {first:.3f}, of the last three {last:.3f}; {seconds:.0f} s")
 
 
 if __name__ == "__main__":

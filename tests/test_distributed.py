@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_losses.patching.head import patch_head
+from liger_losses.patching.lazy_logits import LazyLogits
 from liger_losses.trl.head import add_fused_lm_head
 
 WORLD = 2
@@ -242,6 +243,21 @@ def lazy_logits(rank):
     check_gradients(ours, plain)
 
 
+def lazy_logits_outlive_the_forward(rank):
+    """The same, the loss taken of what the sharded model returned."""
+    for name in ("root", "head, kept"):
+        plain, ours = llama(), llama()
+        patch_head(ours)
+        CASES[name].spread(ours)
+        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+        logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        assert isinstance(logits, LazyLogits)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        (loss * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
+        plain_loss(plain, False).backward()
+        check_gradients(ours, plain)
+
+
 def sharded_before(rank):
     model = llama()
     CASES["head, freed"].spread(model)
@@ -278,7 +294,15 @@ def first_fsdp(rank):
         check_gradients(model, plain)
 
 
-CHECKS = (accumulated, log_probs_alone, lazy_logits, sharded_before, tensor_parallel, first_fsdp)
+CHECKS = (
+    accumulated,
+    log_probs_alone,
+    lazy_logits,
+    lazy_logits_outlive_the_forward,
+    sharded_before,
+    tensor_parallel,
+    first_fsdp,
+)
 
 
 def work(rank, rendezvous):

@@ -37,7 +37,7 @@ class GatedExperts:
 
         def _apply_gate(module: Any, gate_up: Tensor) -> Tensor:
             if not is_plain(gate_up):
-                return original._apply_gate(module, gate_up)  # type: ignore[attr-defined, operator]
+                return original._apply_gate(module, gate_up)  # type: ignore[attr-defined]
             return self.gate.compute(gate_up)
 
         return _apply_gate

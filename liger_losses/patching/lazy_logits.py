@@ -171,6 +171,8 @@ class LazyLogits(Tensor):
             name = owner
         answer = ANSWERS.get(name)
         first = args[0] if args else None
+        if name == "register_hook" and isinstance(first, LazyLogits):
+            return _register_hook(first, *args[1:], **kwargs)
         if answer is not None and isinstance(first, LazyLogits) and first.changed is None:
             found = answer(first, *args[1:], **kwargs)
             if found is not NotImplemented:
@@ -587,7 +589,6 @@ _METADATA = frozenset(
         "is_contiguous",
         "is_same_size",
         "has_names",
-        "register_hook",
         "retain_grad",
         "requires_grad_",
         "__len__",
@@ -615,6 +616,18 @@ _METADATA = frozenset(
 ) - {"__reduce_ex__", "resolve_conj", "resolve_neg"}
 #: Properties that are more than metadata.
 _VALUES_AND_VIEWS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+
+
+def _register_hook(lazy: LazyLogits, hook: Callable[[Tensor], Any]) -> Any:
+    """On this tensor; those by which FSDP learns that backward has come, also where the engine's gradients pass.
+
+    The engine's gradients go from the loss to the hidden states, and not by way of this tensor.
+    """
+    hidden_states = lazy.recipe.hidden_states
+    if getattr(hook, "__module__", "").startswith("torch.distributed") and hidden_states.requires_grad:
+        hidden_states.register_hook(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.register_hook(lazy, hook)
 
 
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:

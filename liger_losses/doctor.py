@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import inspect
 import os
 import platform
 import sys
@@ -21,7 +20,7 @@ import torch
 
 import liger_losses
 from liger_losses.kernels import choose_backend
-from liger_losses.kernels._tiles import _has_tma
+from liger_losses.kernels._tiles import has_tma
 from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED
 
 PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
@@ -79,7 +78,7 @@ def _backend(device: torch.device) -> str:
 def _tma(device: torch.device) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said here
-        return "used" if _has_tma(device) else "none, loads through pointers: the same results, more slowly"
+        return "used" if has_tma(device) else "none, loads through pointers: the same results, more slowly"
 
 
 def trl_seams() -> Iterator[str]:
@@ -88,35 +87,17 @@ def trl_seams() -> Iterator[str]:
     Returns:
         The lines.
     """
-    from liger_losses.trl.seams import SEAMS, TESTED, NoAdapter
+    from liger_losses.trl.seams import SEAMS, TESTED
 
     try:
         importlib.import_module("trl")
     except ImportError as error:
         yield f'not usable ({error}); pip install "liger-losses[trl]"'
         return
-    found: list[str] = []
-    missing: list[str] = []
-    absent: list[str] = []
-    for seam in SEAMS:
-        where = f"{seam.module}.{seam.name}"
-        try:
-            module = importlib.import_module(seam.module)
-        except ImportError as error:
-            (absent if seam.optional else missing).append(f"{where} ({seam.covers}): {error}")
-            continue
-        owner, _, name = seam.name.rpartition(".")
-        original = getattr(getattr(module, owner, None) if owner else module, name, None)
-        takes = inspect.signature(original).parameters if original is not None and seam.parameters else {}
-        lacks = [parameter for parameter in seam.parameters if parameter not in takes]
-        if original is None and seam.replacement is NoAdapter:
-            absent.append(f"{where} ({seam.covers}): PEFT is not installed")
-        elif original is None:
-            missing.append(f"{where} ({seam.covers}) is not there")
-        elif lacks:
-            missing.append(f"{where} ({seam.covers}) takes no {', '.join(lacks)}")
-        else:
-            found.append(seam.covers)
+    places = [(seam, seam.find()) for seam in SEAMS]
+    found = [seam.covers for seam, place in places if place.replacement is not None]
+    absent = [place.absent for _, place in places if place.absent]
+    missing = [place.missing for _, place in places if place.missing]
     covered = dict.fromkeys(name for name in found if " in trl." not in name)
     yield f"{len(found)} of {len(SEAMS)} seams are there: {', '.join(covered)}"
     yield from (f"not there, and not needed: {line}" for line in absent)

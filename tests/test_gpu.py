@@ -86,7 +86,7 @@ def test_as_exact_as_plain_pytorch(sizes, dtype):
 )
 def test_statistics_without_logits(sizes, dtype, tma, monkeypatch):
     if not tma:
-        monkeypatch.setattr("liger_losses.kernels._tiles._has_tma", lambda device: False)
+        monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: False)
     hidden, weight, labels, bias = on_gpu(
         *sizes, dtype=dtype, bias=True, masked=0.2 if sizes[0] > 1 else 0.0, scale=3.0
     )
@@ -184,7 +184,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
     hidden, weight, labels, _ = on_gpu(300, 64, 5003, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = linear_logps(hidden, weight, labels)
-        _tiles._has_tma.cache_clear()
+        _tiles.has_tma.cache_clear()
         warn_once.cache_clear()
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
         try:
@@ -194,7 +194,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
                 warnings.simplefilter("error")
                 second = linear_logps(hidden, weight, labels)
         finally:
-            _tiles._has_tma.cache_clear()
+            _tiles.has_tma.cache_clear()
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)
 

@@ -175,7 +175,7 @@ def test_argmax_is_the_first_maximum(backend):
 def loads(request, monkeypatch):
     """Through the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     triton_or_skip()
-    monkeypatch.setattr("liger_losses.kernels._tiles._has_tma", lambda device: request.param == "tma")
+    monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param == "tma")
 
 
 def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):

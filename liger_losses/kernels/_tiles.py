@@ -49,7 +49,7 @@ def product_arguments(hidden: Tensor, weight: Tensor, tiling: Tiling) -> dict[st
 
     The tensor memory accelerator (Hopper and later) loads them where rows are 16-byte aligned; elsewhere pointers do.
     """
-    tma = _has_tma(hidden.device) and all(aligned(operand) for operand in (hidden, weight))
+    tma = has_tma(hidden.device) and all(aligned(operand) for operand in (hidden, weight))
     # Devices without it have less shared memory.
     depth = tiling.depth if tma else tiling.depth // 2
     return {
@@ -76,7 +76,7 @@ def aligned(matrix: Tensor) -> bool:
 
 
 @cache
-def _has_tma(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9:
         return True
     warn_once(

@@ -47,6 +47,46 @@ class Seam:
     optional: bool = False
     wraps: bool = False
 
+    def find(self) -> Place:
+        """Where it is in the TRL that is installed; nothing is replaced yet."""
+        where = f"{self.module}.{self.name} ({self.covers})"
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            words = f"{where} cannot be imported: {error}"
+            return Place(absent=words) if self.optional else Place(missing=words)
+        owner, _, name = self.name.rpartition(".")
+        holder: Any = getattr(module, owner, None) if owner else module
+        # Of a class, the attribute itself: a static method is put back as one.
+        look = inspect.getattr_static if owner else getattr
+        original = None if holder is None else look(holder, name, None)
+        if original is None:
+            without_peft = self.replacement is NoAdapter
+            return (
+                Place(absent=f"{where}: PEFT is not installed")
+                if without_peft
+                else Place(missing=f"{where} is not there")
+            )
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        takes = inspect.signature(function).parameters if self.parameters else {}
+        lacks = [parameter for parameter in self.parameters if parameter not in takes]
+        if lacks:
+            return Place(missing=f"{where} takes no {', '.join(lacks)}")
+        made = self.replacement(function) if self.wraps else self.replacement
+        return Place(holder, name, original, staticmethod(made) if function is not original else made)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What :meth:`Seam.find` found: an attribute and what it is to become, or in words why there is none."""
+
+    holder: Any = None
+    name: str = ""
+    original: Any = None
+    replacement: Any = None
+    missing: str = ""
+    absent: str = ""
+
 
 _HEAD = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _ONE_PASS = functools.partial(add_fused_lm_head, one_pass=True)
@@ -151,39 +191,17 @@ def enable() -> None:
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
     version = getattr(trl, "__version__", "of unknown version")
-    found, missing = [], []
-    for seam in SEAMS:
-        try:
-            module = importlib.import_module(seam.module)
-        except ImportError as error:
-            if not seam.optional:
-                missing.append(f"{seam.module} cannot be imported ({error}): {seam.covers}")
-            continue
-        owner, _, name = seam.name.rpartition(".")
-        holder: Any = getattr(module, owner, None) if owner else module
-        # Of a class, the attribute itself: a static method is put back as one.
-        look = inspect.getattr_static if owner else getattr
-        original = None if holder is None else look(holder, name, None)
-        if original is None:
-            if seam.replacement is not NoAdapter:
-                missing.append(f"{seam.module}.{seam.name} is not there: {seam.covers}")
-            continue
-        function = original.__func__ if isinstance(original, staticmethod) else original
-        takes = inspect.signature(function).parameters if seam.parameters else {}
-        absent = [parameter for parameter in seam.parameters if parameter not in takes]
-        if absent:
-            missing.append(f"{seam.module}.{seam.name} takes no {', '.join(absent)}: {seam.covers}")
-            continue
-        replacement = seam.replacement(function) if seam.wraps else seam.replacement
-        found.append((holder, name, original, staticmethod(replacement) if function is not original else replacement))
+    places = [seam.find() for seam in SEAMS]
+    missing = [place.missing for place in places if place.missing]
     if missing:
         raise RuntimeError(
             f"TRL {version} is not what liger_losses knows (tested with {', '.join(TESTED)}); nothing was enabled. "
             "Not covered would be: " + "; ".join(missing) + "."
         )
-    for module, name, original, replacement in found:
-        setattr(module, name, replacement)
-        _originals.append((module, name, original))
+    for place in places:
+        if place.replacement is not None:
+            setattr(place.holder, place.name, place.replacement)
+            _originals.append((place.holder, place.name, place.original))
 
 
 def disable() -> None:

@@ -169,6 +169,121 @@ def test_autocast_is_the_heads():
     assert true_values(logits).dtype == torch.bfloat16
 
 
+def both():
+    """Ordinary and lazy logits of the same tensors."""
+    hidden, weight, bias, labels = problem()
+    return (hidden, weight, bias), labels, F.linear(hidden, weight, bias), lazy_linear(hidden, weight, bias)
+
+
+def test_made_without_gradients_it_has_none():
+    leaves, labels, plain, lazy = both()
+    results = []
+    for logits in (plain, lazy):
+        with torch.no_grad():
+            old = logits / 0.7
+        loss = (chosen(logits, labels) - chosen(old, labels)).square()
+        results.append(torch.autograd.grad(loss, leaves))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_what_it_is_made_of_must_not_change():
+    (hidden, weight, _), labels, _, lazy = both()
+    rows = lazy.view(-1, V)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    for logits in (lazy, rows):
+        with pytest.raises(RuntimeError, match="have changed in place since"):
+            logits.logsumexp(-1)
+    with pytest.raises(RuntimeError, match="have changed in place since"):
+        chosen(lazy, labels)
+    again = lazy_linear(hidden, weight)
+    assert torch.equal(true_values(again), F.linear(hidden, weight))
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_in_place_operations():
+    leaves, labels, plain, lazy = both()
+    results = []
+    for logits in (plain, lazy):
+        logits[..., 3] = -5.0
+        logits *= 0.5
+        logits.masked_fill_(labels[..., None] == 2, 1.0)
+        loss = logits.logsumexp(-1).sum()
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+    # What shares its memory in torch would have changed as well.
+    lazy = both()[-1]
+    rows, copy = lazy.view(-1, V), lazy.clone()
+    rows.mul_(2.0)
+    with pytest.raises(RuntimeError, match="share their memory"):
+        lazy.logsumexp(-1)
+    assert copy.logsumexp(-1).isfinite().all()
+    with pytest.raises(RuntimeError, match="use unsqueeze instead"):
+        copy.unsqueeze_(0)
+    with pytest.raises(RuntimeError, match="out="):
+        torch.mul(torch.ones(B, T, V), 2.0, out=copy)
+    changed = both()[-1]
+    changed.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place were then used"):
+        Square.apply(changed).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_those_who_watch_its_gradient_see_it():
+    leaves, _, plain, lazy = both()
+    results = []
+    for logits in (plain, lazy):
+        seen = []
+        logits.register_hook(seen.append)
+        logits.register_hook(lambda g: g * 3)
+        grads = torch.autograd.grad(logits.logsumexp(-1).sum(), leaves)
+        results.append((*seen, *grads))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_a_detached_one_can_be_a_leaf():
+    from torch.utils.checkpoint import checkpoint
+
+    leaves, _, plain, lazy = both()
+    results = []
+    for logits in (plain, lazy):
+        leaf = logits.detach().requires_grad_()
+        leaf.logsumexp(-1).sum().backward()
+        loss = checkpoint(lambda z: z.logsumexp(-1).square().sum(), logits, use_reentrant=True)
+        for tensor in leaves:
+            tensor.grad = None
+        loss.backward()
+        results.append((leaf.grad, *(tensor.grad for tensor in leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda z: z[0, 1].logsumexp(-1),
+        lambda z: z[0][2].log_softmax(-1).gather(-1, torch.tensor([3])).sum(),
+        lambda z: z[1, -1].argmax(-1).to(z.dtype) + z[0, 0].mean(),
+        lambda z: (z + torch.arange(V)).logsumexp(-1).sum(),
+        lambda z: (z + torch.ones(V, dtype=torch.bool)).logsumexp(-1).sum(),
+        lambda z: z.transpose(dim0=0, dim1=1).logsumexp(-1).sum() + z.unsqueeze(dim=0).logsumexp(-1).sum(),
+        lambda z: torch.permute(z, dims=(1, 0, 2))[0].logsumexp(-1).sum() + torch.chunk(z, chunks=3)[1].sum(),
+        lambda z: z.argmax(axis=-1).sum().to(z.dtype) + z.argmax(-1, keepdim=True).sum(),
+        lambda z: z.mean((0, 1, 2), True).sum() + z.mean(None, True).sum(),
+        lambda z: z.log_softmax(-1).to(torch.bfloat16).float().sum(),
+        lambda z: z[..., :0].sum() + z.narrow(0, -2, 2).logsumexp(-1).sum(),
+    ],
+)
+def test_spellings_and_corners(operation):
+    _, _, plain, lazy = both()
+    torch.testing.assert_close(operation(lazy), operation(plain))
+
+
 class Model(nn.Module):
     def __init__(self, head):
         super().__init__()

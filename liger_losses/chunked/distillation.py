@@ -151,8 +151,12 @@ class DistillationLoss(ChunkedLoss):
     ) -> tuple[Tensor, DistillationMetrics]:
         mask = labels != self.ignore_index
         dtype = torch.float64 if isinstance(weight, Tensor) and weight.dtype == torch.float64 else torch.float32
-        given = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=labels.device)
-        per_token = mask.to(dtype) / given.clamp(min=1)
+        if num_items_in_batch is None:
+            number = mask.sum().clamp(min=1)
+        else:
+            number = torch.as_tensor(num_items_in_batch, device=labels.device)
+            number = torch.where(number == 0, 1, number)
+        per_token = mask.to(dtype) / number
         soft, hard = self.weight_soft_loss * self.factor * per_token, self.weight_hard_loss * per_token
         with_hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss
         run: Any = self._sparse if isinstance(teacher, TeacherTopK) else self._dense

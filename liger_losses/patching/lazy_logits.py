@@ -12,11 +12,14 @@ right gradients. V vocabulary size, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +46,7 @@ class Recipe:
         steps: the operations themselves, for the values that the model would have had, rounding included.
         autocast: dtype of the autocast that the head ran under, or ``None``.
         normalized: whether a log-softmax follows.
+        versions: of the tensors when this was written; they must not change before the values are wanted.
     """
 
     hidden_states: Tensor
@@ -54,6 +58,16 @@ class Recipe:
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     autocast: torch.dtype | None = None
     normalized: bool = False
+    versions: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a tensor has changed, as autograd does of what it saved."""
+        if self.versions and self.versions != _versions(self.tensors):
+            raise RuntimeError(
+                "the hidden states, weight or bias of lazy logits have changed in place since (by an optimizer's step, "
+                "say), so these logits cannot be computed any more. Take what you need of them before, or keep "
+                "logits.clone().softmax(-1) or the like instead of the logits."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -72,6 +86,8 @@ class Recipe:
 
     def values(self, *tensors: Tensor | None) -> Tensor:
         """The logits as an ordinary tensor ``[..., V]``, differentiable."""
+        if not tensors:
+            self.check()
         hidden_states, weight, bias = tensors or self.tensors
         assert hidden_states is not None
         assert weight is not None
@@ -99,16 +115,18 @@ class Recipe:
     def statistics(self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = ()) -> Any:
         """Per-token statistics of the softmax, in the shape of ``labels``."""
         assert self.transform is not None
+        self.check()
+        one = self.hidden_states.dim() == 1  # a single token, which the engine takes as one of several
+        hidden_states, labels = (t[None] if one else t for t in (self.hidden_states, labels))
         with self.as_it_was():
-            return linear_statistics(
-                self.hidden_states,
-                self.weight,
-                labels,
-                names,
-                metrics=metrics,
-                bias=self.bias,
-                transform=self.transform,
+            found = linear_statistics(
+                hidden_states, self.weight, labels, names, metrics=metrics, bias=self.bias, transform=self.transform
             )
+        return found._replace(**{n: v[0] for n, v in found._asdict().items() if v is not None}) if one else found
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
 
 
 class _Make(torch.autograd.Function):
@@ -120,11 +138,19 @@ class _Make(torch.autograd.Function):
     ) -> Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(hidden_states, weight, bias)
-        return LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
+        made = LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
+        ctx.made = weakref.ref(made)
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        made = ctx.made()
+        if made is not None and made.changed is not None and not made.watched:
+            raise RuntimeError(
+                "logits that were changed in place were then used by code that does not look at their class, so their "
+                "gradient is not known; use what the in-place operation returned, or logits.clone() before it."
+            )
         tensors = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
             values = ctx.recipe.values(*tensors)
@@ -133,26 +159,59 @@ class _Make(torch.autograd.Function):
         return None, None, *(None if t is None else next(found) for t in tensors)
 
 
+class _Through(torch.autograd.Function):
+    """The values as an output of the lazy tensor itself, for hooks that wait for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Tensor) -> Tensor:
+        return true_values(lazy).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class LazyLogits(Tensor):
     """See the module. Make one with :func:`lazy_linear`."""
 
     recipe: Recipe
-    #: The values, once an in-place operation has made them differ from the recipe's.
+    #: The values, once they are more than the recipe's: changed in place, watched by hooks, or a leaf.
     changed: Tensor | None
+    #: Whether ``changed`` was computed for those who watch this tensor's gradient.
+    watched: bool
+    #: How often the memory that views share was changed in place, one cell for all of them; and when this was made.
+    family: list[int]
+    born: int
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        made.changed = None
+        made.changed, made.watched, made.family, made.born = None, False, [0], 0
         return made
 
     @classmethod
-    def make(cls, recipe: Recipe, dtype: torch.dtype) -> LazyLogits:
+    def make(cls, recipe: Recipe, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
         """From a recipe; the dtype is what the model's own logits would have."""
+        recipe = replace(recipe, versions=_versions(recipe.tensors))
         # The recipe that backward keeps must not hold the graph of the tensors it gets anyhow.
-        lazy = _Make.apply(replace(recipe, **_detached(recipe)), dtype, *recipe.tensors)
-        lazy.recipe, lazy.changed = recipe, None
+        alone = replace(recipe, **_detached(recipe))
+        lazy = _Make.apply(alone, dtype, *recipe.tensors)
+        # Without gradients, what is made of these logits has none either, whenever it is made.
+        lazy.recipe = recipe if torch.is_grad_enabled() else alone
+        lazy.changed, lazy.watched = None, False
+        lazy.family = [0] if view_of is None else view_of.family
+        lazy.born = lazy.family[0]
         return lazy
+
+    def check(self) -> None:
+        """Raise RuntimeError where an in-place operation on a view has changed these values."""
+        if self.changed is None:
+            self.recipe.check()
+        if self.family[0] != self.born:
+            raise RuntimeError(
+                "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
+                "do not follow; use what that operation returned, or logits.clone() before it."
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -165,19 +224,33 @@ class LazyLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         if name == "__get__" or name in _METADATA:
             owner = getattr(getattr(func, "__self__", None), "__name__", "")
+            lazy = args[0]
+            leaf = isinstance(lazy, LazyLogits) and lazy.changed is not None and not lazy.watched
+            if leaf and name == "__get__" and owner == "grad":
+                return lazy.changed.grad
+            wants_grad = name == "requires_grad_" or (name == "__set__" and owner == "requires_grad")
+            if wants_grad and isinstance(lazy, LazyLogits) and not lazy.requires_grad and (args[1:] or (True,))[0]:
+                _become_leaf(lazy)
             if name in _METADATA or owner not in _VALUES_AND_VIEWS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             name = owner
         answer = ANSWERS.get(name)
         first = args[0] if args else None
-        if name == "register_hook" and isinstance(first, LazyLogits):
-            return _register_hook(first, *args[1:], **kwargs)
-        if answer is not None and isinstance(first, LazyLogits) and first.changed is None:
+        if isinstance(kwargs.get("out"), LazyLogits):
+            raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
+        if isinstance(first, LazyLogits):
+            first.check()
+            if name in _WATCHING:
+                return _watch(first, func, name, args, kwargs)
+        known = answer is not None and isinstance(first, LazyLogits) and first.changed is None
+        if known and _is_covered(answer, (first, *args[1:]), kwargs):
+            assert answer is not None
             found = answer(first, *args[1:], **kwargs)
             if found is not NotImplemented:
                 return found
-        if name.endswith("_") and not name.endswith("__") and isinstance(first, LazyLogits):
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+        if in_place and isinstance(first, LazyLogits):
             return _in_place(first, func, name, args, kwargs)
         _warn(name)
         args, kwargs = _materialised(args), _materialised(kwargs)
@@ -191,7 +264,8 @@ class LazyLogits(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (lazy,) = args
             made = cls._empty(lazy.shape, lazy.dtype, lazy.device)
-            made.recipe, made.changed = lazy.recipe, lazy.changed
+            made.recipe, made.changed, made.watched = lazy.recipe, lazy.changed, lazy.watched
+            made.family, made.born = lazy.family, lazy.born
             return made
         _warn(str(func))
         with torch.no_grad():
@@ -210,7 +284,8 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give.
     """
     device = hidden_states.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    on = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64  # which autocast leaves alone
+    autocast = torch.get_autocast_dtype(device) if on else None
     dtype = autocast or hidden_states.dtype
     mixed = hidden_states.dtype != weight.dtype and autocast is None
     if mixed or hidden_states.dim() < 2 or hidden_states.shape[-1] != weight.shape[-1]:
@@ -222,6 +297,7 @@ def true_values(tensor: Tensor) -> Tensor:
     """An ordinary tensor: the values of a lazy one, and any other as it is."""
     if not isinstance(tensor, LazyLogits):
         return tensor
+    tensor.check()
     return tensor.recipe.values().to(tensor.dtype) if tensor.changed is None else tensor.changed
 
 
@@ -238,7 +314,7 @@ def _on_rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def answer(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         hidden_states = function(lazy.recipe.hidden_states, *args, **kwargs)
-        return LazyLogits.make(replace(lazy.recipe, hidden_states=hidden_states), lazy.dtype)
+        return LazyLogits.make(replace(lazy.recipe, hidden_states=hidden_states), lazy.dtype, lazy)
 
     return answer
 
@@ -287,25 +363,29 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         return NotImplemented
     rows = (*before, Ellipsis, *after[:-1], slice(None)) if after else (*before, Ellipsis)
     recipe = replace(lazy.recipe, hidden_states=lazy.recipe.hidden_states[rows])
-    if recipe.hidden_states.dim() < 1:
-        return NotImplemented
-    return _columns(recipe, columns, lazy.dtype)
+    # Indices that are tensors copy, the others give views.
+    copies = any(isinstance(part, (Tensor, list)) for part in parts)
+    return _columns(recipe, columns, lazy.dtype, None if copies else lazy)
 
 
-def _columns(recipe: Recipe, columns: slice, dtype: torch.dtype) -> Any:
+def _columns(recipe: Recipe, columns: slice, dtype: torch.dtype, view_of: LazyLogits | None) -> Any:
     """A slice of the vocabulary is a slice of the head; of log-probabilities it is one of the values."""
     size = recipe.weight.shape[0]
-    if columns.indices(size) == (0, size, 1):
-        return LazyLogits.make(recipe, dtype)
-    if recipe.normalized:
+    start, stop, _ = columns.indices(size)
+    if (start, stop) == (0, size):
+        return LazyLogits.make(recipe, dtype, view_of)
+    if recipe.normalized or stop <= start:
         return NotImplemented
     bias = None if recipe.bias is None else recipe.bias[columns]
-    return LazyLogits.make(replace(recipe, weight=recipe.weight[columns], bias=bias), dtype)
+    return LazyLogits.make(replace(recipe, weight=recipe.weight[columns], bias=bias), dtype, view_of)
 
 
 def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
     index: list[Any] = [slice(None)] * lazy.dim()
-    index[dim] = slice(int(start), int(start) + int(length))
+    first = int(start) + (lazy.shape[dim] if int(start) < 0 else 0)
+    if not 0 <= first <= first + int(length) <= lazy.shape[dim]:
+        return NotImplemented  # with torch's error
+    index[dim] = slice(first, first + int(length))
     return _getitem(lazy, tuple(index))
 
 
@@ -314,7 +394,7 @@ def _pieces(name: str) -> Callable[..., Any]:
         if dim % lazy.dim() == lazy.dim() - 1:
             return NotImplemented
         hidden = getattr(lazy.recipe.hidden_states, name)(size, dim % lazy.dim())
-        return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype) for part in hidden)
+        return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in hidden)
 
     return answer
 
@@ -323,7 +403,7 @@ def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
     if dim % lazy.dim() == lazy.dim() - 1 or lazy.dim() < 3:
         return NotImplemented
     parts = lazy.recipe.hidden_states.unbind(dim % lazy.dim())
-    return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype) for part in parts)
+    return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in parts)
 
 
 def _on_row_dims(name: str) -> Callable[..., Any]:
@@ -356,7 +436,7 @@ def _as_it_is(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(lazy: LazyLogits) -> Any:
-    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype)
+    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
 
 
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
@@ -364,6 +444,8 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
         return NotImplemented
     if dtype == lazy.dtype:
         return lazy
+    if lazy.recipe.normalized and torch.promote_types(dtype, lazy.dtype) != dtype:
+        return NotImplemented  # a step before the softmax would round the logits instead
     return LazyLogits.make(lazy.recipe.then(lambda logits: logits.to(dtype)), dtype)
 
 
@@ -387,7 +469,8 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scaled(lazy: LazyLogits, factor: Any, divide: bool, operation: Callable[..., Tensor]) -> Any:
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor == 0 or lazy.recipe.normalized:
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and math.isfinite(factor)
+    if not number or factor == 0 or lazy.recipe.normalized:
         return NotImplemented
     recipe, by = lazy.recipe, 1.0 / factor if divide else float(factor)
     changes = {"outer": recipe.outer * by} if recipe.capped else {"inner": recipe.inner * by}
@@ -436,7 +519,8 @@ def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
             inner=1.0,
         )
         return LazyLogits.make(joined, lazy.dtype)
-    if other.shape != lazy.shape[-1:] or recipe.inner != 1.0:
+    same_dtype = other.dtype == lazy.dtype == recipe.weight.dtype
+    if other.shape != lazy.shape[-1:] or recipe.inner != 1.0 or not same_dtype:
         return NotImplemented
     bias = other if recipe.bias is None else recipe.bias + other
     return LazyLogits.make(replace(recipe, bias=bias), torch.promote_types(lazy.dtype, other.dtype))
@@ -448,6 +532,8 @@ def _log_softmax(
     if dim is None or dim % lazy.dim() != lazy.dim() - 1 or lazy.recipe.normalized or lazy.recipe.transform is None:
         return NotImplemented
     given = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
+    if given is None and lazy.is_cuda and torch.is_autocast_enabled("cuda"):
+        given = torch.float32  # as autocast has it there
     cast = lazy if given is None else _cast(lazy, given)
     if cast is NotImplemented:
         return NotImplemented
@@ -522,7 +608,7 @@ def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> 
 def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """Over the vocabulary, or over everything."""
     (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
-    last = dim is None or (isinstance(dim, int) and dim % lazy.dim() == lazy.dim() - 1)
+    last = (dim is None and not keepdim) or (isinstance(dim, int) and dim % lazy.dim() == lazy.dim() - 1)
     if kwargs or not last or lazy.recipe.normalized or lazy.recipe.transform is None:
         return NotImplemented
     found = lazy.recipe.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit.to(lazy.dtype)
@@ -589,7 +675,6 @@ _METADATA = frozenset(
         "is_contiguous",
         "is_same_size",
         "has_names",
-        "retain_grad",
         "requires_grad_",
         "__len__",
         "__set__",
@@ -618,26 +703,69 @@ _METADATA = frozenset(
 _VALUES_AND_VIEWS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 
 
-def _register_hook(lazy: LazyLogits, hook: Callable[[Tensor], Any]) -> Any:
-    """On this tensor; those by which FSDP learns that backward has come, also where the engine's gradients pass.
+#: What waits for the gradient of this very tensor.
+_WATCHING = frozenset(("register_hook", "retain_grad"))
+#: In-place operations whose names do not end in one underscore; and those that would change shape or place.
+_IN_PLACE = frozenset(
+    ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
+)
+_RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
-    The engine's gradients go from the loss to the hidden states, and not by way of this tensor.
+
+@cache
+def _signature(answer: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(answer)
+
+
+def _is_covered(answer: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an answer takes these arguments, as they are spelled."""
+    if answer is None:
+        return False
+    try:
+        _signature(answer).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _watch(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Hooks, and ``retain_grad``.
+
+    The engine's gradients go from the loss to the hidden states, and not by way of this tensor. FSDP's hooks, which
+    only wait for backward to come, are put there as well; for all others, the values are computed from this tensor.
     """
+    hook = args[1] if len(args) > 1 else kwargs.get("hook")
     hidden_states = lazy.recipe.hidden_states
-    if getattr(hook, "__module__", "").startswith("torch.distributed") and hidden_states.requires_grad:
-        hidden_states.register_hook(hook)
+    if (getattr(hook, "__module__", None) or "").startswith("torch.distributed"):
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(hook)
+    elif lazy.requires_grad and lazy.changed is None:
+        _warn(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            lazy.changed = _Through.apply(lazy)
+        lazy.watched = True
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.register_hook(lazy, hook)
+        return func(*args, **kwargs)
+
+
+def _become_leaf(lazy: LazyLogits) -> None:
+    """From now on these are values of their own, whose gradient ends here."""
+    _warn("requires_grad_")
+    lazy.changed = true_values(lazy).detach().requires_grad_()
 
 
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Act on the values, which are the tensor's from now on."""
+    if name in _RESHAPING:
+        raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
     _warn(name)
     values = true_values(lazy)
     if lazy.changed is None:
         values = values.clone()  # so that autograd's saved values stay as they are
     func(values, *_materialised(args[1:]), **_materialised(kwargs))
-    lazy.changed = values
+    lazy.changed, lazy.watched = values, False
+    lazy.family[0] += 1
+    lazy.born = lazy.family[0]
     return values
 
 

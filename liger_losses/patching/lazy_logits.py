@@ -735,8 +735,10 @@ def _watch(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[An
     only wait for backward to come, are put there as well; for all others, the values are computed from this tensor.
     """
     hook = args[1] if len(args) > 1 else kwargs.get("hook")
-    hidden_states = lazy.recipe.hidden_states
-    if (getattr(hook, "__module__", None) or "").startswith("torch.distributed"):
+    hidden_states, function = lazy.recipe.hidden_states, hook
+    while isinstance(function, partial):
+        function = function.func
+    if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.changed is None:

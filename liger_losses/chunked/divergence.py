@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.checks import check_names, check_tensor
-from liger_losses.chunked.engine import EngineOptions, _prepare, _run, _TokenLoss
+from liger_losses.chunked.engine import EngineOptions, _kept, _prepare, _run, _TokenLoss
 from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
-from liger_losses.chunked.head import Projection
+from liger_losses.chunked.head import Projection, can_fuse
 from liger_losses.chunked.plan import MiB, _even, blocks, padded
 from liger_losses.chunked.stream import Job, Statistics, Stream
 from liger_losses.chunked.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Divergence, Logits, divergence_into
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: By default: tokens whose gradients are gathered, and what they and the logits may take.
@@ -125,12 +124,7 @@ def linear_divergence_loss(
         hidden_states, weight, labels, teacher, divergence, tuple(weights), temperature, bias, transform, options, True
     )
     job = replace(job, metrics=metrics)
-    known = {
-        name: job.tokens.masked(job.tokens.gather([value.detach().reshape(-1)], 0, job.tokens.count)).to(
-            job.logits_dtype
-        )
-        for name, value in weights.items()
-    }
+    known = {name: job.tokens.masked(_kept(job, value, labels)).to(job.logits_dtype) for name, value in weights.items()}
     if job.strategy == "one_pass":
         job = replace(job, token_inputs=known)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, *hidden)
@@ -187,9 +181,8 @@ def _divergence_job(
         )
     teacher.check(labels, weight)
     vocab_size = min(weight.shape[0], teacher.vocab_size)
-    common_bias = bias if bias is None or bias.dim() != 1 else bias[:vocab_size]
-    if bias is not None and bias.shape != weight.shape[:1]:
-        common_bias = bias  # for the error that names its shape
+    fits = bias is not None and bias.shape == weight.shape[:1]  # else the error that follows names its shape
+    common_bias = bias[:vocab_size] if bias is not None and fits else bias
     job, hidden = _prepare(
         hidden_states,
         weight[:vocab_size],
@@ -224,7 +217,7 @@ def _sizes(job: Job, weight: Tensor, teacher: Teacher | TeacherLogits, options: 
     """``(rows, part)``: tokens whose gradients are gathered, and tokens whose logits are there at once."""
     item, operand = job.logits_dtype.itemsize, job.operand_dtype.itemsize
     vocab_size, hidden_size = min(weight.shape[0], teacher.vocab_size), weight.shape[1]
-    columns, fused = padded(vocab_size), _is_fused(job, weight)
+    columns, fused = padded(vocab_size), can_fuse(weight, job.operand_dtype, job.backend)
     # Hidden states (gathered or cast), their gradient, and that once more where it is added up wide or cast.
     row_bytes = columns * operand + hidden_size * (3 * operand if fused else 8 + operand + 2 * item)
     teacher_bytes = teacher.weight.shape[1] * (operand + item) if isinstance(teacher, Teacher) else columns * item
@@ -257,16 +250,6 @@ def _whole_tiles(rows: int) -> int:
     return rows if rows < _TILE else rows // _TILE * _TILE
 
 
-def _is_fused(job: Job, weight: Tensor) -> bool:
-    """Whether a product and the sums of its softmax share a kernel."""
-    return (
-        job.backend == "triton"
-        and weight.dtype == job.operand_dtype
-        and weight.stride(1) == 1
-        and job.operand_dtype in HALF_DTYPES
-    )
-
-
 def _scratch(job: Job, columns: int) -> int:
     """Bytes for temporaries, of one row at least, where they are tensors."""
     one_row = TEMPORARIES * columns * job.logits_dtype.itemsize
@@ -288,12 +271,11 @@ class _DivergenceStream(Stream):
         self.teacher_transform = teacher.transform(self.soft.temperature)
         self.teacher_bias = None if teacher.bias is None else teacher.bias[:vocab_size].detach().contiguous()
         if isinstance(teacher, Teacher):
-            self.teacher_weight = teacher.weight.detach()[:vocab_size]
             states = teacher.hidden_states.detach()
             self.teacher_flat = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
-            self.teacher_projection = Projection(self.teacher_weight, job.operand_dtype, job.plan.slab)
-            self.teacher_fused = _is_fused(job, teacher.weight)
-        self.student_fused = _is_fused(job, weight)
+            self.teacher_projection = Projection(teacher.weight.detach()[:vocab_size], job.operand_dtype, job.plan.slab)
+            self.teacher_fused = can_fuse(teacher.weight, job.operand_dtype, job.backend)
+        self.student_fused = can_fuse(weight, job.operand_dtype, job.backend)
 
     def statistics(self, keep: bool = False) -> tuple[dict[str, Tensor], None]:
         """The statistics ``[N]`` of every kept token."""
@@ -361,19 +343,19 @@ class _DivergenceStream(Stream):
         apart = wants_logp and comparison.temperature != 1.0
         lse = torch.empty_like(hard_lse) if apart else hard_lse
         soft_logp = {"logp": found["logp"]} if wants_logp and not apart else {}
-        self._logits_into(student, {"lse": lse, **soft_logp}, hidden, labels)
+        self._logits_into(
+            student,
+            {"lse": lse, **soft_logp},
+            self.projection,
+            self.student_fused,
+            hidden,
+            labels,
+            self.soft,
+            self.bias,
+        )
         if apart:
-            hard = softmax_statistics(
-                student,
-                labels,
-                frozenset({"lse", "logp"}),
-                transform=job.transform,
-                bias=self.bias,
-                scratch=job.plan.scratch,
-                backend=job.backend,
-            )
-            hard_lse.copy_(hard["lse"])
-            found["logp"].copy_(hard["logp"])
+            hard = {"lse": hard_lse, "logp": found["logp"]}
+            self._statistics_into(hard, student, labels, job.transform, self.bias)
         if "entropy" in found:
             self._statistics_into({"entropy": found["entropy"]}, student, labels, self.soft, self.bias)
         teacher_lse = torch.empty_like(lse)
@@ -401,28 +383,10 @@ class _DivergenceStream(Stream):
             grad_bias += student.sum(0)
             out.copy_(student)
 
-    def _logits_into(self, out: Tensor, found: Mapping[str, Tensor], hidden: Tensor, labels: Tensor) -> None:
-        """The student's projections ``[R, V]`` into ``out``, and their statistics at the soft temperature."""
-        job = self.job
-        if self.student_fused:
-            linear_exponentials(
-                hidden,
-                self.weight,
-                labels,
-                out,
-                found=Exponentials.into(found),
-                transform=self.soft,
-                bias=self.bias,
-                projections=True,
-                backend=job.backend,
-            )
-            return
-        self.projection.into(out, hidden, 0, self.vocab_size)
-        self._statistics_into(found, out, labels, self.soft, self.bias)
-
     def _teacher_into(self, out: Tensor, lse: Tensor, at: slice, labels: Tensor) -> None:
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
-        job, teacher = self.job, self.comparison.teacher
+        job, teacher, found = self.job, self.comparison.teacher, {"lse": lse}
+        transform, bias = self.teacher_transform, self.teacher_bias
         if isinstance(teacher, TeacherLogits):
             positions = self.comparison.positions
             if positions is None:
@@ -430,23 +394,38 @@ class _DivergenceStream(Stream):
             else:
                 chosen = positions[at]
             out.copy_(teacher.rows(chosen)[:, : self.vocab_size])
-        else:
-            hidden = job.tokens.gather([self.teacher_flat], at.start, at.stop).to(job.operand_dtype)
-            if self.teacher_fused:
-                linear_exponentials(
-                    hidden,
-                    self.teacher_weight,
-                    labels,
-                    out,
-                    found=Exponentials.into({"lse": lse}),
-                    transform=self.teacher_transform,
-                    bias=self.teacher_bias,
-                    projections=True,
-                    backend=job.backend,
-                )
-                return
-            self.teacher_projection.into(out, hidden, 0, self.vocab_size)
-        self._statistics_into({"lse": lse}, out, labels, self.teacher_transform, self.teacher_bias)
+            self._statistics_into(found, out, labels, transform, bias)
+            return
+        hidden = job.tokens.gather([self.teacher_flat], at.start, at.stop).to(job.operand_dtype)
+        self._logits_into(out, found, self.teacher_projection, self.teacher_fused, hidden, labels, transform, bias)
+
+    def _logits_into(
+        self,
+        out: Tensor,
+        found: Mapping[str, Tensor],
+        projection: Projection,
+        fused: bool,
+        hidden: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        bias: Tensor | None,
+    ) -> None:
+        """Either model's projections ``[R, V]`` into ``out``, and the statistics of its logits into ``found``."""
+        if not fused:
+            projection.into(out, hidden, 0, self.vocab_size)
+            self._statistics_into(found, out, labels, transform, bias)
+            return
+        linear_exponentials(
+            hidden,
+            projection.weight,
+            labels,
+            out,
+            found=Exponentials.into(found),
+            transform=transform,
+            bias=bias,
+            projections=True,
+            backend=self.job.backend,
+        )
 
     def _statistics_into(
         self,

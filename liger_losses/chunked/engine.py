@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.checks import check_head, check_names, check_tensor
-from liger_losses.chunked.head import operand_dtype
+from liger_losses.chunked.head import can_fuse, operand_dtype
 from liger_losses.chunked.plan import make_plan
 from liger_losses.chunked.stream import Job, Statistics
 from liger_losses.chunked.tokens import Tokens, shift_labels
@@ -333,14 +333,7 @@ def _prepare(
     logits_dtype = torch.promote_types(torch.float32, operand)
     grad = torch.is_grad_enabled()
     needs_bias = grad and bias is not None and bias.requires_grad
-    fused = (
-        backend == "triton"
-        and weight.dtype == operand
-        and operand in HALF_DTYPES
-        and weight.stride(1) == 1
-        and not needs_bias
-        and not whole_rows
-    )
+    fused = can_fuse(weight, operand, backend) and not needs_bias and not whole_rows
     # fp16 would not hold exponentials of any size.
     exponentials = fused and operand == torch.bfloat16 and {*statistics, *metrics} <= {"logp", "lse"}
     (first, *more), (index, *_) = hidden, tokens.indices

@@ -59,6 +59,11 @@ class Projection:
         return out
 
 
+def can_fuse(weight: Tensor, operand: torch.dtype, backend: str) -> bool:
+    """Whether one Triton kernel takes the product with this weight and what follows it."""
+    return backend == "triton" and weight.dtype == operand and operand in HALF_DTYPES and weight.stride(1) == 1
+
+
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
     """Half precision is multiplied as it is on CUDA; elsewhere in fp32, where products would be rounded.
 

@@ -30,7 +30,7 @@ from benchmarks.measure import Call, MiB, NotRun, check_host_memory, environment
 
 #: The teacher's hidden size, in the student's.
 TEACHER = 2
-#: What Hugging Face's JSD and forward KL are called by, in Liger and TRL.
+#: The betas by which Liger's and TRL's functions tell the JSD from the forward KL.
 JSD, FORWARD_KL = 0.5, 0.0
 
 

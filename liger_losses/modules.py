@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.patching.gates import Gate
 
 
 class RMSNorm(nn.Module):
@@ -149,7 +149,7 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
+        return Gate("first", self.activation).into(self.down_proj, self.gate_proj(x), self.up_proj(x))
 
 
 class SwiGLUMLP(_GatedMLP):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.glu import ACTIVATIONS, glu, glu_fused
+from liger_losses.kernels.glu import ACTIVATIONS, glu, glu_fused, glu_linear
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -318,6 +318,40 @@ def test_glu_rounds_where_eager_pytorch_rounds(backend, form):
     assert same.float().mean() > 0.995
 
 
+@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_glu_linear(backend, dtype, form, layout):
+    def plain(*inputs):
+        *inner, weight, bias = inputs
+        if layout != "two":
+            (both,) = inner
+            inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
+        return F.linear(plain_glu(*inner, **form), weight, bias)
+
+    def ours(*inputs):
+        gate, up = (inputs[0], inputs[1]) if layout == "two" else (inputs[0], None)
+        return glu_linear(gate, up, *inputs[-2:], interleaved=layout == "interleaved", backend=backend, **form)
+
+    width = 33 if layout == "two" else 66
+    inner = [normal(2, 5, width, dtype=dtype, scale=2.0, seed=i) for i in range(2 if layout == "two" else 1)]
+    check(ours, plain, (*inner, normal(7, 33, dtype=dtype, seed=5), normal(7, dtype=dtype, seed=6)))
+
+
+def test_glu_linear_keeps_no_product(backend):
+    """Of [4, 40] alone there are gate and up; the product would be a third."""
+    saved = []
+    gate, up, weight = normal(4, 40), normal(4, 40), normal(3, 40)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = glu_linear(gate, up, weight, backend=backend)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (gate, up, weight)}
+    expected = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).sum(), (gate, up))
+    frozen = glu_linear(gate, up, weight.detach(), backend=backend)
+    for a, b in zip(torch.autograd.grad(frozen.sum(), (gate, up)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    (alone,) = torch.autograd.grad(out.sum(), (weight,))
+    torch.testing.assert_close(alone, (F.silu(gate) * up).sum(0).expand(3, 40))
+
+
 def test_glu_of_two_dtypes(backend):
     inputs = (normal(4, 24, dtype=torch.float16), normal(4, 24))
     check(lambda g, u: glu(g, u, backend=backend), lambda g, u: plain_glu(g, u, "silu"), inputs)
@@ -356,6 +390,9 @@ def test_glu_of_nothing(backend):
     glu(x, x, backend=backend).sum().backward()
     glu_fused(x, backend=backend).sum().backward()
     assert x.grad.shape == (0, 8)
+    weight = normal(3, 8)
+    glu_linear(x, x, weight, backend=backend).sum().backward()
+    assert not weight.grad.any()
 
 
 def test_errors_of_glu_name_what_was_given(backend):
@@ -364,6 +401,10 @@ def test_errors_of_glu_name_what_was_given(backend):
         glu(x, x, "relu", backend=backend)
     with pytest.raises(ValueError, match="the same shape"):
         glu(x, x[:1], backend=backend)
+    with pytest.raises(ValueError, match="the same shape"):
+        glu_linear(x, x[:1], x, backend=backend)
+    with pytest.raises(ValueError, match="even number of columns, got 7"):
+        glu_linear(x, None, x, backend=backend)
     with pytest.raises(ValueError, match="even number of columns, got 7"):
         glu_fused(x, backend=backend)
     with pytest.raises(ValueError, match="alpha belongs to silu"):

@@ -63,6 +63,50 @@ def test_gradcheck_of_the_frozen_head(statistic):
     assert torch.autograd.gradcheck(function, (hidden,))
 
 
+@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("transform", [{}, TRANSFORM])
+def test_gradcheck_of_selected_columns(strategy, compact, transform):
+    """Some of them twice in a row, some the label's own."""
+    hidden, weight, labels, b = problem(7, 4, 11, dtype=torch.float64, bias=True)
+    columns = torch.tensor([[3, 3, 0, 10], [1, 2, 3, 4], [5, 5, 5, 0]])[torch.arange(7) % 3].clone()
+    columns[:, -1] = labels.clamp(min=0)
+    options = EngineOptions(**{**vars(OPTIONS[strategy]), "compact": compact})
+
+    def function(*inputs):
+        found = linear_statistics(
+            inputs[0],
+            inputs[1],
+            labels,
+            ("selected_logps", "logp"),
+            metrics=("entropy",),
+            selected=columns,
+            bias=inputs[2],
+            transform=LogitTransform(**transform),
+            options=options,
+        )
+        return found.selected_logps, found.logp
+
+    logits = LogitTransform(**transform)(hidden @ weight.T, b)
+    expected = logits.log_softmax(-1).gather(1, columns) * (labels != -100)[:, None]
+    torch.testing.assert_close(function(hidden, weight, b)[0], expected)
+    assert torch.autograd.gradcheck(function, (hidden, weight, b))
+
+
+def test_selected_columns_in_many_half_precision_blocks():
+    """Each block adds to all of grad_weight: it must not be rounded once for each."""
+    hidden, weight, labels, _ = problem(200, 8, 40, dtype=torch.bfloat16)
+    columns = torch.randint(0, 40, (200, 3), generator=torch.Generator().manual_seed(0))
+    options = EngineOptions(strategy="two_pass", chunk_size=4)
+    found = linear_statistics(hidden, weight, labels, ("selected_logps",), selected=columns, options=options)
+    (grad,) = torch.autograd.grad(found.selected_logps.sum(), (weight,))
+    h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logps = (h @ w.T).log_softmax(-1).gather(1, columns) * (labels != -100)[:, None]
+    (expected,) = torch.autograd.grad(logps.sum(), (w,))
+    # The wide logits' gradient is rounded once, and the sum once.
+    assert (grad.double() - expected).abs().max() < 2 * 2**-8 * expected.abs().max()
+
+
 @pytest.mark.parametrize("strategy", ["one_pass", "two_pass", "resident"])
 def test_masked_inputs_never_leak_into_token_losses(strategy):
     hidden, weight, labels, _ = problem(13, dtype=torch.float64)

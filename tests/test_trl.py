@@ -28,13 +28,15 @@ def always_disabled():
 class NoLogits(TorchDispatchMode):
     """Fails where logits of sequences are made, [batch, length, vocab]; the engine's blocks of tokens have no batch."""
 
-    def __init__(self, vocab):
-        self.vocab = vocab
+    def __init__(self, vocab, pair_allowed):
+        self.vocab, self.allowed = vocab, 2 if pair_allowed else 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1] > 1:  # generation makes 1
+                if tensor.shape[0] <= self.allowed:
+                    continue
                 assert tensor.shape[-1] != self.vocab, f"{func} made {tuple(tensor.shape)}"
         return out
 
@@ -185,24 +187,117 @@ def tpo(output, model, tokenizer, text, **options):
     )
 
 
-def gkd(output, model, tokenizer, text, **options):
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
+def of_bytes(model):
+    """A model as the given one, with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    teacher = copy.deepcopy(model)
-    with torch.no_grad():
-        teacher.model.norm.weight.mul_(1.5)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    rows = [
-        {"messages": [{"role": "user", "content": text(3)}, {"role": "assistant", "content": text(2 + i % 5)}]}
-        for i in range(16)
-    ]
-    return GKDTrainer(
-        model=model,
-        teacher_model=teacher,
-        args=settings(GKDConfig, output, lmbda=0.0, max_new_tokens=4, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    raw = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+    config = copy.deepcopy(model.config)
+    config.vocab_size = len(names)
+    torch.manual_seed(0)
+    return type(model)(config), tokenizer
+
+
+def from_a_teacher(name, trainer, **own):
+    """GKD, GOLD and IW-OPD: completions of the data, and a teacher in the same process."""
+
+    def build(output, model, tokenizer, text, **options):
+        module = __import__(f"trl.experimental.{name}", fromlist=["*"])
+        if name == "gold":  # which takes no other tokenizers
+            model, tokenizer = of_bytes(model)
+        teacher = copy.deepcopy(model)
+        with torch.no_grad():
+            teacher.model.norm.weight.mul_(1.5)
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        tokenizer.padding_side = "left"
+        # Whose tokenizer is looked at, to be the student's.
+        tokenizer.save_pretrained(output / "model")
+        teacher.config._name_or_path = model.config._name_or_path = str(output / "model")
+        rows = [
+            {"messages": [{"role": "user", "content": text(3)}, {"role": "assistant", "content": text(2 + i % 5)}]}
+            for i in range(16)
+        ]
+        if options.get("use_uld_loss"):
+            own["teacher_tokenizer_name_or_path"] = str(output / "model")
+        return getattr(module, f"{trainer}Trainer")(
+            model=model,
+            teacher_model=teacher,
+            args=settings(getattr(module, f"{trainer}Config"), output, **{**own, **options}),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+
+    return build
+
+
+def self_distillation(name, trainer):
+    """SDFT and SDPO: a teacher that is the model itself, told more."""
+
+    def build(output, model, tokenizer, text, **options):
+        module = __import__(f"trl.experimental.{name}", fromlist=["*"])
+        rows = [{"prompt": text(3), "privileged_context": text(2 + i % 3)} for i in range(16)]
+        tokenizer.padding_side = "left"
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        rewards = {"reward_funcs": reward} if name == "sdpo" else {}
+        model.save_pretrained(output / "model")  # the teacher is loaded from where the model came from
+        model = type(model).from_pretrained(output / "model")
+        options = {"num_generations": 2, **options}
+        return getattr(module, f"{trainer}Trainer")(
+            model,
+            args=settings(getattr(module, f"{trainer}Config"), output, max_completion_length=6, **options),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            **rewards,
+        )
+
+    return build
+
+
+class Server:
+    """Stands in for a teacher behind a URL: log-probabilities that depend on the position alone."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature, **kwargs):
+        lengths = [len(ids) - prompt for ids, prompt in zip(sequences, prompt_lengths, strict=True)]
+        best = [-1.0 - 0.5 * k for k in range(top_logprobs)]
+        columns = [[(3 + 5 * k + t) % 19 for k in range(top_logprobs)] for t in range(max(lengths, default=0))]
+        return {
+            "actual_logprobs": [[[-1.5 - 0.1 * t] for t in range(n)] for n in lengths],
+            "logprobs": [[best for _ in range(n)] for n in lengths],
+            "logprob_token_ids": [columns[:n] for n in lengths],
+        }
+
+
+def from_a_server(output, model, tokenizer, text, **options):
+    from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
+
+    tokenizer.padding_side = "left"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl.generation.vllm_client.VLLMClient", Server)
+        return ServerDistillationTrainer(
+            model=model,
+            args=settings(
+                ServerDistillationConfig,
+                output,
+                max_completion_length=6,
+                teacher_model_server_url="http://localhost",
+                **options,
+            ),
+            train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
+            processing_class=tokenizer,
+        )
+
+
+gkd = from_a_teacher("gkd", "GKD", lmbda=0.0, max_new_tokens=4)
+gold = from_a_teacher("gold", "GOLD", lmbda=0.0, max_completion_length=4)
+iw_opd = from_a_teacher("iw_opd", "IWOPD", lmbda=0.0, max_completion_length=4)
+sdft, sdpo = self_distillation("sdft", "SDFT"), self_distillation("sdpo", "SDPO")
 
 
 CASES = {
@@ -232,6 +327,18 @@ CASES = {
     "ORPO": (preference("orpo"), {}),
     "TPO": (tpo, {}),
     "GKD": (gkd, {"beta": 0.3}),
+    "GOLD": (gold, {"beta": 0.3}),
+    "GOLD, across tokenizers": (gold, {"use_uld_loss": True, "uld_crossentropy_weight": 0.5}),
+    "GOLD, hybrid": (gold, {"use_uld_loss": True, "uld_use_hybrid_loss": True}),
+    "IW-OPD": (iw_opd, {"lmbda": 1.0}),
+    "IW-OPD, JSD": (iw_opd, {"distillation_objective": "jsd", "beta": 0.5}),
+    "server distillation": (from_a_server, {"beta": 0.0, "loss_top_k": 4}),
+    "server distillation, JSD": (from_a_server, {"beta": 0.5, "loss_top_k": 1}),
+    "SDFT": (sdft, {"distillation_topk": 5}),
+    "SDFT, whole vocabulary": (sdft, {"distillation_mode": "full_logits", "distillation_alpha": 0.5}),
+    "SDPO": (sdpo, {}),
+    # Adam would make much of differences between gradients that are almost 0.
+    "SDPO, top-k": (sdpo, {"distillation_mode": "topk_logits", "distillation_topk": 5, "optim": "sgd"}),
     "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), {}),
 }
 
@@ -247,7 +354,8 @@ def train(build, output, on, **options):
         step = trainer.training_step
 
         def watched(model, inputs, *arguments):
-            with NoLogits(tokenizer.vocab_size), warnings.catch_warnings():
+            # GOLD across tokenizers sorts rows: those of one answer, the student's and the teacher's, are there.
+            with NoLogits(trainer.model.config.vocab_size, options.get("use_uld_loss")), warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*needs the values")
                 return step(model, inputs, *arguments)
 
@@ -406,3 +514,27 @@ def test_adapters_on_the_head_train(tmp_path):
     assert len(results[0]) == len(results[1]) > 4
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_asynchronous_distillation(beta, tail):
+    """Its rollouts come from elsewhere; what it computes of them is one function."""
+    import trl.experimental.async_distillation.async_distillation_trainer as module
+
+    from liger_losses.trl.distillation import chunked_jsd_loss
+
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((11, 6), (23, 6), (23,)))
+    columns = torch.stack([torch.randperm(23, generator=g)[:4] for _ in range(11)])
+    teacher = torch.randn(11, 23, generator=g).log_softmax(-1).gather(1, columns)
+    there = torch.rand(11, 4, generator=g) < 0.7
+    there[:, 0] = True
+    columns = torch.where(there, columns, -1)
+    results = []
+    for function in (module._chunked_jsd_loss, chunked_jsd_loss):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        loss, *sums = function(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, torch.arange(11) % 2, 2, 4)
+        results.append([loss.detach(), *sums, *torch.autograd.grad(loss, leaves)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -96,8 +96,9 @@ class LogitBlock:
         assert job.selected is not None
         assert coefficients.p_coef is not None
         columns, logps = job.selected[rows], values["selected_logps"]
+        at_column = _added_up(columns, selected)
         slope = job.transform.slope(logps + values["lse"][:, None]) * job.transform.factor
-        total = selected + logps.exp() * coefficients.p_coef[:, None]
+        total = at_column + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
             at_label = columns == job.tokens.labels[rows, None]
             total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
@@ -105,6 +106,14 @@ class LogitBlock:
         if grad_bias is not None:
             # Unlike index_add_, this is the same from run to run.
             grad_bias.index_put_((columns.flatten(),), (selected * slope).flatten(), accumulate=True)
+
+
+def _added_up(columns: Tensor, values: Tensor) -> Tensor:
+    """``values [R, k]``, where a row names a column of ``columns [R, k]`` several times the sum of them at each."""
+    ordered, order = columns.sort(dim=-1, stable=True)
+    first = torch.searchsorted(ordered, ordered)
+    sums = torch.zeros_like(values).scatter_add_(1, first, values.gather(1, order))
+    return torch.empty_like(values).scatter_(1, order, sums.gather(1, first))
 
 
 def projection_gradient(

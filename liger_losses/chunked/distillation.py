@@ -255,11 +255,13 @@ def sparse_divergence(logps: Tensor, teacher_logps: Tensor, divergence: Divergen
     Returns:
         ``[n]``.
     """
-    if tail == "renormalize":
-        log_p, log_q = logps.log_softmax(-1), teacher_logps.log_softmax(-1)
-    else:
-        log_p, log_q = (torch.cat([part, _log_rest(part)], -1) for part in (logps, teacher_logps))
+    log_p, log_q = distribution(logps, tail), distribution(teacher_logps, tail)
     return _Sum.apply(log_p.clamp(min=-1e4), log_q.clamp(min=-1e4), divergence)
+
+
+def distribution(logps: Tensor, tail: str) -> Tensor:
+    """Log-probabilities ``[n, k]`` of some columns, and of what becomes of the rest, that add up to 1."""
+    return logps.log_softmax(-1) if tail == "renormalize" else torch.cat([logps, _log_rest(logps)], -1)
 
 
 def _log_rest(logps: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def linear_statistics(
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
+    selected: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
@@ -98,6 +99,9 @@ def linear_statistics(
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
         metrics: further names, returned without gradient.
+        selected: ``[..., k]`` int64, for one tensor of hidden states: the statistics may then include
+            ``selected_logps [..., k]``, the log-probabilities of these columns; ``logp`` and ``lse`` are the only
+            others then.
         bias: ``[V]``.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
@@ -112,8 +116,19 @@ def linear_statistics(
             unknown names, a workspace that cannot hold one row.
     """
     job, hidden = _prepare(
-        hidden_states, weight, labels, _names(statistics), _names(metrics), bias, class_weight, transform, options
+        hidden_states,
+        weight,
+        labels,
+        _names(statistics),
+        _names(metrics),
+        bias,
+        class_weight,
+        transform,
+        options,
+        whole_rows=selected is not None,
     )
+    if selected is not None:
+        job = _with_selected(job, selected, labels)
     by_name = {name: job.tokens.split(value) for name, value in _run(job, weight, bias, hidden).items()}
     per_tensor = [Statistics(**{name: parts[i] for name, parts in by_name.items()}) for i in range(len(hidden))]
     return per_tensor[0] if isinstance(hidden_states, Tensor) else per_tensor
@@ -206,7 +221,7 @@ def linear_token_loss(
         token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient; they may
             have one more dimension.
         selected: ``[..., k]`` int64: the statistics then include ``selected_logps [n, k]``, the log-probabilities of
-            these columns, each at most once in a row. ``logp`` and ``lse`` are the only others then.
+            these columns. ``logp`` and ``lse`` are the only others then.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -239,7 +254,7 @@ def linear_token_loss(
             )
         inputs[name] = _kept(job, value, labels)
     if selected is not None:
-        job = replace(job, selected=_check_selected(_kept(job, selected, labels), job, weight))
+        job = _with_selected(job, selected, labels)
     if job.strategy == "one_pass":
         job = replace(job, token_loss=token_loss, token_inputs=inputs)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, hidden)
@@ -264,21 +279,24 @@ def _kept(job: Job, value: Tensor, labels: Tensor) -> Tensor:
     return job.tokens.gather([flat], 0, job.tokens.count)
 
 
-def _check_selected(selected: Tensor, job: Job, weight: Tensor) -> Tensor:
-    if job.strategy not in ("one_pass", "statistics"):
+def _with_selected(job: Job, selected: Tensor, labels: Any) -> Job:
+    """The job with ``selected_logps`` of these columns ``[..., k]`` among its statistics."""
+    check_names(job.statistics, ("selected_logps", "logp", "lse"), "differentiable statistic beside selected_logps")
+    check_tensor("selected", selected)
+    if not isinstance(labels, Tensor):
+        raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
+    if selected.dtype != torch.int64 or selected.dim() != labels.dim() + 1 or selected.shape[:-1] != labels.shape:
         raise ValueError(
-            f"selected= runs in one pass alone, and these inputs need {job.strategy}: in float16, gradients without "
-            "their loss scale underflow (use bfloat16); and a small workspace makes so many blocks that grad_weight "
-            "would suffer in half precision (give more, or accum_dtype=torch.float32)."
+            f"selected must be int64 columns [..., k] for each label of {tuple(labels.shape)}, got {selected.dtype} of "
+            f"{tuple(selected.shape)}."
         )
-    check_names((*job.statistics, *job.metrics), ("selected_logps", "logp", "lse"), "statistic beside selected_logps")
-    if selected.dtype != torch.int64 or selected.dim() != 2:
-        raise ValueError(
-            f"selected must be int64 columns [..., k] for each label, got {selected.dtype} of {tuple(selected.shape)}."
-        )
+    kept = _kept(job, selected, labels)
     if job.tokens.mask is not None:
-        selected = selected.masked_fill(~job.tokens.mask[:, None], 0)  # those of tokens without loss may be anything
-    return selected
+        kept = kept.masked_fill(~job.tokens.mask[:, None], 0)  # those of tokens without loss may be anything
+    # Every block adds to all of grad_weight: where there are many, it is added up wide, at the cost of a buffer.
+    wide = job.strategy == "two_pass" and not job.plan.few_blocks
+    dtype = torch.promote_types(job.grad_weight_dtype, torch.float32) if wide else job.grad_weight_dtype
+    return replace(job, selected=kept, grad_weight_dtype=dtype)
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
@@ -372,7 +390,7 @@ def _prepare(
         needs_weight=grad and weight.requires_grad,
         needs_bias=needs_bias,
     )
-    possible = _possible_strategies(job, compute_dtype, separable)
+    possible = _possible_strategies(job, compute_dtype, separable, whole_rows)
     strategy = possible[0]
     if options.strategy is not None and strategy != "statistics":
         check_names([options.strategy], possible, "strategy for these inputs")
@@ -380,7 +398,7 @@ def _prepare(
     return replace(job, strategy=strategy), hidden
 
 
-def _possible_strategies(job: Job, compute_dtype: torch.dtype, separable: bool) -> list[str]:
+def _possible_strategies(job: Job, compute_dtype: torch.dtype, separable: bool, whole_rows: bool = False) -> list[str]:
     """Those of :data:`STRATEGIES` that are exact for these inputs and fit the workspace, the cheapest first."""
     if not (any(job.needs_hidden) or job.needs_weight or job.needs_bias):
         return ["statistics"]
@@ -390,7 +408,7 @@ def _possible_strategies(job: Job, compute_dtype: torch.dtype, separable: bool) 
     few_roundings = job.grad_weight_dtype not in HALF_DTYPES or job.plan.few_blocks or not job.needs_weight
     if separable and compute_dtype != torch.float16 and few_roundings:
         possible.append("one_pass")
-    if not (job.needs_weight or job.needs_bias) and len(job.statistics) == 1:
+    if not (job.needs_weight or job.needs_bias) and len(job.statistics) == 1 and not whole_rows:
         possible.append("frozen_head")
     if job.plan.resident:
         possible.append("resident")

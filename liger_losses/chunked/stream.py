@@ -63,7 +63,7 @@ class Job:
         strategy: one of :data:`liger_losses.chunked.engine.STRATEGIES`.
         needs_hidden, needs_weight, needs_bias: what needs a gradient.
         token_loss, token_inputs: of a separable loss.
-        selected: ``[N, k]`` int64, the columns of ``selected_logps``.
+        selected: ``[N, k]`` int64, the columns of ``selected_logps``; blocks hold whole rows of logits then.
         stream: what runs it instead of a :class:`Stream`.
     """
 
@@ -159,25 +159,39 @@ class Stream:
         """``(grad_weight, grad_bias, *grad_hidden)``, from the block of all tokens if it was kept, else computed again.
 
         ``upstream`` is d loss / d statistic, ``[N]`` each.
-
-        Recomputed tiles walk the vocabulary, so that each part of grad_weight is written once per ``tile_rows`` tokens.
+        Selected columns may be anywhere in the vocabulary: their gradients need blocks of whole rows.
         """
-        plan, head_grads, hidden_grads = self.job.plan, HeadGradients(self), HiddenGradients(self)
-        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
-        tiles = None if kept is not None else self._tiles()
-        for rows in blocks(self.count, plan.tile_rows if kept is None else self.count):
+        head_grads, hidden_grads = HeadGradients(self), HiddenGradients(self)
+        if kept is None and self.job.selected is None:
+            self._gradients_by_tiles(values, upstream, head_grads, hidden_grads)
+            return *head_grads.results(), *hidden_grads.results
+        size = self.job.plan.rows if kept is None else self.count
+        block, again = kept or self._block(min(size, self.count)), self._empty_statistics()
+        for rows in blocks(self.count, size):
             hidden = self._hidden_rows(rows)
-            found = _of(values, rows)
-            if kept is not None:
-                out = kept.gradients(rows, hidden, found, upstream, head_grads, hidden_grads.place(rows))
-            else:
-                out, wanted = None, coefficients.rows(rows.start, rows.stop)
-                for columns in blocks(self.vocab_size, plan.tile_columns):
-                    assert tiles is not None
-                    grad = self._tile_gradient(tiles, rows, columns, hidden, found, wanted, head_grads.bias)
-                    out = head_grads.add(grad, hidden, columns, first=rows.start == 0, out=out)
-            hidden_grads.write(rows, out)
+            if kept is None:
+                block.fill(rows, hidden, _of(again, rows))
+            place, wanted = hidden_grads.place(rows), _of(upstream, rows)
+            hidden_grads.write(rows, block.gradients(rows, hidden, _of(values, rows), wanted, head_grads, place))
         return *head_grads.results(), *hidden_grads.results
+
+    def _gradients_by_tiles(
+        self,
+        values: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        head_grads: HeadGradients,
+        hidden_grads: HiddenGradients,
+    ) -> None:
+        """Recomputed tiles walk the vocabulary, so that grad_weight is written once per ``tile_rows`` tokens."""
+        plan, tiles = self.job.plan, self._tiles()
+        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
+        for rows in blocks(self.count, plan.tile_rows):
+            hidden, found = self._hidden_rows(rows), _of(values, rows)
+            out, wanted = None, coefficients.rows(rows.start, rows.stop)
+            for columns in blocks(self.vocab_size, plan.tile_columns):
+                grad = self._tile_gradient(tiles, rows, columns, hidden, found, wanted, head_grads.bias)
+                out = head_grads.add(grad, hidden, columns, first=rows.start == 0, out=out)
+            hidden_grads.write(rows, out)
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""

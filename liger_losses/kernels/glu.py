@@ -128,9 +128,93 @@ class _GLU(torch.autograd.Function):
         grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
         grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
         (_backward_triton if ctx.on_triton else _backward_torch)(
-            grad, gate, up, grad_gate, grad_up, ctx.interleaved, ctx.formula
+            grad, gate, up, grad_gate, grad_up, None, ctx.interleaved, ctx.formula
         )
         return grad_gate, grad_up, None, None, None
+
+
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """``(act(gate) * up) @ weight.T + bias``, of which backward keeps ``gate`` and ``up`` alone.
+
+    The product, as large as either, is computed again where their gradients are, in the same pass over memory.
+
+    Args:
+        gate: ``[..., I]``; or ``[..., 2 I]`` that holds both, as in :func:`glu_fused`, with ``up`` None.
+        up: ``[..., I]``.
+        weight: ``[H, I]``, in the dtype of the product.
+        bias: ``[H]``, likewise.
+        activation, interleaved, limit, alpha, up_offset, backend: as in :func:`glu_fused`.
+
+    Returns:
+        ``[..., H]``.
+
+    Raises:
+        ValueError: as in :func:`glu` and :func:`glu_fused`.
+    """
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
+    if up is not None and gate.shape != up.shape:
+        raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
+    formula = _formula(activation, limit, alpha, up_offset)
+    on_triton = choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
+    return _GLULinear.apply(gate, up, weight, bias, interleaved, formula, on_triton)
+
+
+class _GLULinear(torch.autograd.Function):
+    """``up`` is None where ``gate`` holds both. R rows, I intermediate size, H hidden size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        interleaved: bool,
+        formula: Formula,
+        on_triton: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.interleaved, ctx.formula, ctx.on_triton = interleaved, formula, on_triton
+        with device_of(gate):
+            product = (_forward_triton if on_triton else _forward_torch)(gate, up, interleaved, formula)
+        return F.linear(product, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_product = grad @ weight
+        grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
+        product = torch.empty_like(grad_product) if needs_weight else None
+        (_backward_triton if ctx.on_triton else _backward_torch)(
+            grad_product, gate, up, grad_gate, grad_up, product, ctx.interleaved, ctx.formula
+        )
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
+        return (
+            grad_gate if needs_gate else None,
+            grad_up if needs_up else None,
+            grad_weight,
+            rows.sum(0) if needs_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -230,9 +314,12 @@ def _backward_torch(
     up: Tensor | None,
     grad_gate: Tensor,
     grad_up: Tensor | None,
+    product: Tensor | None,
     interleaved: bool,
     formula: Formula,
 ) -> None:
+    if product is not None:
+        product.copy_(_forward_torch(gate, up, interleaved, formula))
     if up is None or grad_up is None:
         gate, up = _halves(gate, interleaved)
         grad_gate, grad_up = _halves(grad_gate, interleaved)
@@ -292,6 +379,7 @@ def _backward_triton(
     up: Tensor | None,
     grad_gate: Tensor,
     grad_up: Tensor | None,
+    product: Tensor | None,
     interleaved: bool,
     formula: Formula,
 ) -> None:
@@ -300,7 +388,8 @@ def _backward_triton(
     if up is None or grad_up is None:
         gate, up = (gate, gate) if interleaved else _halves(gate, False)
         grad_gate, grad_up = (grad_gate, grad_gate) if interleaved else _halves(grad_gate, False)
-    grad, gate, up, grad_gate, grad_up = _as_planes((grad, gate, up, grad_gate, grad_up), interleaved)
+    outputs = (grad_gate, grad_up) if product is None else (grad_gate, grad_up, product)
+    grad, gate, up, grad_gate, grad_up, *rest = _as_planes((grad, gate, up, *outputs), interleaved)
     block, warps = _BACKWARD_BLOCK
     rows, columns = grad.shape
     blocks = -(-columns // block)
@@ -315,6 +404,7 @@ def _backward_triton(
         grad_gate.stride(0),
         grad_up,
         grad_up.stride(0),
+        rest[0] if rest else None,
         columns,
         blocks,
         interleaved,
@@ -336,6 +426,27 @@ def _load(gate, up, start, columns, INTERLEAVED: tl.constexpr, BLOCK: tl.constex
         return tl.load(gate + at, mask=at < columns, other=0.0), tl.load(up + at, mask=at < columns, other=0.0)
 
 
+@jit
+def _product(
+    g, u, gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr
+):
+    """In fp32 from fp32 values; each rounding of eager PyTorch is made where it makes it, to the pointers' dtypes."""
+    if LIMIT is not None:
+        g = tl.where(g > LIMIT, LIMIT, g)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+        # A limit that the dtype does not hold is rounded to it, as by clamp.
+        g = g.to(gate.dtype.element_ty).to(tl.float32)
+        u = u.to(up.dtype.element_ty).to(tl.float32)
+    if UP_OFFSET != 0.0:
+        u = (u + UP_OFFSET).to(up.dtype.element_ty).to(tl.float32)
+    if ALPHA != 1.0:
+        z = (g * ALPHA).to(gate.dtype.element_ty).to(tl.float32)
+        value = g * (1 / (1 + tl.exp(-z))).to(gate.dtype.element_ty).to(tl.float32)
+    else:
+        value, _ = _activate(g, ACTIVATION, ALPHA)
+    return value.to(gate.dtype.element_ty).to(tl.float32) * u
+
+
 @jit(do_not_specialize=["blocks"])
 def _forward_kernel(
     gate,
@@ -352,26 +463,11 @@ def _forward_kernel(
     UP_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row. Each rounding of eager PyTorch is made where it makes it."""
+    """One program per block of a row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     g, u = _load(gate + row * gate_stride, up + row * up_stride, start, columns, INTERLEAVED, BLOCK)
-    g = g.to(tl.float32)
-    u = u.to(tl.float32)
-    if LIMIT is not None:
-        g = tl.where(g > LIMIT, LIMIT, g)
-        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
-        # A limit that the dtype does not hold is rounded to it, as by clamp.
-        g = g.to(gate.dtype.element_ty).to(tl.float32)
-        u = u.to(up.dtype.element_ty).to(tl.float32)
-    if UP_OFFSET != 0.0:
-        u = (u + UP_OFFSET).to(up.dtype.element_ty).to(tl.float32)
-    if ALPHA != 1.0:
-        z = (g * ALPHA).to(gate.dtype.element_ty).to(tl.float32)
-        value = g * (1 / (1 + tl.exp(-z))).to(gate.dtype.element_ty).to(tl.float32)
-    else:
-        value, _ = _activate(g, ACTIVATION, ALPHA)
-    value = value.to(gate.dtype.element_ty).to(tl.float32) * u
+    value = _product(g.to(tl.float32), u.to(tl.float32), gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
     at = start + tl.arange(0, BLOCK)
     tl.store(out + row * columns + at, value.to(out.dtype.element_ty), mask=at < columns)
 
@@ -388,6 +484,7 @@ def _backward_kernel(
     grad_gate_stride,
     grad_up,
     grad_up_stride,
+    product,
     columns,
     blocks,
     INTERLEAVED: tl.constexpr,
@@ -404,6 +501,9 @@ def _backward_kernel(
     g, u = _load(gate + row * gate_stride, up + row * up_stride, start, columns, INTERLEAVED, BLOCK)
     g = g.to(tl.float32)
     u = u.to(tl.float32)
+    if product is not None:
+        found = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
+        tl.store(product + row * columns + at, found.to(product.dtype.element_ty), mask=at < columns)
     if LIMIT is not None:
         gate_outside = g > LIMIT
         up_outside = tl.abs(u) > LIMIT

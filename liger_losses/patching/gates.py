@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_fused
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear
 from liger_losses.patching.probing import Mismatch, Observed, check_close, floats_of, observe, random
+from liger_losses.patching.swap import is_plain
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,49 @@ class Gate:
 
     def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
         """The product, of two tensors or of one that holds both."""
-        formula: Any = {
+        gate, up = self._parts(inner)
+        if up is None:
+            return glu_fused(gate, interleaved=self.layout == "interleaved", backend=backend, **self._formula)
+        return glu(gate, up, backend=backend, **self._formula)
+
+    def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
+        """What a layer makes of the product. If it is a linear layer and no more, the product is not kept for it."""
+        if not is_ordinary_linear(linear):
+            return linear(self.compute(*inner))
+        weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
+        if not is_plain(weight, *inner) or (bias is not None and not is_plain(bias)):
+            return linear(self.compute(*inner))
+        gate, up = self._parts(inner)
+        device = gate.device.type
+        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if any(tensor is not None and tensor.dtype != dtype for tensor in (gate, up, weight, bias)):
+            return linear(self.compute(*inner))
+        return glu_linear(gate, up, weight, bias, interleaved=self.layout == "interleaved", **self._formula)
+
+    def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gate and up; or what holds both as the kernels take it, and None."""
+        if len(inner) == 1 and self.layout != "second":
+            return inner[0], None
+        first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
+        return (second, first) if self.layout == "second" else (first, second)
+
+    @property
+    def _formula(self) -> Any:
+        return {
             "activation": self.activation,
             "limit": self.limit,
             "alpha": self.alpha,
             "up_offset": self.up_offset,
-            "backend": backend,
         }
-        if len(inner) == 1 and self.layout != "second":
-            return glu_fused(inner[0], interleaved=self.layout == "interleaved", **formula)
-        first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
-        return glu(second, first, **formula) if self.layout == "second" else glu(first, second, **formula)
+
+
+def is_ordinary_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of torch's, which nothing has been hung on."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
 
 
 #: Leading dimensions of the input, dtype, and the mode.

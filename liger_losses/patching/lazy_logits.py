@@ -18,6 +18,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.engine import linear_statistics
+from liger_losses.chunked.plan import default_workspace
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
@@ -112,15 +114,24 @@ class Recipe:
             return LogitTransform(logit_scale=self.inner * self.outer)
         return LogitTransform(logit_scale=self.inner * self.outer, softcap=self.outer) if self.outer > 0 else None
 
-    def statistics(self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = ()) -> Any:
-        """Per-token statistics of the softmax, in the shape of ``labels``."""
+    def statistics(
+        self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = (), selected: Tensor | None = None
+    ) -> Any:
+        """Per-token statistics of the softmax, in the shape of ``labels``; see the engine's function."""
         assert self.transform is not None
         self.check()
         one = self.hidden_states.dim() == 1  # a single token, which the engine takes as one of several
         hidden_states, labels = (t[None] if one else t for t in (self.hidden_states, labels))
         with self.as_it_was():
             found = linear_statistics(
-                hidden_states, self.weight, labels, names, metrics=metrics, bias=self.bias, transform=self.transform
+                hidden_states,
+                self.weight,
+                labels,
+                names,
+                metrics=metrics,
+                selected=selected[None] if one and selected is not None else selected,
+                bias=self.bias,
+                transform=self.transform,
             )
         return found._replace(**{n: v[0] for n, v in found._asdict().items() if v is not None}) if one else found
 
@@ -580,11 +591,32 @@ def _nll_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, *a
 def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
     recipe = lazy.recipe
     last = dim % lazy.dim() == lazy.dim() - 1
-    if kwargs or not last or index.shape[-1] != 1 or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
+    if kwargs or not last or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
         return NotImplemented
-    found = recipe.statistics(index[..., 0], ("logp",) if recipe.normalized else ("logp", "lse"))
-    values = found.logp if recipe.normalized else found.logp + found.lse
-    return values[..., None].to(lazy.dtype)
+    if index.shape[-1] == 1:
+        found = recipe.statistics(index[..., 0], ("logp",) if recipe.normalized else ("logp", "lse"))
+        logps = found.logp[..., None]
+    else:
+        names = ("selected_logps",) if recipe.normalized else ("selected_logps", "lse")
+        found = recipe.statistics(_no_labels(lazy), names, selected=index)
+        logps = found.selected_logps
+    return (logps if recipe.normalized else logps + found.lse[..., None]).to(lazy.dtype)
+
+
+def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    recipe, vocab_size = lazy.recipe, lazy.shape[-1]
+    if dim % lazy.dim() != lazy.dim() - 1 or recipe.transform is None or not 1 <= k <= vocab_size:
+        return NotImplemented
+    recipe.check()
+    hidden_states = recipe.hidden_states.detach().flatten(0, -2)
+    # The model's own logits, with their rounding and thus their ties, some rows at a time.
+    rows = max(1, default_workspace(vocab_size, 4, lazy.device) // (8 * vocab_size))
+    found = [hidden_states.new_zeros(0, k, dtype=torch.int64)]
+    with torch.no_grad():
+        for part in hidden_states.split(rows):
+            found.append(replace(recipe, hidden_states=part).values().topk(k, -1, largest, sorted).indices)
+    indices = torch.cat(found).view(*lazy.shape[:-1], k)
+    return torch.return_types.topk((_gather(lazy, -1, indices), indices))
 
 
 def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
@@ -615,6 +647,11 @@ def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: An
     if dim is None:
         return found.mean()
     return found[..., None] if keepdim else found
+
+
+def _sum(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    mean = _mean(lazy, dim, keepdim, **kwargs)
+    return mean if mean is NotImplemented else mean * (lazy.numel() if dim is None else lazy.shape[-1])
 
 
 def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None, **kwargs: Any) -> Any:
@@ -654,7 +691,9 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nll_loss": _nll_loss,
     "gather": _gather,
     "take_along_dim": _take_along_dim,
+    "topk": _topk,
     "mean": _mean,
+    "sum": _sum,
     "logsumexp": _logsumexp,
     "argmax": _argmax,
 }
@@ -781,10 +820,23 @@ def _materialised(given: Any) -> Any:
 
 
 _WARNED: set[tuple[str, str]] = set()
+_QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Values are computed without a warning in this block: of few tokens, knowingly."""
+    token = _QUIET.set(True)
+    try:
+        yield
+    finally:
+        _QUIET.reset(token)
 
 
 def _warn(operation: str) -> None:
     """Once for an operation and its caller, who is the first outside of torch and this package."""
+    if _QUIET.get():
+        return
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

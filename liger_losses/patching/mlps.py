@@ -45,7 +45,7 @@ class GatedMLP:
             if len(args) != 1 or kwargs or not is_plain(*args):
                 return original.forward(module, *args, **kwargs)
             inner = [getattr(module, name)(args[0]) for name in self.inner]
-            return getattr(module, self.down)(self.gate.compute(*inner))
+            return self.gate.into(getattr(module, self.down), *inner)
 
         return forward
 

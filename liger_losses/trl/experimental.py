@@ -6,17 +6,19 @@ What they do with logits by helpers of TRL's own (which never look at a tensor's
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from liger_losses.chunked.distillation import generalized_jsd
-from liger_losses.chunked.divergence import linear_divergence_loss
+from liger_losses.chunked.distillation import generalized_jsd, sparse_divergence
+from liger_losses.chunked.divergence import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.teachers import Teacher, TeacherLogits
 from liger_losses.patching.head import lazily, patch_head
-from liger_losses.patching.lazy_logits import LazyLogits
+from liger_losses.patching.lazy_logits import LazyLogits, Recipe, quietly
 
 IGNORED = -100
 
@@ -60,10 +62,19 @@ def _statistics(
     return scaled.recipe.statistics(labels, names)  # type: ignore[attr-defined]
 
 
+def _is_lazy(logits: Any) -> bool:
+    """Whether these are logits that the engine knows how to compute."""
+    lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.recipe.normalized
+    return lazy and logits.recipe.transform is not None
+
+
 def _is_answered(logits: Tensor, index: Tensor) -> bool:
     """Whether there is one index per row of logits that are still lazy."""
-    lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.recipe.normalized
-    return lazy and logits.recipe.transform is not None and index.shape == logits.shape[:-1]  # type: ignore[attr-defined]
+    return _is_lazy(logits) and index.shape == logits.shape[:-1]
+
+
+def _no_labels(logits: Tensor) -> Tensor:
+    return torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
 
 
 def selective_log_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -102,45 +113,43 @@ def entropy_from_logits(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
     @functools.wraps(original)
     def wrapped(logits: Tensor, chunk_size: int = 128) -> Tensor:
-        index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        if not _is_answered(logits, index):
+        if not _is_lazy(logits):
             return original(logits, chunk_size)
-        return _statistics(logits, index, ("entropy",), 1.0, None).entropy  # type: ignore[arg-type]
+        return _statistics(logits, _no_labels(logits), ("entropy",), 1.0, None).entropy  # type: ignore[arg-type]
 
     return wrapped
 
 
 def generalized_jsd_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """GKD's loss, with an answer for a lazy student."""
+    """The loss of GKD, GOLD and IW-OPD, with an answer for a lazy student and the whole vocabulary.
+
+    What is of some columns alone (``top_k``) takes them from lazy logits by itself.
+    """
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        labels: Tensor | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        given = (student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        labels, reduction, num_items_in_batch = (given[n] for n in ("labels", "reduction", "num_items_in_batch"))
         scalar = reduction in ("batchmean", "sum") or num_items_in_batch is not None
-        index = torch.zeros(student_logits.shape[:-1], dtype=torch.int64, device=student_logits.device)
-        if labels is None or not scalar or not _is_answered(student_logits, index):
-            return original(*given)
+        whole = not given.get("top_k") and not given.get("logits_are_probs")
+        if labels is None or not scalar or not whole or not _is_lazy(given["student_logits"]):
+            return original(*args, **kwargs)
         mask = labels != IGNORED
         divisor: Any = 1 if reduction == "sum" else mask.sum().clamp(min=1)
         divisor = divisor if num_items_in_batch is None else num_items_in_batch
-        student = student_logits.recipe  # type: ignore[attr-defined]
+        student = given["student_logits"].recipe
         with student.as_it_was():
             loss, _ = linear_divergence_loss(
                 student.hidden_states,
                 student.weight,
                 torch.where(mask, 0, IGNORED),
-                _teacher(teacher_logits),
-                generalized_jsd(beta),
+                _teacher(given["teacher_logits"]),
+                generalized_jsd(given["beta"]),
                 {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)},
-                temperature=temperature,
+                temperature=given["temperature"],
                 bias=student.bias,
                 transform=student.transform,
             )
@@ -149,10 +158,106 @@ def generalized_jsd_loss(original: Callable[..., Tensor]) -> Callable[..., Tenso
     return wrapped
 
 
+def uld_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """GOLD's loss across tokenizers, which sorts whole rows: of one answer at a time, and once more in backward."""
+
+    @functools.wraps(original)
+    def wrapped(
+        self: Any,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        student_labels: Tensor,
+        teacher_labels: Tensor,
+        student_input_ids: Tensor,
+        teacher_input_ids: Tensor,
+        student_byte_offsets: Any = None,
+        teacher_byte_offsets: Any = None,
+    ) -> Tensor:
+        given = (
+            student_logits,
+            teacher_logits,
+            student_labels,
+            teacher_labels,
+            student_input_ids,
+            teacher_input_ids,
+            student_byte_offsets,
+            teacher_byte_offsets,
+        )
+        if not _is_lazy(student_logits):
+            return original(self, *given)
+
+        def of(i: int) -> Tensor:
+            with quietly():
+                return original(self, *(part if part is None else part[i : i + 1] for part in given)).reshape(())
+
+        losses = [checkpoint(of, i, use_reentrant=False) for i in range(len(student_labels))]
+        return torch.stack(losses).mean()
+
+    return wrapped
+
+
+def full_logit_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """SDFT's and SDPO's divergence over the whole vocabulary, with an answer for a lazy student."""
+
+    @functools.wraps(original)
+    def wrapped(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Tensor:
+        if not _is_lazy(student_logits):
+            return original(student_logits, teacher_logits, distillation_alpha=distillation_alpha)
+        student: Recipe = student_logits.recipe  # type: ignore[attr-defined]
+        assert student.transform is not None
+        with student.as_it_was():
+            return linear_divergence(
+                student.hidden_states,
+                student.weight,
+                _no_labels(student_logits),
+                _teacher(teacher_logits),
+                generalized_jsd(distillation_alpha),
+                bias=student.bias,
+                transform=student.transform,
+            ).divergence
+
+    return wrapped
+
+
+def topk_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """SDFT's and SDPO's divergence over the student's likeliest columns, with an answer for lazy logits.
+
+    Lazy logits can do without it, but would take the gradients of the log-sum-exp and of the columns apart.
+    """
+
+    @functools.wraps(original)
+    def wrapped(
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        *,
+        distillation_topk: int,
+        distillation_alpha: float,
+        distillation_add_tail: bool,
+    ) -> Tensor:
+        if not (_is_lazy(student_logits) and _is_lazy(teacher_logits)):
+            return original(
+                student_logits,
+                teacher_logits,
+                distillation_topk=distillation_topk,
+                distillation_alpha=distillation_alpha,
+                distillation_add_tail=distillation_add_tail,
+            )
+        labels = _no_labels(student_logits)
+        columns = student_logits.detach().topk(distillation_topk).indices
+        student, teacher = (
+            logits.recipe.statistics(labels, ("selected_logps",), selected=columns).selected_logps  # type: ignore[attr-defined]
+            for logits in (student_logits, teacher_logits)
+        )
+        tail = "bucket" if distillation_add_tail else "renormalize"
+        return sparse_divergence(student, teacher, generalized_jsd(distillation_alpha), tail)
+
+    return wrapped
+
+
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
-    if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.recipe.transform is None:
+    if not _is_lazy(logits):
         return TeacherLogits(logits)
-    recipe = logits.recipe
+    recipe: Recipe = logits.recipe  # type: ignore[attr-defined]
     assert recipe.transform is not None
     hidden_states, weight, bias = recipe.tensors
     return Teacher(hidden_states, weight, bias, recipe.transform.logit_scale, recipe.transform.softcap)

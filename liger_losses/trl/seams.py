@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from liger_losses.trl.distillation import chunked_divergence_loss
+from liger_losses.trl.distillation import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.experimental import (
     entropy_from_logits,
+    full_logit_self_distillation,
     generalized_jsd_loss,
     lazy_head,
     selective_log_softmax,
     selective_log_softmax_and_entropy,
+    topk_self_distillation,
+    uld_loss,
     within_lazily,
 )
 from liger_losses.trl.head import add_fused_lm_head
@@ -91,6 +94,7 @@ class Place:
 _HEAD = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _ONE_PASS = functools.partial(add_fused_lm_head, one_pass=True)
 _EXPERIMENTAL = "trl.experimental."
+_DIVERGENCE = ("student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch")
 
 
 class NoAdapter:
@@ -106,6 +110,11 @@ def _lazy_trainer(name: str, trainer: str) -> Seam:
 def _answered(module: str, name: str, wrapper: Callable[..., Any], optional: bool = True) -> Seam:
     """A helper that is given logits."""
     return Seam(module, name, wrapper, ("logits",), f"{name} in {module}", optional=optional, wraps=True)
+
+
+def _wrapped(module: str, name: str, wrapper: Callable[..., Any], parameters: tuple[str, ...]) -> Seam:
+    """A part of an experimental trainer, which its replacement may call."""
+    return Seam(_EXPERIMENTAL + module, name, wrapper, parameters, f"{name} in {module}", optional=True, wraps=True)
 
 
 SEAMS = (
@@ -132,6 +141,14 @@ SEAMS = (
         tuple(inspect.signature(chunked_divergence_loss).parameters),
         "distillation",
     ),
+    Seam(
+        _EXPERIMENTAL + "async_distillation.async_distillation_trainer",
+        "_chunked_jsd_loss",
+        chunked_jsd_loss,
+        tuple(inspect.signature(chunked_jsd_loss).parameters),
+        "asynchronous distillation",
+        optional=True,
+    ),
     *(
         Seam(f"trl.trainer.{name}_trainer", "BaseTunerLayer", NoAdapter, (), "adapters on the head", optional=True)
         for name in ("sft", "dpo", "kto", "grpo", "rloo")
@@ -141,24 +158,58 @@ SEAMS = (
     _lazy_trainer("tpo", "TPOTrainer"),
     _lazy_trainer("a2po", "A2POTrainer"),
     _lazy_trainer("online_dpo", "OnlineDPOTrainer"),
-    _lazy_trainer("gkd", "GKDTrainer"),
-    Seam(
-        _EXPERIMENTAL + "gkd.gkd_trainer",
-        "GKDTrainer.compute_loss",
-        within_lazily,
-        ("self", "model"),
-        "GKD",
-        optional=True,
-        wraps=True,
+    _lazy_trainer("server_distillation", "ServerDistillationTrainer"),
+    *(
+        seam
+        for name, trainer in (("gkd", "GKDTrainer"), ("gold", "GOLDTrainer"), ("iw_opd", "IWOPDTrainer"))
+        for seam in (
+            _lazy_trainer(name, trainer),
+            _wrapped(f"{name}.{name}_trainer", f"{trainer}.compute_loss", within_lazily, ("self", "model")),
+            _wrapped(f"{name}.{name}_trainer", f"{trainer}.generalized_jsd_loss", generalized_jsd_loss, _DIVERGENCE),
+        )
     ),
-    Seam(
-        _EXPERIMENTAL + "gkd.gkd_trainer",
-        "GKDTrainer.generalized_jsd_loss",
-        generalized_jsd_loss,
-        ("student_logits", "teacher_logits", "labels", "beta", "num_items_in_batch"),
-        "GKD",
-        optional=True,
-        wraps=True,
+    _wrapped(
+        "gold.gold_trainer",
+        "ULDLoss._compute_distillation_loss",
+        uld_loss,
+        (
+            "student_logits",
+            "teacher_logits",
+            "student_labels",
+            "teacher_labels",
+            "student_input_ids",
+            "teacher_input_ids",
+            "student_byte_offsets",
+            "teacher_byte_offsets",
+        ),
+    ),
+    *(
+        seam
+        for name, trainer in (("sdft", "SDFTTrainer"), ("sdpo", "SDPOTrainer"))
+        for seam in (
+            _lazy_trainer(name, trainer),
+            _wrapped(f"{name}.{name}_trainer", f"{trainer}._forward_logits", within_lazily, ("self", "model")),
+            _wrapped(
+                f"{name}.{name}_trainer",
+                "compute_full_logit_self_distillation_loss",
+                full_logit_self_distillation,
+                ("student_logits", "teacher_logits", "distillation_alpha"),
+            ),
+            _wrapped(
+                f"{name}.{name}_trainer",
+                "compute_topk_self_distillation_loss",
+                topk_self_distillation,
+                (
+                    "student_logits",
+                    "teacher_logits",
+                    "distillation_topk",
+                    "distillation_alpha",
+                    "distillation_add_tail",
+                ),
+            ),
+            _answered(f"{_EXPERIMENTAL}{name}.{name}_trainer", "selective_log_softmax", selective_log_softmax),
+            _answered(f"{_EXPERIMENTAL}{name}.loss_utils", "selective_log_softmax", selective_log_softmax),
+        )
     ),
     *(
         _answered(f"{_EXPERIMENTAL}{name}.{name}_trainer", "selective_log_softmax", selective_log_softmax)
@@ -177,8 +228,9 @@ _originals: list[tuple[Any, str, Any]] = []
 def enable() -> None:
     """Give TRL's trainers this library's head: those that are built from now on, with all of their options.
 
-    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation; of the experimental ones CPO and SimPO, ORPO,
-    TPO, A2PO, online DPO and GKD. Adapters on the head train. A second call does nothing.
+    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (from a server and asynchronous too); of the
+    experimental ones CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. Adapters on the head
+    train. A second call does nothing.
 
     Raises:
         ImportError: TRL is not installed.

@@ -24,6 +24,14 @@ import torch.nn.functional as F
 from benchmarks.measure import environment
 
 IGNORED = -100
+_LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.2-1B": (
         "llama",
@@ -52,6 +60,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    "Llama-3-8B": ("llama", {**_LLAMA_8B, "num_hidden_layers": 32}),
+    "half of it": ("llama", {**_LLAMA_8B, "num_hidden_layers": 16}),
     "tiny": (
         "llama",
         {
@@ -82,14 +92,20 @@ class Case:
 TRAINER = (
     Case("SFT", "Llama-3.2-1B", 4, 4096),
     Case("SFT", "Llama-3.2-1B", 4, 4096, checkpointing=True),
+    Case("SFT", "Llama-3.2-1B", 1, 16384),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
+    Case("SFT", "half of it", 4, 4096),
+    Case("SFT", "Llama-3-8B", 4, 4096, checkpointing=True),
 )
 #: What TRL's trainers take of a head, half of each sequence a prompt.
 HEADS = (
     Case("NLL", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
     Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
     Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+    Case("NLL", "Llama-3-8B", 8, 2048, 0.5, True),
+    Case("DPO", "Llama-3-8B", 8, 2048, 0.5, True),
+    Case("GRPO", "Llama-3-8B", 8, 2048, 0.5, True),
 )
 
 
@@ -174,8 +190,11 @@ def provide(provider: str, case: Case, model: Any) -> Step:
 
         add_fused_lm_head(model, outputs=wanted)
     else:
+        from liger_losses.patching.patch import patch
         from liger_losses.trl.head import add_fused_lm_head as ours
 
+        if provider == "ours, kernels":
+            patch(model, loss_head=False)
         ours(model, outputs=wanted, one_pass=case.task == "NLL")
     return task_loss(case.task, fused_head, True)
 
@@ -257,7 +276,7 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows))
         return
-    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours")}
+    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours", "ours, kernels")}
     rows = []
     for group, names in providers.items():
         if options.group not in (None, group):

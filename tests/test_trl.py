@@ -13,6 +13,7 @@ from tests.test_examples import tiny_model
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
+from liger_losses.patching.swap import replacement_of  # noqa: E402
 from liger_losses.trl import disable, enable, enabled  # noqa: E402
 from liger_losses.trl.seams import SEAMS  # noqa: E402
 
@@ -343,12 +344,12 @@ CASES = {
 }
 
 
-def train(build, output, on, **options):
+def train(build, output, on, kernels=False, **options):
     """The logged numbers of each step, and the trained parameters."""
     model, tokenizer, text = tiny_model()
     torch.manual_seed(0)
     if on:
-        enable()
+        enable(kernels=kernels)
     trainer = build(output, model, tokenizer, text, **options)
     if on:
         step = trainer.training_step
@@ -386,6 +387,32 @@ def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
                 assert b[key] == pytest.approx(value, **tolerance), key
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if "bf16" in name else 2e-3, msg=key)
+
+
+@pytest.mark.parametrize("build", [sft, dpo, online(trl.GRPOTrainer, trl.GRPOConfig)])
+def test_kernels_in_the_models(build, tmp_path):
+    """What they compute stays the same; a trainer's reference model has them too."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "ours").mkdir()
+    plain, expected = train(build, tmp_path / "plain", False)
+    ours, found = train(build, tmp_path / "ours", True, kernels=True)
+    for a, b in zip(plain, ours, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3, abs=2e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=5e-3)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=2e-3, msg=key)
+
+
+def test_kernels_reach_policy_and_reference(tmp_path):
+    model, tokenizer, text = tiny_model()
+    with enabled(kernels=True):
+        trainer = dpo(tmp_path, model, tokenizer, text)
+    for policy in (trainer.model, trainer.ref_model):
+        assert replacement_of(policy.model.norm) is not None
+        assert replacement_of(policy.model.layers[0].mlp) is not None
+    with enabled():
+        trainer = dpo(tmp_path, *tiny_model())
+    assert replacement_of(trainer.model.model.norm) is None
 
 
 def test_enable_and_disable():

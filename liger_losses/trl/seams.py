@@ -7,9 +7,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from liger_losses.patching.patch import patch
 from liger_losses.trl.distillation import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.experimental import (
     entropy_from_logits,
@@ -222,15 +223,51 @@ SEAMS = (
     _answered("trl.trainer.utils", "entropy_from_logits", entropy_from_logits, optional=False),
 )
 
+
+def _patched(init: Callable[..., None]) -> Callable[..., None]:
+    """A trainer's ``__init__`` that patches the model which it is to train."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        if model is not None:
+            patch(model, loss_head=False)
+        init(self, model, *args, **kwargs)
+
+    return wrapped
+
+
+#: With ``enable(kernels=True)``: where all trainers come by, and then their reference models.
+KERNELS = Seam("trl.trainer.base_trainer", "_BaseTrainer.__init__", _patched, (), "kernels in the models", wraps=True)
+
+
+def _with_kernels(add_head: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add_fused_lm_head)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> None:
+        patch(model, loss_head=False)
+        add_head(model, *args, **kwargs)
+
+    return wrapped
+
+
+def _kernel_seams() -> list[Seam]:
+    heads = (add_fused_lm_head, _ONE_PASS)
+    own = [replace(s, replacement=_with_kernels(s.replacement)) if s.replacement in heads else s for s in SEAMS]
+    return [*own, KERNELS]
+
+
 _originals: list[tuple[Any, str, Any]] = []
 
 
-def enable() -> None:
+def enable(*, kernels: bool = False) -> None:
     """Give TRL's trainers this library's head: those that are built from now on, with all of their options.
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (from a server and asynchronous too); of the
     experimental ones CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. Adapters on the head
     train. A second call does nothing.
+
+    Args:
+        kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that keep
+            less for backward. They stay patched; :func:`~liger_losses.unpatch` restores them.
 
     Raises:
         ImportError: TRL is not installed.
@@ -243,7 +280,7 @@ def enable() -> None:
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
     version = getattr(trl, "__version__", "of unknown version")
-    places = [seam.find() for seam in SEAMS]
+    places = [seam.find() for seam in (_kernel_seams() if kernels else SEAMS)]
     missing = [place.missing for place in places if place.missing]
     if missing:
         raise RuntimeError(
@@ -264,10 +301,10 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, kernels: bool = False) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
     before = bool(_originals)
-    enable()
+    enable(kernels=kernels)
     try:
         yield
     finally:

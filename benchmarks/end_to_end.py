@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama-3-8B": ("llama", {**_LLAMA_8B, "num_hidden_layers": 32}),
-    "half of it": ("llama", {**_LLAMA_8B, "num_hidden_layers": 16}),
+    "Llama-3-8B half": ("llama", {**_LLAMA_8B, "num_hidden_layers": 16}),
     "tiny": (
         "llama",
         {
@@ -95,7 +95,7 @@ TRAINER = (
     Case("SFT", "Llama-3.2-1B", 1, 16384),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
-    Case("SFT", "half of it", 4, 4096),
+    Case("SFT", "Llama-3-8B half", 4, 4096),
     Case("SFT", "Llama-3-8B", 4, 4096, checkpointing=True),
 )
 #: What TRL's trainers take of a head, half of each sequence a prompt.

@@ -1,5 +1,6 @@
 """TRL's trainers, plain and enabled: the same losses, gradients and metrics, and no logits in training."""
 
+import contextlib
 import copy
 import math
 import warnings
@@ -62,6 +63,8 @@ def settings(config, output, **options):
 
 def lora(*targets):
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    if targets == ("virtual tokens",):
+        return peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
 
 
@@ -86,12 +89,13 @@ def mixture(output, model, tokenizer, text, **options):
 
 def sft(output, model, tokenizer, text, **options):
     rows = datasets.Dataset.from_list([{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)])
-    adapter = options.pop("adapter", None)
+    adapter, metrics = options.pop("adapter", None), options.pop("compute_metrics", None)
     return trl.SFTTrainer(
         model,
         settings(trl.SFTConfig, output, **options),
         train_dataset=rows,
         processing_class=tokenizer,
+        compute_metrics=metrics,
         **({"peft_config": lora(*adapter)} if adapter else {}),
     )
 
@@ -124,10 +128,12 @@ def reward(completions, **kwargs):
     return [float(len(set(completion.split()))) for completion in completions]
 
 
-def online(trainer, config):
+def online(trainer, config, **own):
+    own = own or {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+
     def build(output, model, tokenizer, text, **options):
         rows = datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)])
-        given = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, **options}
+        given = {**own, **options}
         tokenizer.padding_side = "left"
         model.save_pretrained(output / "model")  # the reference is loaded from where the model came from
         return trainer(
@@ -162,12 +168,16 @@ def preference(trainer):
     def build(output, model, tokenizer, text, **options):
         rows = [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
         module = __import__(f"trl.experimental.{trainer}", fromlist=["*"])
-        name = trainer.upper()
+        name, adapter = trainer.upper(), options.pop("adapter", None)
+        if adapter:  # of a head that shares its weight with the embedding, it would not be the head's alone
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            model.config.tie_word_embeddings = False
         return getattr(module, f"{name}Trainer")(
             model,
             settings(getattr(module, f"{name}Config"), output, max_length=32, **options),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
+            **({"peft_config": lora(*adapter)} if adapter else {}),
         )
 
     return build
@@ -258,6 +268,27 @@ def self_distillation(name, trainer):
     return build
 
 
+def a2po(output, model, tokenizer, text, **options):
+    from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+    return online(A2POTrainer, A2POConfig, max_completion_length=6, num_value_samples=2)(
+        output, model, tokenizer, text, **options
+    )
+
+
+def online_dpo(output, model, tokenizer, text, **options):
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    given = {"max_new_tokens": 6, "top_k": 0, "disable_dropout": True}
+    return online(OnlineDPOTrainer, OnlineDPOConfig, **given)(output, model, tokenizer, text, **options)
+
+
+def gmpo(output, model, tokenizer, text, **options):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    return online(GMPOTrainer, GMPOConfig)(output, model, tokenizer, text, **options)
+
+
 class Server:
     """Stands in for a teacher behind a URL: log-probabilities that depend on the position alone."""
 
@@ -309,23 +340,35 @@ CASES = {
     "SFT, packed": (sft, {"packing": True, "max_length": 16, "padding_free": False}),
     "SFT, bf16": (sft, {"bf16": True}),
     "SFT, LoRA": (sft, {"adapter": ("q_proj", "v_proj")}),
+    "SFT, prompt tuning": (sft, {"adapter": ("virtual tokens",)}),
+    "SFT, compiled": (sft, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "SFT, experts": (mixture, {}),
     "DPO": (dpo, {}),
     "DPO, LoRA": (dpo, {"adapter": ("q_proj", "v_proj")}),
     "DPO, several losses": (dpo, {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
     "DPO, WPO": (dpo, {"use_weighting": True, "precompute_ref_log_probs": True}),
     "DPO, length-desensitised": (dpo, {"ld_alpha": 0.4}),
+    "DPO, synchronised reference": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "DPO, compiled": (dpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "KTO": (kto, {}),
     "GRPO": (online(trl.GRPOTrainer, trl.GRPOConfig), {}),
     "GRPO, sequences": (
         online(trl.GRPOTrainer, trl.GRPOConfig),
         {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
     ),
+    "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
+    "GRPO, iterations": (online(trl.GRPOTrainer, trl.GRPOConfig), {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "GMPO": (gmpo, {}),
+    "A2PO": (a2po, {}),
+    "online DPO": (online_dpo, {}),
     "distillation": (distillation, {}),
     "distillation, JSD": (distillation, {"beta": 0.5, "temperature": 1.3}),
     "CPO": (preference("cpo"), {}),
     "SimPO": (preference("cpo"), {"loss_type": "simpo", "cpo_alpha": 0.5}),
+    "CPO, bf16": (preference("cpo"), {"bf16": True}),
     "ORPO": (preference("orpo"), {}),
+    "ORPO, LoRA": (preference("orpo"), {"adapter": ("q_proj", "lm_head")}),
+    "ORPO, checkpointing": (preference("orpo"), {"gradient_checkpointing": True}),
     "TPO": (tpo, {}),
     "GKD": (gkd, {"beta": 0.3}),
     "GOLD": (gold, {"beta": 0.3}),
@@ -474,6 +517,49 @@ def test_the_contract_of_the_head(one_pass, temperature):
     assert expected[1].keys() == found[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_head_of_shifted_labels_without_padding():
+    """As asynchronous GRPO calls it: one row of several sequences, labels shifted by the caller."""
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.head import add_fused_lm_head as ours
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    labels = ids.roll(-1, 1).masked_fill(positions.roll(-1, 1) == 0, -100)
+    results = []
+    for add in (theirs, ours):
+        other = copy.deepcopy(model)
+        add(other, temperature=0.9, outputs=("log_probs", "entropy"))
+        found = other(input_ids=ids, position_ids=positions, shift_labels=labels, fused_lm_head=True)
+        found.log_probs.exp().sum().backward()
+        gradients = [p.grad for p in other.parameters()]
+        results.append([found.log_probs.detach(), found.entropy.detach(), found.label_mask, *gradients])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_of_evaluation(tmp_path):
+    """``compute_metrics`` sees the logits, which an extra forward computes; the loss is the same."""
+    found = []
+    for on in (False, True):
+        model, tokenizer, text = tiny_model()
+        seen = []
+
+        def accuracy(prediction, seen=seen):
+            seen.append(torch.as_tensor(prediction.predictions))
+            return {"mean": float(prediction.predictions.mean())}
+
+        with enabled() if on else contextlib.nullcontext():
+            trainer = sft(tmp_path / str(on), model, tokenizer, text, compute_metrics=accuracy)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                result = trainer.evaluate(trainer.train_dataset)
+        found.append((result["eval_loss"], result["eval_mean"], result["eval_entropy"], *seen))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), rtol=1e-4, atol=1e-5)
 
 
 def test_the_forward_without_it_is_the_models_own():

@@ -29,7 +29,7 @@ def lazy_head(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        for model in (self.model, getattr(self, "teacher_model", None)):
+        for model in (self.model, *(getattr(self, name, None) for name in ("ref_model", "teacher_model"))):
             if isinstance(model, torch.nn.Module):
                 wrong = [
                     f"{change.path or 'the head'}: {change.reason}" for change in patch_head(model) if change.reason

@@ -159,6 +159,8 @@ SEAMS = (
     _lazy_trainer("tpo", "TPOTrainer"),
     _lazy_trainer("a2po", "A2POTrainer"),
     _lazy_trainer("online_dpo", "OnlineDPOTrainer"),
+    _wrapped("a2po.a2po_trainer", "A2POTrainer._get_sequence_logps", within_lazily, ("self", "model")),
+    _wrapped("online_dpo.online_dpo_trainer", "OnlineDPOTrainer._forward", within_lazily, ("self", "model")),
     _lazy_trainer("server_distillation", "ServerDistillationTrainer"),
     *(
         seam

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.glu import ACTIVATIONS, glu, glu_fused, glu_linear
@@ -350,6 +352,43 @@ def test_glu_linear_keeps_no_product(backend):
         torch.testing.assert_close(a, b)
     (alone,) = torch.autograd.grad(out.sum(), (weight,))
     torch.testing.assert_close(alone, (F.silu(gate) * up).sum(0).expand(3, 40))
+
+
+def test_checkpointing_stops_before_the_linear_layer_of_a_product():
+    """As it does without the kernels: what is saved last is saved before that layer runs."""
+    x, *weights = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (8, 12), (8, 12), (5, 12))))
+
+    def ours(x, gate, up, down):
+        return glu_linear(x @ gate, x @ up, down)
+
+    def plain(x, gate, up, down):
+        return F.linear(F.silu(x @ gate) * (x @ up), down)
+
+    flops = []
+    for function in (plain, ours):
+        with FlopCounterMode(display=False) as counter:
+            out = checkpoint(function, x, *weights, use_reentrant=False)
+            grads = torch.autograd.grad(out.square().sum(), (x, *weights))
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1]
+    expected = torch.autograd.grad(plain(x, *weights).square().sum(), (x, *weights))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_backward_of_glu_linear(backend):
+    gate, up, weight = normal(4, 40), normal(4, 40, seed=1), normal(3, 40, seed=2)
+    out = glu_linear(gate, up, weight, backend=backend).square().sum()
+    first = torch.autograd.grad(out, (gate, up, weight), retain_graph=True)
+    second = torch.autograd.grad(out, (gate, up, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, (gate, up, weight))
+    out = glu_linear(gate, up, weight, backend=backend)
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_glu_of_two_dtypes(backend):

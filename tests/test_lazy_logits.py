@@ -397,3 +397,26 @@ def test_compiled_models():
         for a, b in zip(expected, torch.autograd.grad(step(compiled), model.parameters()), strict=True):
             torch.testing.assert_close(b, a)
     assert isinstance(LazyLinear(H, V)(x), LazyLogits)
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+@pytest.mark.parametrize("operation", ["cross entropy", "gather", "scaled"])
+def test_an_autograd_function_that_passes_them_on_sees_their_gradient(operation):
+    *tensors, labels = problem()
+    results = []
+    for make in (lambda *t: F.linear(*t), lazy_linear):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            loss = LAZY[operation](Halved.apply(make(*tensors)), labels)
+        results.append([loss, *torch.autograd.grad(loss, tensors)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

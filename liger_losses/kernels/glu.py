@@ -169,11 +169,35 @@ def glu_linear(
         raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     formula = _formula(activation, limit, alpha, up_offset)
     on_triton = choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
-    return _GLULinear.apply(gate, up, weight, bias, interleaved, formula, on_triton)
+    needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
+    if torch.compiler.is_compiling() or not needs_gradient:
+        # Compilers decide by themselves what is kept; and a weight alone needs the product.
+        return F.linear(_GLU.apply(gate, up, interleaved, formula, on_triton), weight, bias)
+    gate, up = _Kept.apply(gate, up, weight)
+    kept = gate.grad_fn or up.grad_fn
+    return _GLULinear.apply(gate, up, weight, bias, kept, interleaved, formula, on_triton)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves what :class:`_GLULinear` needs before that computes anything.
+
+    Checkpointing computes a layer again up to the last tensor that it saved: mostly these, and so without the product
+    and the linear layer behind it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(gate, up, weight)
+        return gate.view_as(gate), None if up is None else up.view_as(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_gate: Tensor, grad_up: Tensor | None) -> Any:
+        return grad_gate, grad_up, None
 
 
 class _GLULinear(torch.autograd.Function):
-    """``up`` is None where ``gate`` holds both. R rows, I intermediate size, H hidden size."""
+    """``up`` is None where ``gate`` holds both; ``kept`` is the node of :class:`_Kept`."""
 
     @staticmethod
     def forward(
@@ -182,12 +206,12 @@ class _GLULinear(torch.autograd.Function):
         up: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        kept: Any,
         interleaved: bool,
         formula: Formula,
         on_triton: bool,
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.interleaved, ctx.formula, ctx.on_triton = interleaved, formula, on_triton
+        ctx.kept, ctx.interleaved, ctx.formula, ctx.on_triton = kept, interleaved, formula, on_triton
         with device_of(gate):
             product = (_forward_triton if on_triton else _forward_torch)(gate, up, interleaved, formula)
         return F.linear(product, weight, bias)
@@ -195,22 +219,24 @@ class _GLULinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
+        gate, up, weight = ctx.kept.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_product = grad @ weight
-        grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        # Nobody else has this one: an entry is written where it has been read.
+        reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
+        grad_gate = grad_product if reusable else torch.empty_like(gate, memory_format=torch.contiguous_format)
         grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
         product = torch.empty_like(grad_product) if needs_weight else None
         (_backward_triton if ctx.on_triton else _backward_torch)(
             grad_product, gate, up, grad_gate, grad_up, product, ctx.interleaved, ctx.formula
         )
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
         return (
             grad_gate if needs_gate else None,
             grad_up if needs_up else None,
-            grad_weight,
+            None if product is None else rows.t() @ product.view(-1, product.shape[-1]),
             rows.sum(0) if needs_bias else None,
+            None,
             None,
             None,
             None,

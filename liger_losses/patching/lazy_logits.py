@@ -193,11 +193,13 @@ class LazyLogits(Tensor):
     #: How often the memory that views share was changed in place, one cell for all of them; and when this was made.
     family: list[int]
     born: int
+    #: Of what ``detach`` gave without gradients: the recipe before, for :meth:`settle`.
+    origin: Recipe | None
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        made.changed, made.watched, made.family, made.born = None, False, [0], 0
+        made.changed, made.watched, made.family, made.born, made.origin = None, False, [0], 0, None
         return made
 
     @classmethod
@@ -211,8 +213,26 @@ class LazyLogits(Tensor):
         lazy.recipe = recipe if torch.is_grad_enabled() else alone
         lazy.changed, lazy.watched = None, False
         lazy.family = [0] if view_of is None else view_of.family
-        lazy.born = lazy.family[0]
+        lazy.born, lazy.origin = lazy.family[0], None
         return lazy
+
+    def settle(self) -> None:
+        """Of logits that an autograd function passed on: find what their gradient is.
+
+        Inside of the function they were detached, to become its output. DeepSpeed's functions only note that backward
+        has come by, and are passed by; those of others see the gradient of the values.
+        """
+        if self.origin is None or not self.requires_grad:
+            return
+        function = getattr(type(self.grad_fn), "_forward_cls", None)
+        if (getattr(function, "__module__", None) or "").startswith("deepspeed."):
+            self.recipe = self.origin
+        elif self.changed is None:
+            _warn("an autograd function")
+            with torch._C.DisableTorchFunctionSubclass():
+                self.changed = _Through.apply(self)
+            self.watched = True
+        self.origin = None
 
     def check(self) -> None:
         """Raise RuntimeError where an in-place operation on a view has changed these values."""
@@ -251,6 +271,7 @@ class LazyLogits(Tensor):
         if isinstance(kwargs.get("out"), LazyLogits):
             raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
         if isinstance(first, LazyLogits):
+            first.settle()
             first.check()
             if name in _WATCHING:
                 return _watch(first, func, name, args, kwargs)
@@ -447,7 +468,10 @@ def _as_it_is(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(lazy: LazyLogits) -> Any:
-    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
+    made = LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
+    if lazy.requires_grad and not torch.is_grad_enabled():
+        made.origin = lazy.recipe
+    return made
 
 
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:

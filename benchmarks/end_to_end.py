@@ -2,7 +2,9 @@
 
 python -m benchmarks.end_to_end [--out FILE.json]
 
-Every provider runs in a process of its own: what liger-kernel patches stays patched for the rest of its process.
+Every provider runs in a process of its own: what liger-kernel patches stays patched for the rest of its process. With
+``--rounds``, providers take turns, in the other order every second time, as a card that is warm is slower: the median
+of all steps counts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -193,7 +196,7 @@ def provide(provider: str, case: Case, model: Any) -> Step:
         from liger_losses.patching.patch import patch
         from liger_losses.trl.head import add_fused_lm_head as ours
 
-        if provider == "ours, kernels":
+        if provider == "ours+kernels":
             patch(model, loss_head=False)
         ours(model, outputs=wanted, one_pass=case.task == "NLL")
     return task_loss(case.task, fused_head, True)
@@ -228,8 +231,7 @@ def measure(provider: str, case: Case, device: torch.device, steps: int) -> dict
             times.append(start.elapsed_time(end))
     row: dict[str, Any] = {"provider": provider, "losses": [round(x, 4) for x in losses]}
     if device.type == "cuda":
-        median = sorted(times[2:])[len(times[2:]) // 2]
-        row["tokens_per_second"] = round(case.sequences * case.length / median * 1e3)
+        row["milliseconds"] = [round(time, 1) for time in times[2:]]
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return row
 
@@ -246,15 +248,39 @@ def run(provider: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
             row = measure(provider, case, device, steps)
         except (ImportError, RuntimeError) as reason:  # no room, or no GPU for a peer
             row = {"provider": provider, "note": f"{type(reason).__name__}: {str(reason)[:100]}"}
-        rows.append({**asdict(case), **row})
-        print(
-            f"{case.task:5} {case.model:13} {case.sequences} x {case.length:5} "
-            f"{'checkpointed' if case.checkpointing else '':12} {provider:13} "
-            f"{row.get('tokens_per_second', '-'):>8} tokens/s {row.get('peak_gib', '-'):>7} GiB  "
-            f"{row.get('note') or row['losses'][-1]}",
-            flush=True,
-        )
+        rows.append(rated({**asdict(case), **row}))
+        print(line(rows[-1]), flush=True)
     return rows
+
+
+def rated(row: dict[str, Any]) -> dict[str, Any]:
+    """With the tokens per second of the median step."""
+    times = sorted(row.get("milliseconds", ()))
+    rate = {"tokens_per_second": round(row["sequences"] * row["length"] / median(times) * 1e3)} if times else {}
+    return row | rate
+
+
+def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each case and provider, of all rounds."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("provider", *asdict(TRAINER[0])))
+        if key not in found or "milliseconds" not in found[key]:
+            found[key] = row
+        elif "milliseconds" in row:
+            times = found[key]["milliseconds"] + row["milliseconds"]
+            found[key] = rated({**row, "milliseconds": times, "peak_gib": max(row["peak_gib"], found[key]["peak_gib"])})
+    return list(found.values())
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    return (
+        f"{row['task']:5} {row['model']:15} {row['sequences']} x {row['length']:5} "
+        f"{'checkpointed' if row['checkpointing'] else '':12} {row['provider']:13} "
+        f"{row.get('tokens_per_second', '-'):>8} tokens/s {row.get('peak_gib', '-'):>7} GiB  "
+        f"{row.get('note') or row['losses'][-1]}"
+    )
 
 
 def main() -> None:
@@ -264,6 +290,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--provider", help=argparse.SUPPRESS)
+    parser.add_argument("--providers", help="only these, with commas between them")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--group", choices=("trainer", "heads"), help="only the model's own loss, or only TRL's heads")
     options = parser.parse_args()
     groups = {"trainer": list(TRAINER), "heads": list(HEADS)}
@@ -276,18 +304,22 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows))
         return
-    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours", "ours, kernels")}
+    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours", "ours+kernels")}
     rows = []
     for group, names in providers.items():
         if options.group not in (None, group):
             continue
-        for name in names:
+        chosen = [name for name in names if options.providers is None or name in options.providers.split(",")]
+        for name in [name for i in range(options.rounds) for name in (chosen[::-1] if i % 2 else chosen)]:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rows.json"
                 command = [sys.executable, "-m", "benchmarks.end_to_end", "--provider", name, "--group", group]
                 command += ["--steps", str(options.steps), "--out", str(file), *["--tiny"] * options.tiny]
                 subprocess.run(command, check=True)
                 rows += json.loads(file.read_text())
+    rows = merged(rows)
+    if options.rounds > 1:
+        print("all rounds", *map(line, rows), sep="\n")
     if options.out:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")

@@ -404,3 +404,49 @@ def test_distillation_stays_under_its_workspace_and_repeats_itself():
             assert workspace is None or extra <= workspace, f"{extra / MiB:.0f} MiB"
             results.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_selected_columns(dtype):
+    """In one block, in many, and in the one pass of a separable loss; some columns are named twice."""
+    hidden, weight, labels, bias = on_gpu(517, 192, 1031, dtype=dtype, bias=True, masked=0.3)
+    generator = torch.Generator("cuda").manual_seed(0)
+    columns = torch.randint(0, 1031, (517, 6), device="cuda", generator=generator)
+    columns[:, 1] = columns[:, 0]
+    columns[:, 2] = labels.clamp(min=0)
+    upstream = torch.randn(517, 6, device="cuda", generator=generator)
+    exact_in = double(hidden, weight, bias)
+
+    def plain(hidden, weight, bias):
+        logps = (hidden @ weight.T + bias).log_softmax(-1, torch.promote_types(hidden.dtype, torch.float32))
+        return (logps.gather(1, columns) * upstream * (labels != -100)[:, None]).sum()
+
+    expected, exact = plain(hidden, weight, bias), plain(*exact_in)
+    losses = {
+        name: (
+            linear_statistics(
+                hidden, weight, labels, "selected_logps", selected=columns, bias=bias, options=options
+            ).selected_logps
+            * upstream
+        ).sum()
+        for name, options in (
+            ("resident", EngineOptions(strategy="resident")),
+            ("two_pass", EngineOptions(strategy="two_pass", workspace=4 * MiB)),
+        )
+    }
+    losses["one_pass"] = linear_token_loss(
+        hidden,
+        weight,
+        labels,
+        lambda s, y, g: (s.selected_logps * g).sum(-1),
+        "selected_logps",
+        token_inputs={"g": upstream},
+        selected=columns,
+        bias=bias,
+    )[0]
+    floor = 1e-5 if dtype == torch.float32 else None
+    for name, loss in losses.items():
+        grads = gradients(loss, (hidden, weight, bias))
+        wanted = gradients(expected, (hidden, weight, bias)), gradients(exact, exact_in)
+        for what, a, p, e in zip(("hidden", "weight", "bias"), grads, *wanted, strict=True):
+            assert_as_exact_as_plain(a, p, e, f"grad_{what} by {name}", floor=floor)

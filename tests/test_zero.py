@@ -3,7 +3,6 @@
 DeepSpeed is not among the project's dependencies: ``pip install --no-build-isolation deepspeed`` runs these.
 """
 
-import functools
 import itertools
 import os
 import socket
@@ -16,8 +15,9 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+from liger_losses.patching.head import patch_head
 from liger_losses.trl.head import add_fused_lm_head
-from tests.test_distributed import LEARNING_RATE, ROWS, WORLD, llama, our_loss, plain_loss
+from tests.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
 CASES = {
@@ -28,6 +28,8 @@ CASES = {
     "the small ones whole": (False, False, 300),
     "all whole": (False, False, 10**6),
 }
+#: What the loss is of: the head's own, computed at once or in two passes; beside it the log-probabilities; or neither.
+KINDS = ("one pass", "two passes", "one pass, log-probs", "two passes, log-probs", "lazy logits")
 
 
 def split(model, threshold):
@@ -43,19 +45,36 @@ def split(model, threshold):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def run_case(rank, tied, checkpointing, threshold, one_pass, weighted):
+def lazy_loss(model, rank):
+    """Of logits that have left the model: DeepSpeed hooks on their gradient see that of the values."""
+    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
+
+
+def run_case(rank, tied, checkpointing, threshold, kind):
     from deepspeed.utils import safe_get_full_grad
 
     plain, model = llama(tied, checkpointing), llama(tied, checkpointing)
-    add_fused_lm_head(model, one_pass=one_pass)
+    weighted = "log-probs" in kind
+    if kind == "lazy logits":
+        patch_head(model)
+        loss_of = lazy_loss
+    else:
+        add_fused_lm_head(model, one_pass="one pass" in kind)
+
+        def loss_of(engine, rank):
+            return our_loss(engine, weighted, rank)
+
     engine = split(model, threshold)
     optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
     for step in range(2):
         expected = plain_loss(plain, weighted)
         expected.backward()
-        found = our_loss(engine, weighted, rank)
+        found = loss_of(engine, rank)
         with torch.no_grad():  # between a forward and its backward
-            evaluated = our_loss(engine, weighted, rank)
+            evaluated = our_loss(engine, weighted, rank) if kind != "lazy logits" else found.detach()
         engine.backward(found)
         loss = evaluated.clone()
         dist.all_reduce(loss)
@@ -82,12 +101,11 @@ def work(rank, port):
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    for (name, case), one_pass, weighted in itertools.product(CASES.items(), (True, False), (False, True)):
+    for (name, case), kind in itertools.product(CASES.items(), KINDS):
         try:
-            functools.partial(run_case, rank, *case)(one_pass, weighted)
+            run_case(rank, *case, kind)
         except Exception as error:
-            options = f"one_pass={one_pass} and log_probs in the loss: {weighted}"
-            raise RuntimeError(f"the case {name!r} fails with {options}") from error
+            raise RuntimeError(f"the case {name!r} fails with {kind}") from error
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from liger_losses.patching.lazy_logits import lazy_linear
+from liger_losses.patching.zero import kept_whole
 
 _LAZILY = ContextVar("lazily", default=False)
 
@@ -49,7 +50,7 @@ def _lazily(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
     if hasattr(layer.weight, "full_tensor"):  # not gathered by now: other processes have parts of the logits
         return F.linear(hidden_states, layer.weight, layer.bias)
     keep_gathered(layer)
-    return lazy_linear(hidden_states, layer.weight, layer.bias)
+    return lazy_linear(hidden_states, kept_whole(layer.weight), kept_whole(layer.bias))
 
 
 def keep_gathered(module: nn.Module) -> None:

@@ -6,8 +6,8 @@ its logits is in them, and the lazy logits are reduced to per-token statistics w
 autocast, and inside whatever holds the weights.
 
 Of ``fully_shard``, that is the unit of the model. A head that is a unit of its own, or in one with the final norm,
-would be without its weight once its own forward is over: such units stay gathered from then to their backward. What
-DeepSpeed's ZeRO-3 has split is gathered again.
+would be without its weight once its own forward is over: such units stay gathered from then to their backward. So do
+the head's weights under DeepSpeed's ZeRO-3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from liger_losses.chunked.engine import linear_statistics, linear_token_loss
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.head import LazyLinear, ReducedLinear, head_layers, keep_gathered, lazily, why_not
 from liger_losses.patching.lazy_logits import LazyLogits, Recipe
-from liger_losses.trl.zero import gather_for_backward, gathered
 
 IGNORED = -100
 #: TRL's names of per-token outputs, and ours.
@@ -150,13 +149,12 @@ def fused_forward(
         recipe, target = recipe.rows(slice(None, -1)), labels[:, 1:]
     target = target.to(recipe.hidden_states.device)
     mask = target != IGNORED
-    with gathered(recipe.tensors) as parameters, recipe.as_it_was():
-        _check_there(model, recipe)
+    _check_there(model, recipe)
+    with recipe.as_it_was():
         loss, found = _reduce(recipe, target, options)
     # No views: an operation in place on one would lose the hooks on it.
     found = found._make(None if value is None else value.clone() for value in found)
     _release(units, (loss, *found))
-    gather_for_backward(parameters, (loss, *found))
     wanted = {*options.outputs, "log_probs"}
     per_token = {name: getattr(found, ours) for name, ours in OUTPUTS.items() if name in wanted}
     if "is_top1" in per_token:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -73,8 +74,29 @@ def _is_answered(logits: Tensor, index: Tensor) -> bool:
     return _is_lazy(logits) and index.shape == logits.shape[:-1]
 
 
+#: Which tokens carry loss, where a trainer's helpers are not told.
+_LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
+
+
 def _no_labels(logits: Tensor) -> Tensor:
-    return torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    """Labels that only say which tokens count."""
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    mask = _LOSS_MASK.get()
+    return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORED)
+
+
+def with_loss_mask(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """SDFT's and SDPO's loss, whose divergences are only of tokens that carry loss then."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, model: Any, inputs: Any, distillation_logits: Any) -> Tensor:
+        token = _LOSS_MASK.set(distillation_logits.loss_mask)
+        try:
+            return method(self, model, inputs, distillation_logits)
+        finally:
+            _LOSS_MASK.reset(token)
+
+    return wrapped
 
 
 def selective_log_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -21,6 +21,7 @@ from liger_losses.trl.experimental import (
     selective_log_softmax_and_entropy,
     topk_self_distillation,
     uld_loss,
+    with_loss_mask,
     within_lazily,
 )
 from liger_losses.trl.head import add_fused_lm_head
@@ -192,6 +193,12 @@ SEAMS = (
         for seam in (
             _lazy_trainer(name, trainer),
             _wrapped(f"{name}.{name}_trainer", f"{trainer}._forward_logits", within_lazily, ("self", "model")),
+            _wrapped(
+                f"{name}.{name}_trainer",
+                f"{trainer}._compute_self_distillation_loss",
+                with_loss_mask,
+                ("self", "model", "inputs", "distillation_logits"),
+            ),
             _wrapped(
                 f"{name}.{name}_trainer",
                 "compute_full_logit_self_distillation_loss",

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import math
+import queue
+import time
 import warnings
 
 import pytest
@@ -306,6 +308,48 @@ class Server:
         }
 
 
+class Rollouts:
+    """Stands in for the worker that asynchronous GRPO gets its completions from."""
+
+    def __init__(self, count):
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        g = torch.Generator().manual_seed(0)
+        for i in range(count):
+            length = 6 + i % 4
+            ids = torch.randint(3, 19, (length,), generator=g).numpy()
+            completion = (torch.arange(length) >= 3).numpy().astype("int64")
+            logps = (-2.0 - torch.rand(length, generator=g)).numpy() * completion
+            sample = RolloutSample([], [], ids, completion, logps, (-1.0) ** i, 0, i // 2, {}, time.time())
+            self.rollout_buffer.put(sample)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def async_grpo(output, model, tokenizer, text, **options):
+    import trl.experimental.async_grpo.async_grpo_trainer as module
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    model.save_pretrained(output / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        # Its attention is a kernel for GPUs; any other sees the same in both runs.
+        patch.setattr(module, "TREE_ATTENTION", "eager")
+        patch.setattr(module, "register_tree_attention", lambda: None)
+        patch.setattr(module, "VLLMClient", lambda *_: Rollouts(0))  # its methods do nothing
+        patch.setattr(module, "get_peak_flops_per_device", lambda *_: 1.0)
+        return AsyncGRPOTrainer(
+            str(output / "model"),
+            reward_funcs=reward,
+            args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
+            train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
+            processing_class=tokenizer,
+            rollout_worker=Rollouts(64),
+            weight_transfer=Rollouts(0),
+        )
+
+
 def from_a_server(output, model, tokenizer, text, **options):
     from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
@@ -358,6 +402,7 @@ CASES = {
     ),
     "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
     "GRPO, iterations": (online(trl.GRPOTrainer, trl.GRPOConfig), {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "asynchronous GRPO": (async_grpo, {}),
     "GMPO": (gmpo, {}),
     "A2PO": (a2po, {}),
     "online DPO": (online_dpo, {}),
@@ -412,7 +457,7 @@ def train(build, output, on, kernels=False, **options):
 
 
 #: What depends on the clock.
-_TIMES = ("time", "per_second", "runtime", "epoch")
+_TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 
 
 @pytest.mark.parametrize("name", CASES)

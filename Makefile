@@ -5,7 +5,7 @@ PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -
 .PHONY: demo test lint clean
 
 demo: .venv/demo/ready
-	.venv/demo/bin/python examples/dpo.py $(ARGS)
+	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
 
 test: .venv/test/ready lint
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 $(ARGS)

@@ -14,10 +14,10 @@ import json
 import pathlib
 
 import torch
-from dpo import BUNDLED, HERE, prepare_model
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_dpo import BUNDLED, HERE, prepare_model
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearJSDLoss, Teacher
 

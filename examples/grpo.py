@@ -13,8 +13,8 @@ import pathlib
 import time
 
 import torch
-from dpo import BUNDLED, prepare_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_dpo import BUNDLED, prepare_model
 
 from liger_losses import LigerFusedLinearGRPOLoss
 

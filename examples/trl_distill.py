@@ -16,9 +16,9 @@ import time
 import torch
 from datasets import Dataset
 from distill import perplexity, shallow_copy_of
-from dpo import BUNDLED, HERE, prepare_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DistillationConfig, DistillationTrainer
+from trl_dpo import BUNDLED, HERE, prepare_model
 from trl_grpo import ShowSteps
 
 from liger_losses.trl import enable

@@ -14,10 +14,10 @@ import time
 
 import torch
 from datasets import Dataset
-from dpo import BUNDLED, prepare_model
 from grpo import PROMPTS, reward
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_dpo import BUNDLED, prepare_model
 
 from liger_losses.trl import enable
 

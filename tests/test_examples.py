@@ -67,7 +67,7 @@ def test_the_shipped_pairs_are_well_formed():
 @pytest.fixture(scope="module")
 def dpo():
     pytest.importorskip("trl", reason="TRL is not installed")
-    return load("dpo")
+    return load("trl_dpo")
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
     steps = ["--steps=4", "--compare-steps=3", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2"]
     results = {}
     for worker in ("liger_losses", "plain_trl"):
-        monkeypatch.setattr(sys, "argv", ["dpo.py", *common, *steps, f"--worker={worker}"])
+        monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps, f"--worker={worker}"])
         try:
             dpo.main()
         finally:
@@ -211,7 +211,7 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
         assert ours[name][:3] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
     assert plain["loss"][0] != plain["loss"][-1]
     assert (out / "model" / "config.json").is_file()
-    monkeypatch.setattr(sys, "argv", ["dpo.py", *common, *steps])
+    monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps])
     capsys.readouterr()
     dpo.print_report(dpo.parse_arguments(), ours, plain)
     printed = capsys.readouterr().out
@@ -221,7 +221,7 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
 
 def test_the_demo_explains_itself():
     pytest.importorskip("trl", reason="TRL is not installed")
-    done = run("dpo", "--help")
+    done = run("trl_dpo", "--help")
     assert done.returncode == 0
     assert "--model" in done.stdout
     assert "--dataset" in done.stdout

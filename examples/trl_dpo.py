@@ -4,8 +4,8 @@ Without arguments: SmolLM2-135M-Instruct on the preference pairs in ``examples/d
 the same steps with plain TRL, each in a process of its own so that their peak memory can be compared. Prints a table,
 draws a plot, and saves the tuned model.
 
-    python examples/dpo.py
-    python examples/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
+    python examples/trl_dpo.py
+    python examples/trl_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_losses.patching.head import patch_head
 from liger_losses.patching.lazy_logits import LazyLogits
+from liger_losses.patching.patch import patch, unpatch
 from liger_losses.trl.head import add_fused_lm_head
 
 WORLD = 2
@@ -232,6 +233,21 @@ def log_probs_alone(rank):
     check_gradients(ours, plain)
 
 
+def kernels(rank):
+    """In the models too, whose weights are split or not."""
+    for name in ("DDP", "root, freed", "layers", "layers, tied, checkpointing"):
+        case = CASES[name]
+        plain, ours = llama(case.tied, case.checkpointing), llama(case.tied, case.checkpointing)
+        report = patch(ours, loss_head=False)
+        assert report.counts
+        add_fused_lm_head(ours)
+        spread = case.spread(ours)  # which must live until the backward
+        our_loss(spread, True, rank).backward()
+        plain_loss(plain, True).backward()
+        check_gradients(ours, plain)
+        unpatch(ours)
+
+
 def lazy_logits(rank):
     """The head of :func:`patch_head`, and the model's own loss."""
     plain, ours = llama(), llama()
@@ -297,6 +313,7 @@ def first_fsdp(rank):
 CHECKS = (
     accumulated,
     log_probs_alone,
+    kernels,
     lazy_logits,
     lazy_logits_outlive_the_forward,
     sharded_before,

@@ -16,6 +16,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 from liger_losses.patching.head import patch_head
+from liger_losses.patching.patch import patch
 from liger_losses.trl.head import add_fused_lm_head
 from tests.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
 
@@ -29,7 +30,7 @@ CASES = {
     "all whole": (False, False, 10**6),
 }
 #: What the loss is of: the head's own, computed at once or in two passes; beside it the log-probabilities; or neither.
-KINDS = ("one pass", "two passes", "one pass, log-probs", "two passes, log-probs", "lazy logits")
+KINDS = ("one pass", "two passes", "one pass, log-probs", "two passes, log-probs", "lazy logits", "kernels")
 
 
 def split(model, threshold):
@@ -58,6 +59,8 @@ def run_case(rank, tied, checkpointing, threshold, kind):
 
     plain, model = llama(tied, checkpointing), llama(tied, checkpointing)
     weighted = "log-probs" in kind
+    if kind == "kernels":
+        patch(model, loss_head=False)
     if kind == "lazy logits":
         patch_head(model)
         loss_of = lazy_loss

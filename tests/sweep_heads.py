@@ -1,7 +1,9 @@
 """Lazy heads on a tiny model of every causal language model type, compared with the model's own logits.
 
-    python -m tests.sweep_heads [--output FOLDER] [TYPES...]
+    python -m tests.sweep_heads [--image-text] [--output FOLDER] [TYPES...]
 
+With `--image-text`, the types that have an image-text model instead: about half of them with an image in each row,
+the others on text alone.
 `patched`: the model's own loss and all gradients. `TRL`: the log-probabilities of TRL's head contract, and all
 gradients of their weighted sum. Neither may need the values of the logits. Each type runs in a process of its own.
 """
@@ -22,7 +24,7 @@ import torch
 from liger_losses.patching.head import patch_head, unpatch_head
 from liger_losses.trl.head import add_fused_lm_head
 from tests import model_zoo
-from tests.sweep_models import LIMIT, LOSS_TOLERANCE, difference
+from tests.sweep_models import LIMIT, LOSS_TOLERANCE, difference, loss_of
 
 #: Of a log-probability.
 LOGP_TOLERANCE = 1e-3
@@ -50,20 +52,20 @@ def compare(model: Any, calls: tuple[Callable[[], torch.Tensor], Callable[[], to
     return "ok" if error <= 10 * LOSS_TOLERANCE and worst <= 10 else f"off by {error:.1e}, {worst:.1e} at {parameter}"
 
 
-def check(model_type: str) -> dict[str, str]:
+def check(model_type: str, image_text: bool = False) -> dict[str, str]:
     """One type's row."""
-    model = model_zoo.build(model_type)
+    model = model_zoo.build(model_type, image_text=image_text)
     inputs = model_zoo.inputs_of(model)
     head = model.get_output_embeddings()
     if isinstance(getattr(head, "weight", None), torch.Tensor):
         with torch.no_grad():
             head.weight.mul_(5)  # so that soft-caps and scales matter
-    own = gradients(model, lambda: model(**inputs).loss)
+    own = gradients(model, lambda: loss_of(model, inputs))
     (change, *_) = patch_head(model) or [None]
     if change is None or change.reason:
         patched = f"left: {change.reason if change else 'no head'}"
     else:
-        found = gradients(model, lambda: model(**inputs).loss)
+        found = gradients(model, lambda: loss_of(model, inputs))
         error, (worst, parameter) = abs(float(found[0] - own[0])), difference(found[1], own[1])
         fine = error <= LOSS_TOLERANCE * max(abs(float(own[0])), 1e-2) and worst <= 10
         patched = "ok" if fine else f"off by {error:.1e}, {worst:.1e} at {parameter}"
@@ -92,6 +94,8 @@ def check_trl(model: Any, inputs: dict[str, Any]) -> str:
     def weighted(found: torch.Tensor) -> torch.Tensor:
         return (torch.linspace(0.5, 1.5, found.numel()).view_as(found) * found).sum()
 
+    if model.config.is_encoder_decoder:
+        return "not tried: an encoder with a decoder, where the contract is a decoder's"
     add_fused_lm_head(model)
     try:
         result = compare(model, (plain, fused))
@@ -101,10 +105,10 @@ def check_trl(model: Any, inputs: dict[str, Any]) -> str:
     return result if largest <= LOGP_TOLERANCE else f"log-probabilities off by {largest:.1e}"
 
 
-def _in_child(model_type: str, pipe: Any) -> None:
+def _in_child(model_type: str, image_text: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(check(model_type))
+        pipe.send(check(model_type, image_text))
     except Exception as error:  # part of the table
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         pipe.send({"patched": f"broken: {words}", "TRL": "broken"})
@@ -113,12 +117,13 @@ def _in_child(model_type: str, pipe: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="all of them by default")
-    parser.add_argument("--output", type=pathlib.Path, help="writes head_coverage.json and .txt there")
+    parser.add_argument("--image-text", action="store_true", help="image-text models")
+    parser.add_argument("--output", type=pathlib.Path, help="writes head_coverage[_image_text].json and .txt there")
     options = parser.parse_args()
     context, results = multiprocessing.get_context("fork"), {}
-    for model_type in options.types or model_zoo.names():
+    for model_type in options.types or model_zoo.names(options.image_text):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_child, args=(model_type, sender))
+        process = context.Process(target=_in_child, args=(model_type, options.image_text, sender))
         process.start()
         sender.close()
         try:
@@ -140,9 +145,10 @@ def main() -> int:
 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         text = json.dumps({"versions": versions, "summary": line, "types": results}, indent=1)
-        (options.output / "head_coverage.json").write_text(text + "\n")
-        rows = [f"{name:26} {row['patched']:60} {row['TRL']}".rstrip() for name, row in results.items()]
-        (options.output / "head_coverage.txt").write_text("\n".join([*rows, line, str(versions)]) + "\n")
+        name = "head_coverage_image_text" if options.image_text else "head_coverage"
+        (options.output / f"{name}.json").write_text(text + "\n")
+        rows = [f"{kind:26} {row['patched']:60} {row['TRL']}".rstrip() for kind, row in results.items()]
+        (options.output / f"{name}.txt").write_text("\n".join([*rows, line, str(versions)]) + "\n")
     wrong = [n for n, r in results.items() if any(v.startswith(("off", "log-prob")) for v in r.values())]
     return int(bool(wrong))
 

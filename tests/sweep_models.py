@@ -1,7 +1,9 @@
 """Patches a tiny model of every causal language model type, and compares it with itself.
 
-    python -m tests.sweep_models [--device DEVICE] [--output FOLDER] [TYPES...]
+    python -m tests.sweep_models [--image-text] [--device DEVICE] [--output FOLDER] [TYPES...]
 
+With `--image-text`, the types that have an image-text model instead: about half of them with an image in each row,
+the others on text alone.
 Each type runs in a process of its own, one after the other. Loss and the gradients of all parameters must be those of
 the unpatched model, and again those to the bit after unpatching.
 """
@@ -29,11 +31,19 @@ LIMIT = 150
 LOSS_TOLERANCE, GRAD_TOLERANCE, GRAD_FLOOR = 1e-5, 1e-4, 1e-6
 
 
+def loss_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The model's own loss."""
+    loss: torch.Tensor | None = model(**inputs).loss
+    if loss is None:
+        raise ValueError("its forward computes no loss")
+    return loss
+
+
 def loss_and_grads(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One step's loss and gradients, from the same random numbers each time."""
     torch.manual_seed(5)
     model.zero_grad(set_to_none=True)
-    loss = model(**inputs).loss
+    loss = loss_of(model, inputs)
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -52,9 +62,9 @@ def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return worst
 
 
-def check(model_type: str, device: str = "cpu") -> dict[str, Any]:
+def check(model_type: str, device: str = "cpu", image_text: bool = False) -> dict[str, Any]:
     """Compare a type's model patched, unpatched and untouched."""
-    model = model_zoo.build(model_type).to(device)
+    model = model_zoo.build(model_type, image_text=image_text).to(device)
     inputs = {
         name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in model_zoo.inputs_of(model).items()
     }
@@ -74,6 +84,7 @@ def check(model_type: str, device: str = "cpu") -> dict[str, Any]:
         "loss_error": abs(float(patched_loss - loss)) / max(abs(float(loss)), 1e-30),
         "grad_error": error,
         "grad_error_of": parameter,
+        "images": any("pixel" in name or "patches" in name for name in inputs),
         "same_state": same_state,
         "restored": _equal((restored_loss, restored), (loss, grads)),
         "deterministic": _equal((restored_loss, restored), (again_loss, again)),
@@ -94,21 +105,21 @@ def _equal(
     return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], grad) for name, grad in other[1].items())
 
 
-def _in_child(model_type: str, device: str, pipe: Connection) -> None:
+def _in_child(model_type: str, device: str, image_text: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(check(model_type, device))
+        pipe.send(check(model_type, device, image_text))
     except Exception as error:  # part of the table
         pipe.send({"status": "broken", "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
 
 
-def sweep(types: Iterable[str], device: str = "cpu") -> dict[str, dict[str, Any]]:
+def sweep(types: Iterable[str], device: str = "cpu", image_text: bool = False) -> dict[str, dict[str, Any]]:
     """Check types, each in a process of its own with a time limit."""
     context = multiprocessing.get_context("fork")
     results: dict[str, dict[str, Any]] = {}
     for model_type in types:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_child, args=(model_type, device, sender))
+        process = context.Process(target=_in_child, args=(model_type, device, image_text, sender))
         process.start()
         sender.close()
         try:
@@ -141,19 +152,21 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     broken = [name for name, result in results.items() if result["status"] == "broken"]
     return (
         f"{len(results)} types, {len(ran) - len(wrong)} right, wrong {wrong or 'none'}, not run {broken or 'none'}; "
-        f"types with norms replaced {counts['norm']}, gated MLPs {counts['glu']}, rotary embedding {counts['rope']}"
+        f"types with norms replaced {counts['norm']}, gated MLPs {counts['glu']}, rotary embedding {counts['rope']}; "
+        f"run with images {sum(result['images'] for result in ran)}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="all of them by default")
-    parser.add_argument("--output", type=pathlib.Path, help="writes patch_coverage.json and .txt there")
+    parser.add_argument("--image-text", action="store_true", help="image-text models")
+    parser.add_argument("--output", type=pathlib.Path, help="writes patch_coverage[_image_text].json and .txt there")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     header = f"{'type':26} {'status':7} norms  glus ropes loss err grad err  left"
     print(header)
-    results = sweep(options.types or model_zoo.names(), options.device)
+    results = sweep(options.types or model_zoo.names(options.image_text), options.device, options.image_text)
     print(summary(results))
     if options.output:
         import transformers
@@ -161,8 +174,9 @@ def main() -> int:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         lines = [header, *(row(name, result) for name, result in results.items()), summary(results), str(versions)]
         text = json.dumps({"versions": versions, "summary": summary(results), "types": results}, indent=1)
-        (options.output / "patch_coverage.json").write_text(text + "\n")
-        (options.output / "patch_coverage.txt").write_text("\n".join(lines) + "\n")
+        name = "patch_coverage_image_text" if options.image_text else "patch_coverage"
+        (options.output / f"{name}.json").write_text(text + "\n")
+        (options.output / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return int(any(result["status"] == "wrong" for result in results.values()))
 
 

@@ -547,6 +547,15 @@ def test_a_patched_model_is_the_model(model_type):
     assert not result["left"]
 
 
+@pytest.mark.parametrize("model_type", ["florence2", "llava", "qwen2_vl", "qwen3_vl_moe", "smolvlm"])
+def test_a_patched_image_text_model_is_the_model(model_type):
+    result = check(model_type, image_text=True)
+    assert result["status"] == "ok", result
+    assert result["restored"]
+    assert result["norm"]
+    assert result["images"] or model_type == "florence2"
+
+
 @pytest.fixture
 def llama():
     model = model_zoo.build("llama")

@@ -391,6 +391,33 @@ def test_a_second_backward_of_glu_linear(backend):
         out.sum().backward()
 
 
+def test_a_second_derivative_is_an_error(backend):
+    """Also where the upstream gradient is a constant."""
+    x, w = normal(4, 40), normal(3, 40, seed=1)
+    functions = (
+        lambda: glu_linear(x, x, w, backend=backend),
+        lambda: glu(x, x, backend=backend),
+        lambda: rms_norm(x, None, backend=backend),
+        lambda: layer_norm(x, backend=backend),
+    )
+    for function in functions:
+        (gradient,) = torch.autograd.grad(function().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+def test_glu_linear_under_autocast():
+    x, w = normal(4, 40), normal(3, 40, seed=1)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        for up in (x, x.bfloat16()):
+            out = glu_linear(up, up, w)
+            assert out.dtype == torch.bfloat16
+            expected = F.linear(F.silu(up) * up, w)
+            torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+            for a, b in zip(*(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), strict=True):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
 def test_glu_of_two_dtypes(backend):
     inputs = (normal(4, 24, dtype=torch.float16), normal(4, 24))
     check(lambda g, u: glu(g, u, backend=backend), lambda g, u: plain_glu(g, u, "silu"), inputs)
@@ -453,6 +480,17 @@ def test_errors_of_glu_name_what_was_given(backend):
 
 
 # --- Rotary embeddings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_what_is_not_used_has_no_gradient(backend, used):
+    """As in eager PyTorch: an optimizer does nothing to a parameter whose gradient is None, and decays one of 0."""
+    q, k, angles = normal(2, 4, 5, 8), normal(2, 2, 5, 8, seed=1), normal(2, 5, 4, seed=2, grad=False).repeat(1, 1, 2)
+    out = rope(q, k, angles.cos(), angles.sin(), backend=backend)[used]
+    out.square().sum().backward()
+    unused, x = (k, q) if used == 0 else (q, k)
+    assert unused.grad is None
+    torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-4, atol=1e-4)
 
 
 def plain_rope(q, k, cos, sin, interleaved=False, unsqueeze_dim=1):

@@ -1,8 +1,10 @@
 """Lazy logits against the logits themselves: values, gradients, and when they are computed."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -400,23 +402,120 @@ def test_compiled_models():
 
 
 class Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits):
-        return logits.detach()
+    """Passes logits on beside another tensor, and half of their gradient back."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient / 2
+    def forward(ctx, way, logits, other):
+        return way(logits), other.clone()
+
+    @staticmethod
+    def backward(ctx, gradient, other):
+        return None, gradient / 2, other
 
 
-@pytest.mark.parametrize("operation", ["cross entropy", "gather", "scaled"])
-def test_an_autograd_function_that_passes_them_on_sees_their_gradient(operation):
+#: Ways in which an autograd function may pass something on, and what is done with it then.
+WAYS = {
+    "detach": lambda z: z.detach(),
+    "clone": lambda z: z.clone(),
+    "product": lambda z: z * 1,
+    "slice": lambda z: z[:],
+    "view": lambda z: z.view(B, T, V),
+    "float": lambda z: z.double(),
+}
+USES = {
+    **{name: LAZY[name] for name in ("cross entropy", "gather", "scaled", "sums")},
+    "second argument": lambda z, y: (torch.ones(V, dtype=z.dtype) * z).square().sum(),
+    "concatenated": lambda z, y: torch.cat([z, z]).square().sum(),
+    "added": lambda z, y: chosen(z.detach() + z, y),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES)
+def test_an_autograd_function_that_passes_them_on_sees_their_gradient(way, use):
     *tensors, labels = problem()
     results = []
     for make in (lambda *t: F.linear(*t), lazy_linear):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            loss = LAZY[operation](Halved.apply(make(*tensors)), labels)
+            logits, hidden_states = Halved.apply(WAYS[way], make(*tensors), tensors[0])
+            loss = USES[use](logits, labels) + 0.1 * hidden_states.square().mean()
         results.append([loss, *torch.autograd.grad(loss, tensors)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_what_is_made_without_gradients_holds_no_graph():
+    *tensors, _ = problem()
+    hidden_states = tensors[0] * 2
+    alive = weakref.ref(hidden_states)
+    logits = lazy_linear(hidden_states, *tensors[1:])
+    with torch.no_grad():
+        kept = logits.detach(), logits[:, 1:], logits.float()
+    del hidden_states, logits
+    gc.collect()
+    # What they are computed of is there; the graph behind it is not.
+    assert alive() is None
+    assert not any(z.logsumexp(-1).requires_grad for z in kept)
+
+
+def test_the_largest_are_those_of_the_logits_themselves():
+    """With the rounding that decided which they are."""
+    hidden, weight, bias, _ = problem(torch.bfloat16)
+    plain, lazy = (3.0 * torch.tanh(make(hidden, weight, bias) / 3.0) for make in (F.linear, lazy_linear))
+    for k in (1, 4, V):
+        expected, found = plain.topk(k), lazy.topk(k)
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(plain.gather(-1, found.indices), expected.values)
+    assert torch.equal(lazy[0, 0].topk(3).values, plain[0, 0].topk(3).values)
+    with torch.no_grad():
+        assert torch.equal(lazy.topk(2).values, plain.topk(2).values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_rounded_once(dtype):
+    hidden, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((6, 8), (7000, 8)))
+    exact = (hidden.to(dtype).double() @ weight.to(dtype).double().T).sum(-1)
+    leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
+    logits = lazy_linear(*leaves)
+    assert ((logits.sum(-1).double() - exact).abs() <= 2**-7 * exact.abs() + 0.5).all()
+    logits.float().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert lazy_linear(leaves[0][:0], leaves[1]).sum() == 0
+
+
+def test_columns_outside_of_the_vocabulary_are_an_error():
+    *tensors, _ = problem()
+    logits = lazy_linear(*tensors)
+    for index in (torch.full((B, T, 1), -100), torch.full((B, T, 1), V)):
+        with pytest.raises(ValueError, match="label"):
+            logits.gather(-1, index)
+    with pytest.raises(IndexError), pytest.warns(RuntimeWarning, match="needs the values"):
+        logits.gather(5, torch.zeros(B, T, 1, dtype=torch.int64))
+
+
+def test_ddp_passes_them_on_without_their_values(tmp_path):
+    """Where it looks for unused parameters, its output goes through a function of its own; also with static graphs."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}, {}):
+            *_, labels = problem(torch.float32)
+            results = []
+            for lazily in (False, True):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(H, H), nn.Linear(H, V))
+                if lazily:
+                    model[1].__class__ = LazyLinear
+                spread = nn.parallel.DistributedDataParallel(model, **options)
+                with warnings.catch_warnings():
+                    if "static_graph" not in options:
+                        warnings.filterwarnings("error", message=".*needs the values")
+                    loss = chosen(spread(problem(torch.float32)[0].detach()), labels)
+                    loss.backward()
+                results.append([loss.detach(), *(p.grad for p in model.parameters())])
+            for expected, found in zip(*results, strict=True):
+                torch.testing.assert_close(found, expected)
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Modules over the kernels: parameters and outputs of transformers' modules."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -119,3 +120,10 @@ def test_modules_compile():
     compiled.sum().backward()
     function(y).sum().backward()
     torch.testing.assert_close(x.grad, y.grad, **TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [RMSNorm, LayerNorm, partial(SwiGLUMLP, intermediate_size=16)])
+def test_on_the_meta_device(make):
+    out = make(8, device="meta")(torch.randn(2, 8, device="meta"))
+    assert out.shape == (2, 8)
+    assert out.is_meta

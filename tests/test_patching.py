@@ -811,3 +811,27 @@ def test_the_report_prints_as_a_table():
     assert lines[1].split() == ["layers.*.norm", "Norm", "3", "rms_norm"]
     assert lines[2].split() == ["head.*", "Odd", "1", "-", "it", "is", "odd"]
     assert lines[3] == "3 of 4 pieces replaced: rms_norm 3, left 1"
+
+
+def test_what_is_hung_on_the_last_layer_of_an_mlp_later_is_called():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": mlp("Hung")})
+    patch(model)
+    x, calls = torch.randn(3, model["mlp"].gate_proj.in_features), []
+    expected = model["mlp"](x)
+    layer = model["mlp"].down_proj
+
+    def watched(attach):
+        handle = attach(lambda *given: calls.append(len(given)))
+        torch.testing.assert_close(model["mlp"](x), expected)
+        handle.remove()
+        assert calls
+        calls.clear()
+
+    watched(layer.register_forward_hook)
+    watched(layer.register_forward_pre_hook)
+    watched(nn.modules.module.register_module_forward_hook)
+    original = nn.Linear.forward
+    layer.forward = lambda x: calls.append(x) or original(layer, x)
+    torch.testing.assert_close(model["mlp"](x), expected)
+    assert calls

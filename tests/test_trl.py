@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import queue
 import time
@@ -516,6 +517,24 @@ def test_enable_and_disable():
     assert module.add_fused_lm_head is original
 
 
+def test_kernels_come_and_go():
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    original = _BaseTrainer.__init__
+    enable()
+    assert _BaseTrainer.__init__ is original
+    with enabled(kernels=True):
+        assert _BaseTrainer.__init__ is not original
+        enable()  # the kernels stay
+        assert _BaseTrainer.__init__ is not original
+    assert _BaseTrainer.__init__ is original
+    assert isinstance(trl.trainer.sft_trainer.add_fused_lm_head, functools.partial)
+    enable(kernels=True)  # they come to what is enabled
+    assert _BaseTrainer.__init__ is not original
+    disable()
+    assert _BaseTrainer.__init__ is original
+
+
 def test_another_trl_is_refused_whole(monkeypatch):
     import trl.trainer.dpo_trainer as dpo_trainer
     import trl.trainer.sft_trainer as sft_trainer
@@ -696,3 +715,7 @@ def test_asynchronous_distillation(beta, tail):
         results.append([loss.detach(), *sums, *torch.autograd.grad(loss, leaves)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # As with a head that is kept in fp32; TRL's product is in fp32 then.
+    leaves = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
+    loss, *_ = chunked_jsd_loss(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, None, 2, 4)
+    assert [g.dtype for g in torch.autograd.grad(loss, leaves)] == [t.dtype for t in leaves]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.kernels.autograd import autocast_dtype
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -123,10 +125,9 @@ def _check_pair(hidden_states: Tensor, labels: Tensor, hidden_size: int, weight_
 
 
 def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    device_type = tensors[0].device.type
-    dtypes = {tensor.dtype for tensor in tensors}
-    if torch.is_autocast_enabled(device_type) and torch.float64 not in dtypes:
-        return torch.get_autocast_dtype(device_type)
+    dtypes, autocast = {tensor.dtype for tensor in tensors}, autocast_dtype(tensors[0].device)
+    if autocast is not None and torch.float64 not in dtypes:
+        return autocast
     if len(dtypes) > 1:
         given = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise TypeError(

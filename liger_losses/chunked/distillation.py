@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.base import ChunkedLoss
 from liger_losses.chunked.checks import check_names, check_range, check_tensor
 from liger_losses.chunked.divergence import linear_divergence_loss
 from liger_losses.chunked.engine import Statistics, linear_logps, linear_token_loss
 from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence import Divergence, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 

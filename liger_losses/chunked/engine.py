@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.checks import check_head, check_names, check_tensor
 from liger_losses.chunked.head import can_fuse, operand_dtype
@@ -23,6 +22,7 @@ from liger_losses.chunked.plan import make_plan
 from liger_losses.chunked.stream import Job, Statistics
 from liger_losses.chunked.tokens import Tokens, shift_labels
 from liger_losses.kernels import BACKENDS, choose_backend
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.scale import scale_

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.rows import as_output, as_rows, wide
 
 # Measured on an H200: elements of a block, and warps.
@@ -153,8 +153,9 @@ def glu_linear(
     Args:
         gate: ``[..., I]``; or ``[..., 2 I]`` that holds both, as in :func:`glu_fused`, with ``up`` None.
         up: ``[..., I]``.
-        weight: ``[H, I]``, in the dtype of the product.
-        bias: ``[H]``, likewise.
+        weight: ``[H, I]``. Where dtypes differ, autocast aside, the product is kept as by a linear layer behind
+            :func:`glu`.
+        bias: ``[H]``.
         activation, interleaved, limit, alpha, up_offset, backend: as in :func:`glu_fused`.
 
     Returns:
@@ -169,16 +170,20 @@ def glu_linear(
         raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     formula = _formula(activation, limit, alpha, up_offset)
     on_triton = choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
+    cast = autocast_dtype(gate.device)
+    dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
     needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
-    if torch.compiler.is_compiling() or not needs_gradient:
+    one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
+    if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
         # Compilers decide by themselves what is kept; and a weight alone needs the product.
         return F.linear(_GLU.apply(gate, up, interleaved, formula, on_triton), weight, bias)
-    gate, up = _Kept.apply(gate, up, weight)
-    kept = gate.grad_fn or up.grad_fn
-    return _GLULinear.apply(gate, up, weight, bias, kept, interleaved, formula, on_triton)
+    if cast is not None:
+        weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
+    gate, up = _SavedFirst.apply(gate, up, weight)
+    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, interleaved, formula, on_triton)
 
 
-class _Kept(torch.autograd.Function):
+class _SavedFirst(torch.autograd.Function):
     """Saves what :class:`_GLULinear` needs before that computes anything.
 
     Checkpointing computes a layer again up to the last tensor that it saved: mostly these, and so without the product
@@ -197,21 +202,21 @@ class _Kept(torch.autograd.Function):
 
 
 class _GLULinear(torch.autograd.Function):
-    """``up`` is None where ``gate`` holds both; ``kept`` is the node of :class:`_Kept`."""
+    """``up`` is None where ``gate`` holds both. What backward needs, the node of :class:`_SavedFirst` has saved."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        saved: Any,
         gate: Tensor,
         up: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        kept: Any,
         interleaved: bool,
         formula: Formula,
         on_triton: bool,
     ) -> Tensor:
-        ctx.kept, ctx.interleaved, ctx.formula, ctx.on_triton = kept, interleaved, formula, on_triton
+        ctx.saved, ctx.interleaved, ctx.formula, ctx.on_triton = saved, interleaved, formula, on_triton
         with device_of(gate):
             product = (_forward_triton if on_triton else _forward_torch)(gate, up, interleaved, formula)
         return F.linear(product, weight, bias)
@@ -219,8 +224,8 @@ class _GLULinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up, weight = ctx.kept.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        gate, up, weight = ctx.saved.saved_tensors
+        _, needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_product = grad @ weight
         # Nobody else has this one: an entry is written where it has been read.
         reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
@@ -232,11 +237,11 @@ class _GLULinear(torch.autograd.Function):
         )
         rows = grad.reshape(-1, grad.shape[-1])
         return (
+            None,
             grad_gate if needs_gate else None,
             grad_up if needs_up else None,
             None if product is None else rows.t() @ product.view(-1, product.shape[-1]),
             rows.sum(0) if needs_bias else None,
-            None,
             None,
             None,
             None,

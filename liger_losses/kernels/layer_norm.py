@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
     as_rows,
@@ -59,7 +59,7 @@ def layer_norm(
                 f"{name} must have one entry for each of the {x.shape[-1]} of x's last dimension, "
                 f"got {tuple(vector.shape)}."
             )
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if autocast_dtype(x.device) is not None and x.dtype != torch.float64:
         x = x.float()
     backend = choose_floating_backend(backend, (x, weight, bias), obstacle_of_row(x.shape[-1]))
     return _LayerNorm.apply(x, weight, bias, eps, backend == "triton")

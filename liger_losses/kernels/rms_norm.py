@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
     as_rows,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.rows import power_of_two
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
@@ -90,6 +90,7 @@ class _Rope(torch.autograd.Function):
         unsqueeze_dim: int,
         on_triton: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.options = interleaved, unsqueeze_dim, on_triton
         ctx.dtypes = q.dtype, k.dtype
@@ -101,17 +102,23 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
         interleaved, unsqueeze_dim, on_triton = ctx.options
+        nothing = (None,) * 5
+        either = next((grad for grad in given if grad is not None), None)
+        if either is None:
+            return None, None, *nothing
+        # Where only one was used, the other has no gradient, and no parameter behind it one of 0.
+        grad_q, grad_k = (either if grad is None else grad for grad in given)
         if on_triton:
-            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, interleaved, unsqueeze_dim, inverse=True)
+            found = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, interleaved, unsqueeze_dim, inverse=True)
         else:
-            grads = tuple(  # type: ignore[assignment]
+            found = tuple(  # type: ignore[assignment]
                 _rotate_torch(grad, cos, sin, interleaved, unsqueeze_dim, inverse=True).to(dtype)
                 for grad, dtype in zip((grad_q, grad_k), ctx.dtypes, strict=True)
             )
-        return *grads, None, None, None, None, None
+        return *(None if grad is None else x for grad, x in zip(given, found, strict=True)), *nothing
 
 
 def _turn(x: Tensor, interleaved: bool) -> Tensor:

@@ -41,19 +41,11 @@ class Gate:
 
     def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
         """What a layer makes of the product. If it is a linear layer and no more, the product is not kept for it."""
-        if not is_ordinary_linear(linear):
-            return linear(self.compute(*inner))
-        weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
-        if not is_plain(weight, *inner) or (bias is not None and not is_plain(bias)):
+        simple = is_ordinary_linear(linear)
+        weight, bias = cast("tuple[Tensor, Tensor | None]", (linear.weight, linear.bias)) if simple else (None, None)
+        if weight is None or not is_plain(weight, *inner) or (bias is not None and not is_plain(bias)):
             return linear(self.compute(*inner))
         gate, up = self._parts(inner)
-        device = gate.device.type
-        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        if any(tensor is not None and tensor.dtype != dtype for tensor in (gate, up, weight, bias)):
-            return linear(self.compute(*inner))
         return glu_linear(gate, up, weight, bias, interleaved=self.layout == "interleaved", **self._formula)
 
     def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -73,10 +65,16 @@ class Gate:
         }
 
 
+_LINEAR_FORWARD = nn.Linear.forward
+
+
 def is_ordinary_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer of torch's, which nothing has been hung on."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
+    replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    of_all = torch.nn.modules.module._has_any_global_hook()
+    return type(module) is nn.Linear and not (any(hooks) or replaced or compiled or of_all)
 
 
 #: Leading dimensions of the input, dtype, and the mode.

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_losses.chunked.engine import linear_statistics
+from liger_losses.chunked.engine import EngineOptions, linear_statistics
 from liger_losses.chunked.plan import default_workspace
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
@@ -115,7 +115,12 @@ class Recipe:
         return LogitTransform(logit_scale=self.inner * self.outer, softcap=self.outer) if self.outer > 0 else None
 
     def statistics(
-        self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = (), selected: Tensor | None = None
+        self,
+        labels: Tensor,
+        names: Sequence[str],
+        metrics: Sequence[str] = (),
+        selected: Tensor | None = None,
+        options: EngineOptions = EngineOptions(),
     ) -> Any:
         """Per-token statistics of the softmax, in the shape of ``labels``; see the engine's function."""
         assert self.transform is not None
@@ -132,6 +137,7 @@ class Recipe:
                 selected=selected[None] if one and selected is not None else selected,
                 bias=self.bias,
                 transform=self.transform,
+                options=options,
             )
         return found._replace(**{n: v[0] for n, v in found._asdict().items() if v is not None}) if one else found
 
@@ -170,6 +176,19 @@ class _Make(torch.autograd.Function):
         return None, None, *(None if t is None else next(found) for t in tensors)
 
 
+#: Names of autograd functions that pass on what they are given, and its gradient: of DeepSpeed, and of DDP.
+_BYSTANDERS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
+
+
+def _is_bystander(node: Any) -> bool:
+    """Whether backward may pass a node by. DDP's does work of its own where the graph is static."""
+    function = getattr(type(node), "_forward_cls", None)
+    if getattr(function, "__name__", "") not in _BYSTANDERS:
+        return False
+    ddp = getattr(node, "ddp_weakref", None)
+    return ddp is None or not ddp().static_graph
+
+
 class _Through(torch.autograd.Function):
     """The values as an output of the lazy tensor itself, for hooks that wait for its gradient."""
 
@@ -193,13 +212,13 @@ class LazyLogits(Tensor):
     #: How often the memory that views share was changed in place, one cell for all of them; and when this was made.
     family: list[int]
     born: int
-    #: Of what ``detach`` gave without gradients: the recipe before, for :meth:`settle`.
-    origin: Recipe | None
+    #: Whether this was made without gradients of logits that have them, as inside of an autograd function.
+    passed_on: bool
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        made.changed, made.watched, made.family, made.born, made.origin = None, False, [0], 0, None
+        made.changed, made.watched, made.family, made.born, made.passed_on = None, False, [0], 0, False
         return made
 
     @classmethod
@@ -213,29 +232,34 @@ class LazyLogits(Tensor):
         lazy.recipe = recipe if torch.is_grad_enabled() else alone
         lazy.changed, lazy.watched = None, False
         lazy.family = [0] if view_of is None else view_of.family
-        lazy.born, lazy.origin = lazy.family[0], None
+        lazy.born, lazy.passed_on = lazy.family[0], False
         return lazy
 
     def settle(self) -> None:
         """Of logits that an autograd function passed on: find what their gradient is.
 
-        Inside of the function they were detached, to become its output. DeepSpeed's functions only note that backward
-        has come by, and are passed by; those of others see the gradient of the values.
+        Inside of the function they had none, and what is made of them would have none. Functions that only note that
+        backward has come by (:data:`_BYSTANDERS`) are passed by; others see the gradient of the values.
         """
-        if self.origin is None or not self.requires_grad:
+        if not self.passed_on or not self.requires_grad:
             return
-        function = getattr(type(self.grad_fn), "_forward_cls", None)
-        if (getattr(function, "__module__", None) or "").startswith("deepspeed."):
-            self.recipe = self.origin
+        self.passed_on = False
+        node: Any = self.grad_fn
+        where = self.output_nr
+        while node is not None and _is_bystander(node):
+            node, where = node.next_functions[where]
+        if node is not None and getattr(type(node), "_forward_cls", None) is _Make:
+            names = ("hidden_states", "weight", "bias")
+            self.recipe = replace(node.recipe, **dict(zip(names, node.saved_tensors, strict=True)))
         elif self.changed is None:
             _warn("an autograd function")
             with torch._C.DisableTorchFunctionSubclass():
                 self.changed = _Through.apply(self)
             self.watched = True
-        self.origin = None
 
     def check(self) -> None:
         """Raise RuntimeError where an in-place operation on a view has changed these values."""
+        self.settle()
         if self.changed is None:
             self.recipe.check()
         if self.family[0] != self.born:
@@ -271,7 +295,6 @@ class LazyLogits(Tensor):
         if isinstance(kwargs.get("out"), LazyLogits):
             raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
         if isinstance(first, LazyLogits):
-            first.settle()
             first.check()
             if name in _WATCHING:
                 return _watch(first, func, name, args, kwargs)
@@ -280,6 +303,10 @@ class LazyLogits(Tensor):
             assert answer is not None
             found = answer(first, *args[1:], **kwargs)
             if found is not NotImplemented:
+                if isinstance(first, LazyLogits) and first.requires_grad and not torch.is_grad_enabled():
+                    for made in found if isinstance(found, tuple) else (found,):
+                        if isinstance(made, LazyLogits) and made is not first:
+                            made.passed_on = True
                 return found
         in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
         if in_place and isinstance(first, LazyLogits):
@@ -315,12 +342,11 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give.
     """
-    device = hidden_states.device.type
-    on = torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64  # which autocast leaves alone
-    autocast = torch.get_autocast_dtype(device) if on else None
+    # Autocast leaves fp64 alone.
+    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     dtype = autocast or hidden_states.dtype
     mixed = hidden_states.dtype != weight.dtype and autocast is None
-    if mixed or hidden_states.dim() < 2 or hidden_states.shape[-1] != weight.shape[-1]:
+    if mixed or hidden_states.dim() < 2 or hidden_states.shape[-1] != weight.shape[-1] or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)  # with the errors that it has
     return LazyLogits.make(Recipe(hidden_states, weight, bias, autocast=autocast), dtype)
 
@@ -351,6 +377,11 @@ def _on_rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return answer
 
 
+def _is_last(lazy: LazyLogits, dim: int) -> bool:
+    """Whether a dimension is the vocabulary's; one that is out of range is left to torch to refuse."""
+    return dim in (-1, lazy.dim() - 1)
+
+
 def _reshape(lazy: LazyLogits, *shape: Any, **named: Any) -> Any:
     if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
         return NotImplemented
@@ -369,8 +400,8 @@ def _reshape(lazy: LazyLogits, *shape: Any, **named: Any) -> Any:
 
 
 def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % lazy.dim() == lazy.dim() - 1:
-        return lazy if start_dim % lazy.dim() == lazy.dim() - 1 else NotImplemented
+    if _is_last(lazy, end_dim):
+        return lazy if _is_last(lazy, start_dim) else NotImplemented
     return _on_rows(lambda hidden: hidden.flatten(start_dim, end_dim % lazy.dim()))(lazy)
 
 
@@ -423,7 +454,7 @@ def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
 
 def _pieces(name: str) -> Callable[..., Any]:
     def answer(lazy: LazyLogits, size: Any, dim: int = 0) -> Any:
-        if dim % lazy.dim() == lazy.dim() - 1:
+        if _is_last(lazy, dim):
             return NotImplemented
         hidden = getattr(lazy.recipe.hidden_states, name)(size, dim % lazy.dim())
         return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in hidden)
@@ -432,7 +463,7 @@ def _pieces(name: str) -> Callable[..., Any]:
 
 
 def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
-    if dim % lazy.dim() == lazy.dim() - 1 or lazy.dim() < 3:
+    if _is_last(lazy, dim) or lazy.dim() < 3:
         return NotImplemented
     parts = lazy.recipe.hidden_states.unbind(dim % lazy.dim())
     return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in parts)
@@ -458,7 +489,7 @@ def _on_row_dims(name: str) -> Callable[..., Any]:
 
 
 def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
-    if dim % lazy.dim() == lazy.dim() - 1:
+    if _is_last(lazy, dim):
         return NotImplemented
     return _on_rows(lambda hidden: hidden.index_select(dim % lazy.dim(), index))(lazy)
 
@@ -468,10 +499,7 @@ def _as_it_is(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(lazy: LazyLogits) -> Any:
-    made = LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
-    if lazy.requires_grad and not torch.is_grad_enabled():
-        made.origin = lazy.recipe
-    return made
+    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
 
 
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
@@ -533,6 +561,7 @@ def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
     if kwargs or not isinstance(other, Tensor) or recipe.capped or recipe.normalized or recipe.steps:
         return NotImplemented
     if isinstance(other, LazyLogits):
+        other.check()
         mine, theirs = recipe, other.recipe
         plain = not (theirs.capped or theirs.normalized) and other.changed is None and mine.autocast == theirs.autocast
         if (
@@ -564,7 +593,7 @@ def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
 def _log_softmax(
     lazy: LazyLogits, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **kw: Any
 ) -> Any:
-    if dim is None or dim % lazy.dim() != lazy.dim() - 1 or lazy.recipe.normalized or lazy.recipe.transform is None:
+    if dim is None or not _is_last(lazy, dim) or lazy.recipe.normalized or lazy.recipe.transform is None:
         return NotImplemented
     given = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
     if given is None and lazy.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -612,13 +641,19 @@ def _nll_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, *a
     return _cross_entropy(plain, target, weight, *args, **kwargs)
 
 
+#: What no label is.
+_NO_LABEL = -(2**62)
+
+
 def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
     recipe = lazy.recipe
-    last = dim % lazy.dim() == lazy.dim() - 1
+    last = _is_last(lazy, dim)
     if kwargs or not last or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
         return NotImplemented
     if index.shape[-1] == 1:
-        found = recipe.statistics(index[..., 0], ("logp",) if recipe.normalized else ("logp", "lse"))
+        # No column is left out: one outside of the vocabulary is an error.
+        names = ("logp",) if recipe.normalized else ("logp", "lse")
+        found = recipe.statistics(index[..., 0], names, options=EngineOptions(ignore_index=_NO_LABEL))
         logps = found.logp[..., None]
     else:
         names = ("selected_logps",) if recipe.normalized else ("selected_logps", "lse")
@@ -629,32 +664,48 @@ def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
 
 def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     recipe, vocab_size = lazy.recipe, lazy.shape[-1]
-    if dim % lazy.dim() != lazy.dim() - 1 or recipe.transform is None or not 1 <= k <= vocab_size:
+    if not _is_last(lazy, dim) or recipe.transform is None or not 1 <= k <= vocab_size:
         return NotImplemented
     recipe.check()
-    hidden_states = recipe.hidden_states.detach().flatten(0, -2)
+    hidden_states = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
     # The model's own logits, with their rounding and thus their ties, some rows at a time.
     rows = max(1, default_workspace(vocab_size, 4, lazy.device) // (8 * vocab_size))
-    found = [hidden_states.new_zeros(0, k, dtype=torch.int64)]
     with torch.no_grad():
-        for part in hidden_states.split(rows):
-            found.append(replace(recipe, hidden_states=part).values().topk(k, -1, largest, sorted).indices)
-    indices = torch.cat(found).view(*lazy.shape[:-1], k)
-    return torch.return_types.topk((_gather(lazy, -1, indices), indices))
+        found = [
+            replace(recipe, hidden_states=part).values().topk(k, -1, largest, sorted)
+            for part in hidden_states.split(rows)
+        ]
+    values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*found, strict=True))
+    gathered = _gather(lazy, -1, indices)
+    if gathered.requires_grad:
+        values = _WithGradientOf.apply(values.to(lazy.dtype), gathered)
+    return torch.return_types.topk((values.to(lazy.dtype), indices))
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The first, with the gradient of the second, which is the same but for rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gathered: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     recipe = lazy.recipe
     answerable = isinstance(dim, int) and not kwargs and not recipe.normalized and recipe.transform is not None
-    if not answerable or dim % lazy.dim() != lazy.dim() - 1:
+    if not answerable or not _is_last(lazy, dim):
         return NotImplemented
     found = recipe.statistics(_no_labels(lazy), ("lse",)).lse.to(lazy.dtype)
     return found[..., None] if keepdim else found
 
 
 def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    if dim is None or dim % lazy.dim() != lazy.dim() - 1 or lazy.recipe.transform is None:
+    if dim is None or not _is_last(lazy, dim) or lazy.recipe.transform is None:
         return NotImplemented
     with torch.no_grad():
         found = lazy.recipe.statistics(_no_labels(lazy), (), ("argmax",)).argmax
@@ -663,19 +714,28 @@ def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> 
 
 def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """Over the vocabulary, or over everything."""
-    (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
-    last = (dim is None and not keepdim) or (isinstance(dim, int) and dim % lazy.dim() == lazy.dim() - 1)
-    if kwargs or not last or lazy.recipe.normalized or lazy.recipe.transform is None:
-        return NotImplemented
-    found = lazy.recipe.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit.to(lazy.dtype)
-    if dim is None:
-        return found.mean()
-    return found[..., None] if keepdim else found
+    found = _means(lazy, dim, keepdim, kwargs)
+    if found is NotImplemented:
+        return found
+    return (found.mean() if dim is None else found).to(lazy.dtype)
 
 
 def _sum(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    mean = _mean(lazy, dim, keepdim, **kwargs)
-    return mean if mean is NotImplemented else mean * (lazy.numel() if dim is None else lazy.shape[-1])
+    found = _means(lazy, dim, keepdim, kwargs)
+    if found is NotImplemented:
+        return found
+    sums = found * lazy.shape[-1]  # before they are rounded
+    return (sums.sum() if dim is None else sums).to(lazy.dtype)
+
+
+def _means(lazy: LazyLogits, dim: Any, keepdim: bool, others: dict[str, Any]) -> Any:
+    """The mean logit of each token in the engine's dtype."""
+    (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    last = (dim is None and not keepdim) or (isinstance(dim, int) and _is_last(lazy, dim))
+    if others or not last or lazy.recipe.normalized or lazy.recipe.transform is None:
+        return NotImplemented
+    found = lazy.recipe.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit
+    return found[..., None] if keepdim else found
 
 
 def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None, **kwargs: Any) -> Any:

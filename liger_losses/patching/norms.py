@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching.probing import (
@@ -94,7 +95,7 @@ class Norm:
             x, *gate = tensors
             if gate and gate[0].shape != x.shape:
                 return original.forward(module, *args, **kwargs)
-            if not torch.is_autocast_enabled(x.device.type):
+            if autocast_dtype(x.device) is None:
                 return self.compute(module, x, *gate)
             if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in _HALF:
                 x = x.float()

@@ -21,10 +21,10 @@ def kept_whole(tensor: Tensor | None) -> Any:
     Args:
         tensor: of a module whose forward runs, in which it is whole.
     """
-    return _Kept.apply(tensor) if hasattr(tensor, "ds_id") else tensor
+    return _Whole.apply(tensor) if hasattr(tensor, "ds_id") else tensor
 
 
-class _Kept(torch.autograd.Function):
+class _Whole(torch.autograd.Function):
     """The values as a tensor of their own; DeepSpeed gets its gradient while the parameter is whole, as it expects."""
 
     @staticmethod

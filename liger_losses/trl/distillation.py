@@ -11,6 +11,7 @@ from liger_losses.chunked.distillation import distribution, generalized_jsd, spa
 from liger_losses.chunked.divergence import linear_divergence_loss
 from liger_losses.chunked.engine import Statistics, linear_token_loss
 from liger_losses.chunked.teachers import Teacher
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 
 IGNORED = -100
@@ -128,6 +129,10 @@ def chunked_jsd_loss(
         return sparse_divergence(there(statistics.selected_logps, mask), teacher, divergence, tail)
 
     teacher = there(teacher_target_logps.float(), valid_candidate_mask)
+    if autocast_dtype(hidden_valid.device) is None:  # which has a rule for dtypes that differ
+        dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
+        hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
+        lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)
     loss, found = linear_token_loss(
         hidden_valid,
         lm_head_weight,

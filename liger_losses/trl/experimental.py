@@ -65,6 +65,8 @@ def _statistics(
 
 def _is_lazy(logits: Any) -> bool:
     """Whether these are logits that the engine knows how to compute."""
+    if isinstance(logits, LazyLogits):
+        logits.check()
     lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.recipe.normalized
     return lazy and logits.recipe.transform is not None
 
@@ -78,7 +80,7 @@ def _is_answered(logits: Tensor, index: Tensor) -> bool:
 _LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
 
 
-def _no_labels(logits: Tensor) -> Tensor:
+def _scored(logits: Tensor) -> Tensor:
     """Labels that only say which tokens count."""
     labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     mask = _LOSS_MASK.get()
@@ -137,7 +139,7 @@ def entropy_from_logits(original: Callable[..., Tensor]) -> Callable[..., Tensor
     def wrapped(logits: Tensor, chunk_size: int = 128) -> Tensor:
         if not _is_lazy(logits):
             return original(logits, chunk_size)
-        return _statistics(logits, _no_labels(logits), ("entropy",), 1.0, None).entropy  # type: ignore[arg-type]
+        return _statistics(logits, _scored(logits), ("entropy",), 1.0, None).entropy  # type: ignore[arg-type]
 
     return wrapped
 
@@ -231,7 +233,7 @@ def full_logit_self_distillation(original: Callable[..., Tensor]) -> Callable[..
             return linear_divergence(
                 student.hidden_states,
                 student.weight,
-                _no_labels(student_logits),
+                _scored(student_logits),
                 _teacher(teacher_logits),
                 generalized_jsd(distillation_alpha),
                 bias=student.bias,
@@ -264,7 +266,7 @@ def topk_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Ten
                 distillation_alpha=distillation_alpha,
                 distillation_add_tail=distillation_add_tail,
             )
-        labels = _no_labels(student_logits)
+        labels = _scored(student_logits)
         columns = student_logits.detach().topk(distillation_topk).indices
         student, teacher = (
             logits.recipe.statistics(labels, ("selected_logps",), selected=columns).selected_logps  # type: ignore[attr-defined]

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from liger_losses.chunked.engine import linear_statistics, linear_token_loss
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.head import LazyLinear, ReducedLinear, head_layers, keep_gathered, lazily, why_not
 from liger_losses.patching.lazy_logits import LazyLogits, Recipe
@@ -136,7 +136,7 @@ def fused_forward(
         outputs = call(*args, **kwargs)
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, LazyLogits):
-        logits.settle()
+        logits.check()
     if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.recipe.transform is None:
         raise TypeError(
             f"{type(model).__name__} does something to its logits that cannot be done lazily, or its last layer is "

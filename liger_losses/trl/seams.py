@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from liger_losses.patching.patch import patch
 from liger_losses.trl.distillation import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.experimental import (
@@ -51,6 +53,11 @@ class Seam:
     covers: str
     optional: bool = False
     wraps: bool = False
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the replacement gives a model its head."""
+        return self.name == "add_fused_lm_head"
 
     def find(self) -> Place:
         """Where it is in the TRL that is installed; nothing is replaced yet."""
@@ -233,38 +240,31 @@ SEAMS = (
 )
 
 
-def _patched(init: Callable[..., None]) -> Callable[..., None]:
-    """A trainer's ``__init__`` that patches the model which it is to train."""
+def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
+    """A function that is given a model, which is patched before."""
 
-    @functools.wraps(init)
-    def wrapped(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        if model is not None:
-            patch(model, loss_head=False)
-        init(self, model, *args, **kwargs)
-
-    return wrapped
-
-
-#: With ``enable(kernels=True)``: where all trainers come by, and then their reference models.
-KERNELS = Seam("trl.trainer.base_trainer", "_BaseTrainer.__init__", _patched, (), "kernels in the models", wraps=True)
-
-
-def _with_kernels(add_head: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(add_fused_lm_head)
-    def wrapped(model: Any, *args: Any, **kwargs: Any) -> None:
-        patch(model, loss_head=False)
-        add_head(model, *args, **kwargs)
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, nn.Module):
+                patch(given, loss_head=False)
+        function(*args, **kwargs)
 
     return wrapped
 
 
-def _kernel_seams() -> list[Seam]:
-    heads = (add_fused_lm_head, _ONE_PASS)
-    own = [replace(s, replacement=_with_kernels(s.replacement)) if s.replacement in heads else s for s in SEAMS]
-    return [*own, KERNELS]
+def _seams(kernels: bool) -> list[Seam]:
+    """:data:`SEAMS`; with kernels, models are patched where they get their head, and where all trainers come by."""
+    if not kernels:
+        return list(SEAMS)
+    own = [replace(s, replacement=_with_kernels(s.replacement)) if s.is_head else s for s in SEAMS]
+    init = "_BaseTrainer.__init__"
+    return [*own, Seam("trl.trainer.base_trainer", init, _with_kernels, (), "kernels in the models", wraps=True)]
 
 
 _originals: list[tuple[Any, str, Any]] = []
+#: The options of :func:`enable`, while it holds.
+_enabled_with: dict[str, bool] = {}
 
 
 def enable(*, kernels: bool = False) -> None:
@@ -272,7 +272,7 @@ def enable(*, kernels: bool = False) -> None:
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (from a server and asynchronous too); of the
     experimental ones CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. Adapters on the head
-    train. A second call does nothing.
+    train. A second call does nothing but to bring the kernels, if only it asks for them.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that keep
@@ -282,14 +282,15 @@ def enable(*, kernels: bool = False) -> None:
         ImportError: TRL is not installed.
         RuntimeError: TRL is not as it should be; nothing has been changed then.
     """
-    if _originals:
+    if _originals and (_enabled_with["kernels"] or not kernels):
         return
+    disable()
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
     version = getattr(trl, "__version__", "of unknown version")
-    places = [seam.find() for seam in (_kernel_seams() if kernels else SEAMS)]
+    places = [seam.find() for seam in _seams(kernels)]
     missing = [place.missing for place in places if place.missing]
     if missing:
         raise RuntimeError(
@@ -300,6 +301,7 @@ def enable(*, kernels: bool = False) -> None:
         if place.replacement is not None:
             setattr(place.holder, place.name, place.replacement)
             _originals.append((place.holder, place.name, place.original))
+    _enabled_with["kernels"] = kernels
 
 
 def disable() -> None:
@@ -307,15 +309,18 @@ def disable() -> None:
     while _originals:
         module, name, original = _originals.pop()
         setattr(module, name, original)
+    _enabled_with.clear()
 
 
 @contextlib.contextmanager
 def enabled(*, kernels: bool = False) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
-    before = bool(_originals)
+    before = dict(_enabled_with) if _originals else None
     enable(kernels=kernels)
     try:
         yield
     finally:
-        if not before:
+        if before != _enabled_with:
             disable()
+            if before is not None:
+                enable(**before)

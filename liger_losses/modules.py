@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_losses.kernels.glu import glu, glu_linear
 from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.plain import is_plain_linear
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
-from liger_losses.patching.gates import Gate
 
 
 class RMSNorm(nn.Module):
@@ -149,7 +150,10 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Gate("first", self.activation).into(self.down_proj, self.gate_proj(x), self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not is_plain_linear(self.down_proj):
+            return self.down_proj(glu(gate, up, self.activation))
+        return glu_linear(gate, up, self.down_proj.weight, self.down_proj.bias, self.activation)
 
 
 class SwiGLUMLP(_GatedMLP):

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_losses.kernels.plain import is_plain
 from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
 from liger_losses.patching.probing import Mismatch, attributes, children_of, copy_of, isolated, observe, shape_of
-from liger_losses.patching.swap import is_plain
 
 #: The size of the products in a probe; the method does not know that of the weights.
 _SIZE = 64

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.plain import is_plain, is_plain_linear
 from liger_losses.patching.probing import Mismatch, Observed, check_close, floats_of, observe, random
-from liger_losses.patching.swap import is_plain
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,11 @@ class Gate:
 
     def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
         """What a layer makes of the product. If it is a linear layer and no more, the product is not kept for it."""
-        simple = is_ordinary_linear(linear)
-        weight, bias = cast("tuple[Tensor, Tensor | None]", (linear.weight, linear.bias)) if simple else (None, None)
-        if weight is None or not is_plain(weight, *inner) or (bias is not None and not is_plain(bias)):
-            return linear(self.compute(*inner))
         gate, up = self._parts(inner)
-        return glu_linear(gate, up, weight, bias, interleaved=self.layout == "interleaved", **self._formula)
+        if not is_plain_linear(linear) or not is_plain(*inner):
+            return linear(self.compute(*inner))
+        layer = cast(nn.Linear, linear)
+        return glu_linear(gate, up, layer.weight, layer.bias, interleaved=self.layout == "interleaved", **self._formula)
 
     def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gate and up; or what holds both as the kernels take it, and None."""
@@ -63,18 +62,6 @@ class Gate:
             "alpha": self.alpha,
             "up_offset": self.up_offset,
         }
-
-
-_LINEAR_FORWARD = nn.Linear.forward
-
-
-def is_ordinary_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of torch's, which nothing has been hung on."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    of_all = torch.nn.modules.module._has_any_global_hook()
-    return type(module) is nn.Linear and not (any(hooks) or replaced or compiled or of_all)
 
 
 #: Leading dimensions of the input, dtype, and the mode.

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_losses.kernels.plain import is_plain
 from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
 from liger_losses.patching.probing import Mismatch, Observed, attributes, children_of, copy_of, isolated, random
-from liger_losses.patching.swap import is_plain
 
 
 @dataclass(frozen=True)

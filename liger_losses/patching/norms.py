@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching.probing import (
     Functions,
@@ -28,7 +29,6 @@ from liger_losses.patching.probing import (
     random,
     shape_of,
 )
-from liger_losses.patching.swap import is_plain
 
 #: Operations that autocast runs in fp32 on a GPU, whatever their input.
 _CAST_BY_AUTOCAST = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}

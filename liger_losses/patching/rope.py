@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rope import rope
 from liger_losses.patching.probing import Mismatch, Observed, check_close, isolated, observe, random
-from liger_losses.patching.swap import is_plain, original_class
+from liger_losses.patching.swap import original_class
 
 
 @dataclass(frozen=True)

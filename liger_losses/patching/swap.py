@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class Replacement(Protocol):
@@ -74,11 +74,6 @@ def why_not_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | 
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its {name} is of {parameter.dtype}"
     return None
-
-
-def is_plain(*tensors: Any) -> bool:
-    """Whether all are tensors that kernels can read: not distributed ones, nor other subclasses."""
-    return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
 
 
 #: One subclass per class and replacement.

@@ -664,6 +664,27 @@ def test_models_it_cannot_serve_are_refused():
         model(input_ids=ids, labels=ids, fused_lm_head=True)
 
 
+def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
+    from liger_losses.patching.head import LazyLinear
+    from liger_losses.trl.experimental import lazy_head
+
+    class Quantised(torch.nn.Linear):
+        pass
+
+    class Trainer:
+        @lazy_head
+        def __init__(self, model, teacher_model):
+            self.model, self.teacher_model = model, teacher_model
+
+    model, teacher = tiny_model()[0], tiny_model()[0]
+    teacher.lm_head.__class__ = Quantised
+    with pytest.warns(UserWarning, match=r"Quantised is not torch.nn.Linear\): as teacher_model, it computes"):
+        Trainer(model, teacher)
+    assert type(model.lm_head) is LazyLinear
+    with pytest.raises(TypeError, match="train it outside"):
+        Trainer(teacher, model)
+
+
 def test_adapters_on_the_head_train(tmp_path):
     """TRL refuses them; here the adapter is part of the logits, with the gradient that the model's own loss gives."""
     adapter = {"adapter": ("q_proj", "lm_head")}

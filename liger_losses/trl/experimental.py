@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -25,23 +26,27 @@ IGNORED = -100
 
 
 def lazy_head(init: Callable[..., None]) -> Callable[..., None]:
-    """A trainer's ``__init__``, after which its model's head is lazy."""
+    """A trainer's ``__init__``, after which the heads of its models are lazy."""
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        for model in (self.model, *(getattr(self, name, None) for name in ("ref_model", "teacher_model"))):
-            if isinstance(model, torch.nn.Module):
-                wrong = [
-                    f"{change.path or 'the head'}: {change.reason}" for change in patch_head(model) if change.reason
-                ]
-                if wrong:
-                    raise TypeError(
-                        f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(wrong)}): train it "
-                        "outside of liger_losses.trl.enable()."
-                    )
+        reason = _make_lazy(self.model)
+        if reason:
+            raise TypeError(f"{reason}: train it outside of liger_losses.trl.enable().")
+        for role in ("ref_model", "teacher_model"):
+            reason = _make_lazy(getattr(self, role, None))
+            if reason:
+                warnings.warn(f"{reason}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 
     return wrapped
+
+
+def _make_lazy(model: Any) -> str:
+    """Why it cannot be done, if it cannot."""
+    changes = patch_head(model) if isinstance(model, torch.nn.Module) else []
+    wrong = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
+    return f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(wrong)})" if wrong else ""
 
 
 def within_lazily(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 import weakref
@@ -420,7 +421,7 @@ WAYS = {
     "product": lambda z: z * 1,
     "slice": lambda z: z[:],
     "view": lambda z: z.view(B, T, V),
-    "float": lambda z: z.double(),
+    "two steps": lambda z: z[:, :].double().clone(),
 }
 USES = {
     **{name: LAZY[name] for name in ("cross entropy", "gather", "scaled", "sums")},
@@ -439,10 +440,41 @@ def test_an_autograd_function_that_passes_them_on_sees_their_gradient(way, use):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             logits, hidden_states = Halved.apply(WAYS[way], make(*tensors), tensors[0])
+            with torch.no_grad():
+                logits.argmax(-1)  # who looks first must not matter
             loss = USES[use](logits, labels) + 0.1 * hidden_states.square().mean()
         results.append([loss, *torch.autograd.grad(loss, tensors)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+class Summed(torch.autograd.Function):
+    """Looks at the values, and not at the class."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.shape = logits.shape
+        return true_values(logits).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape)
+
+
+def test_logits_that_were_changed_in_place_and_are_gone():
+    *tensors, _ = problem()
+
+    def loss():
+        logits = lazy_linear(*tensors) * 1.0
+        logits.mul_(2.0)
+        return Summed.apply(logits)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        total = loss()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        total.backward()
 
 
 def test_what_is_made_without_gradients_holds_no_graph():
@@ -500,7 +532,9 @@ def test_ddp_passes_them_on_without_their_values(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        for options in ({"find_unused_parameters": True}, {"static_graph": True}, {}):
+        outputs = (lambda z: z, lambda z: (None, z), lambda z: {"more": None, "logits": z})
+        cases = ({"find_unused_parameters": True}, {"static_graph": True}, {})
+        for options, wrap in itertools.product(cases, outputs):
             *_, labels = problem(torch.float32)
             results = []
             for lazily in (False, True):
@@ -508,11 +542,14 @@ def test_ddp_passes_them_on_without_their_values(tmp_path):
                 model = nn.Sequential(nn.Linear(H, H), nn.Linear(H, V))
                 if lazily:
                     model[1].__class__ = LazyLinear
+                model.register_forward_hook(lambda *given, wrap=wrap: wrap(given[-1]))
                 spread = nn.parallel.DistributedDataParallel(model, **options)
                 with warnings.catch_warnings():
-                    if "static_graph" not in options:
+                    if "static_graph" not in options and wrap is outputs[0]:
                         warnings.filterwarnings("error", message=".*needs the values")
-                    loss = chosen(spread(problem(torch.float32)[0].detach()), labels)
+                    found = spread(problem(torch.float32)[0].detach())
+                    found = found["logits"] if isinstance(found, dict) else found[-1] if type(found) is tuple else found
+                    loss = chosen(found, labels)
                     loss.backward()
                 results.append([loss.detach(), *(p.grad for p in model.parameters())])
             for expected, found in zip(*results, strict=True):

@@ -7,6 +7,7 @@ import math
 import queue
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -533,6 +534,23 @@ def test_kernels_come_and_go():
     assert _BaseTrainer.__init__ is not original
     disable()
     assert _BaseTrainer.__init__ is original
+
+
+def test_what_was_enabled_stays_where_kernels_cannot_come(monkeypatch):
+    import trl.trainer.sft_trainer as sft_trainer
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    import liger_losses.trl.seams as seams
+
+    enable()
+    ours = sft_trainer.add_fused_lm_head
+    known = seams._seams
+    missing = replace(SEAMS[0], name="gone")
+    monkeypatch.setattr(seams, "_seams", lambda kernels: [*known(kernels), *[missing] * kernels])
+    with pytest.raises(RuntimeError, match=r"sft_trainer\.gone"):
+        enable(kernels=True)
+    assert sft_trainer.add_fused_lm_head is ours
+    assert "wrapped" not in _BaseTrainer.__init__.__code__.co_name
 
 
 def test_another_trl_is_refused_whole(monkeypatch):

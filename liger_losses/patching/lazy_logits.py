@@ -16,7 +16,6 @@ import inspect
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -151,19 +150,22 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recipe: Recipe, dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        overwritten: list[bool],
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.recipe = recipe
+        ctx.recipe, ctx.overwritten = recipe, overwritten
         ctx.save_for_backward(hidden_states, weight, bias)
-        made = LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
-        ctx.made = weakref.ref(made)
-        return made
+        return LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        made = ctx.made()
-        if made is not None and made.changed is not None and not made.watched:
+        if ctx.overwritten[0]:
             raise RuntimeError(
                 "logits that were changed in place were then used by code that does not look at their class, so their "
                 "gradient is not known; use what the in-place operation returned, or logits.clone() before it."
@@ -173,7 +175,7 @@ class _Make(torch.autograd.Function):
             values = ctx.recipe.values(*tensors)
         given = [t for t in tensors if t is not None]
         found = iter(torch.autograd.grad(values, given, true_values(gradient).to(values.dtype)))
-        return None, None, *(None if t is None else next(found) for t in tensors)
+        return None, None, None, *(None if t is None else next(found) for t in tensors)
 
 
 #: Names of autograd functions that pass on what they are given, and its gradient: of DeepSpeed, and of DDP.
@@ -185,6 +187,8 @@ def _is_bystander(node: Any) -> bool:
     function = getattr(type(node), "_forward_cls", None)
     if getattr(function, "__name__", "") not in _BYSTANDERS:
         return False
+    if len(getattr(node, "_input_metadata", ())) != len(node.next_functions):
+        return False  # it returned more than tensors, so that its outputs do not tell which of its inputs they are
     ddp = getattr(node, "ddp_weakref", None)
     return ddp is None or not ddp().static_graph
 
@@ -201,6 +205,12 @@ class _Through(torch.autograd.Function):
         return gradient
 
 
+def _values_of(lazy: LazyLogits) -> Tensor:
+    """The values, from which gradients go by way of this tensor, whoever asks first."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return _Through.apply(lazy)
+
+
 class LazyLogits(Tensor):
     """See the module. Make one with :func:`lazy_linear`."""
 
@@ -212,12 +222,15 @@ class LazyLogits(Tensor):
     #: How often the memory that views share was changed in place, one cell for all of them; and when this was made.
     family: list[int]
     born: int
+    #: One cell for this and for its node in the graph: whether an in-place operation has changed the values.
+    overwritten: list[bool]
     #: Whether this was made without gradients of logits that have them, as inside of an autograd function.
     passed_on: bool
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         made = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        made.overwritten = [False]
         made.changed, made.watched, made.family, made.born, made.passed_on = None, False, [0], 0, False
         return made
 
@@ -227,7 +240,9 @@ class LazyLogits(Tensor):
         recipe = replace(recipe, versions=_versions(recipe.tensors))
         # The recipe that backward keeps must not hold the graph of the tensors it gets anyhow.
         alone = replace(recipe, **_detached(recipe))
-        lazy = _Make.apply(alone, dtype, *recipe.tensors)
+        overwritten = [False]
+        lazy = _Make.apply(alone, dtype, overwritten, *recipe.tensors)
+        lazy.overwritten = overwritten
         # Without gradients, what is made of these logits has none either, whenever it is made.
         lazy.recipe = recipe if torch.is_grad_enabled() else alone
         lazy.changed, lazy.watched = None, False
@@ -250,11 +265,14 @@ class LazyLogits(Tensor):
             node, where = node.next_functions[where]
         if node is not None and getattr(type(node), "_forward_cls", None) is _Make:
             names = ("hidden_states", "weight", "bias")
-            self.recipe = replace(node.recipe, **dict(zip(names, node.saved_tensors, strict=True)))
+            try:
+                tensors = node.saved_tensors
+            except RuntimeError:  # a backward has been there: the values remain
+                tensors = node.recipe.tensors
+            self.recipe = replace(node.recipe, **dict(zip(names, tensors, strict=True)))
         elif self.changed is None:
             _warn("an autograd function")
-            with torch._C.DisableTorchFunctionSubclass():
-                self.changed = _Through.apply(self)
+            self.changed = _values_of(self)
             self.watched = True
 
     def check(self) -> None:
@@ -303,7 +321,8 @@ class LazyLogits(Tensor):
             assert answer is not None
             found = answer(first, *args[1:], **kwargs)
             if found is not NotImplemented:
-                if isinstance(first, LazyLogits) and first.requires_grad and not torch.is_grad_enabled():
+                had = isinstance(first, LazyLogits) and (first.requires_grad or first.passed_on)
+                if had and not torch.is_grad_enabled():
                     for made in found if isinstance(found, tuple) else (found,):
                         if isinstance(made, LazyLogits) and made is not first:
                             made.passed_on = True
@@ -382,6 +401,11 @@ def _is_last(lazy: LazyLogits, dim: int) -> bool:
     return dim in (-1, lazy.dim() - 1)
 
 
+def _is_of_rows(lazy: LazyLogits, dim: int) -> bool:
+    """Whether a dimension is there and another one."""
+    return -lazy.dim() <= dim < lazy.dim() and not _is_last(lazy, dim)
+
+
 def _reshape(lazy: LazyLogits, *shape: Any, **named: Any) -> Any:
     if named or (len(shape) == 1 and isinstance(shape[0], torch.dtype)):
         return NotImplemented
@@ -454,7 +478,7 @@ def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
 
 def _pieces(name: str) -> Callable[..., Any]:
     def answer(lazy: LazyLogits, size: Any, dim: int = 0) -> Any:
-        if _is_last(lazy, dim):
+        if not _is_of_rows(lazy, dim):
             return NotImplemented
         hidden = getattr(lazy.recipe.hidden_states, name)(size, dim % lazy.dim())
         return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in hidden)
@@ -463,7 +487,7 @@ def _pieces(name: str) -> Callable[..., Any]:
 
 
 def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
-    if _is_last(lazy, dim) or lazy.dim() < 3:
+    if not _is_of_rows(lazy, dim) or lazy.dim() < 3:
         return NotImplemented
     parts = lazy.recipe.hidden_states.unbind(dim % lazy.dim())
     return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in parts)
@@ -477,6 +501,8 @@ def _on_row_dims(name: str) -> Callable[..., Any]:
         if not all(isinstance(dim, int) for dim in flat):
             return NotImplemented
         count = lazy.dim() + (name == "unsqueeze")
+        if not all(-count <= dim < count for dim in flat):
+            return NotImplemented
         places = [dim % count for dim in flat]
         if name == "permute":
             if places[-1] != count - 1:
@@ -489,7 +515,7 @@ def _on_row_dims(name: str) -> Callable[..., Any]:
 
 
 def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
-    if _is_last(lazy, dim):
+    if not _is_of_rows(lazy, dim):
         return NotImplemented
     return _on_rows(lambda hidden: hidden.index_select(dim % lazy.dim(), index))(lazy)
 
@@ -650,6 +676,7 @@ def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
     last = _is_last(lazy, dim)
     if kwargs or not last or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
         return NotImplemented
+    index = index.long()
     if index.shape[-1] == 1:
         # No column is left out: one outside of the vocabulary is an error.
         names = ("logp",) if recipe.normalized else ("logp", "lse")
@@ -866,8 +893,7 @@ def _watch(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[An
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.changed is None:
         _warn(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            lazy.changed = _Through.apply(lazy)
+        lazy.changed = _values_of(lazy)
         lazy.watched = True
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -888,7 +914,7 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     if lazy.changed is None:
         values = values.clone()  # so that autograd's saved values stay as they are
     func(values, *_materialised(args[1:]), **_materialised(kwargs))
-    lazy.changed, lazy.watched = values, False
+    lazy.changed, lazy.watched, lazy.overwritten[0] = values, False, True
     lazy.family[0] += 1
     lazy.born = lazy.family[0]
     return values

@@ -284,17 +284,20 @@ def enable(*, kernels: bool = False) -> None:
     """
     if _originals and (_enabled_with["kernels"] or not kernels):
         return
-    disable()
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
+    before = dict(_enabled_with) if _originals else None
+    disable()
     version = getattr(trl, "__version__", "of unknown version")
     places = [seam.find() for seam in _seams(kernels)]
     missing = [place.missing for place in places if place.missing]
     if missing:
+        if before is not None:
+            enable(**before)
         raise RuntimeError(
-            f"TRL {version} is not what liger_losses knows (tested with {', '.join(TESTED)}); nothing was enabled. "
+            f"TRL {version} is not what liger_losses knows (tested with {', '.join(TESTED)}); nothing was changed. "
             "Not covered would be: " + "; ".join(missing) + "."
         )
     for place in places:

@@ -35,8 +35,7 @@ class LogitBlock:
 
     def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
         """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
-        projected = self.projections[: len(hidden), : self.stream.vocab_size]
-        self.stream.projection.into(projected, hidden, 0, self.stream.vocab_size)
+        projected = self.project(hidden)
         found = softmax_statistics(
             projected,
             self.job.tokens.labels[rows],
@@ -53,6 +52,12 @@ class LogitBlock:
             found["selected_logps"] = self.job.transform(projected.gather(1, columns), bias) - found["lse"][:, None]
         for name, value in values.items():
             value.copy_(found[name])
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """The projections ``[R, V]`` of ``hidden [R, H]``: all that gradients need, statistics being known."""
+        projected = self.projections[: len(hidden), : self.stream.vocab_size]
+        self.stream.projection.into(projected, hidden, 0, self.stream.vocab_size)
+        return projected
 
     def wait(self) -> None:
         """Nothing runs beside it."""

@@ -165,14 +165,16 @@ class Stream:
         if kept is None and self.job.selected is None:
             self._gradients_by_tiles(values, upstream, head_grads, hidden_grads)
             return *head_grads.results(), *hidden_grads.results
-        size = self.job.plan.rows if kept is None else self.count
-        block, again = kept or self._block(min(size, self.count)), self._empty_statistics()
+        size, again = self.count, None
+        if kept is None:
+            size = self.job.plan.rows
+            kept = again = LogitBlock(self, min(size, self.count))
         for rows in blocks(self.count, size):
             hidden = self._hidden_rows(rows)
-            if kept is None:
-                block.fill(rows, hidden, _of(again, rows))
+            if again is not None:
+                again.project(hidden)
             place, wanted = hidden_grads.place(rows), _of(upstream, rows)
-            hidden_grads.write(rows, block.gradients(rows, hidden, _of(values, rows), wanted, head_grads, place))
+            hidden_grads.write(rows, kept.gradients(rows, hidden, _of(values, rows), wanted, head_grads, place))
         return *head_grads.results(), *hidden_grads.results
 
     def _gradients_by_tiles(

@@ -62,10 +62,8 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     formula = _formula(activation, limit, alpha, up_offset)
-    on_triton = choose_floating_backend(backend, (gate, up)) == "triton"
+    on_triton = _checked(gate, up, backend)
     return _GLU.apply(gate, up, False, formula, on_triton)
 
 
@@ -92,11 +90,18 @@ def glu_fused(
     Raises:
         ValueError: as in :func:`glu`; a last dimension that is odd.
     """
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate_up.shape[-1]}.")
     formula = _formula(activation, limit, alpha, up_offset)
-    on_triton = choose_floating_backend(backend, (gate_up,)) == "triton"
+    on_triton = _checked(gate_up, None, backend)
     return _GLU.apply(gate_up, None, interleaved, formula, on_triton)
+
+
+def _checked(gate: Tensor, up: Tensor | None, backend: str | None) -> bool:
+    """Whether Triton serves these tensors. Raise ValueError where they do not fit; ``up`` None is in ``gate``."""
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
+    if up is not None and gate.shape != up.shape:
+        raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
+    return choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
 
 
 def _formula(activation: str, limit: float | None, alpha: float, up_offset: float) -> Formula:
@@ -124,13 +129,25 @@ class _GLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        return *_gradients(ctx, grad, *ctx.saved_tensors), None, None, None
+
+
+def _gradients(
+    ctx: Any,
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    grad_gate: Tensor | None = None,
+    product: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Of gate and up; into ``grad_gate`` if there is one, and the product itself into ``product``."""
+    if grad_gate is None:
         grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
-        (_backward_triton if ctx.on_triton else _backward_torch)(
-            grad, gate, up, grad_gate, grad_up, None, ctx.interleaved, ctx.formula
-        )
-        return grad_gate, grad_up, None, None, None
+    grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
+    (_backward_triton if ctx.on_triton else _backward_torch)(
+        grad, gate, up, grad_gate, grad_up, product, ctx.interleaved, ctx.formula
+    )
+    return grad_gate, grad_up
 
 
 def glu_linear(
@@ -164,12 +181,8 @@ def glu_linear(
     Raises:
         ValueError: as in :func:`glu` and :func:`glu_fused`.
     """
-    if up is None and gate.shape[-1] % 2:
-        raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
-    if up is not None and gate.shape != up.shape:
-        raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     formula = _formula(activation, limit, alpha, up_offset)
-    on_triton = choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
+    on_triton = _checked(gate, up, backend)
     cast = autocast_dtype(gate.device)
     dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
     needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
@@ -229,12 +242,8 @@ class _GLULinear(torch.autograd.Function):
         grad_product = grad @ weight
         # Nobody else has this one: an entry is written where it has been read.
         reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
-        grad_gate = grad_product if reusable else torch.empty_like(gate, memory_format=torch.contiguous_format)
-        grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
         product = torch.empty_like(grad_product) if needs_weight else None
-        (_backward_triton if ctx.on_triton else _backward_torch)(
-            grad_product, gate, up, grad_gate, grad_up, product, ctx.interleaved, ctx.formula
-        )
+        grad_gate, grad_up = _gradients(ctx, grad_product, gate, up, grad_product if reusable else None, product)
         rows = grad.reshape(-1, grad.shape[-1])
         return (
             None,

@@ -703,10 +703,10 @@ def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted:
             for part in hidden_states.split(rows)
         ]
     values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*found, strict=True))
-    gathered = _gather(lazy, -1, indices)
-    if gathered.requires_grad:
-        values = _WithGradientOf.apply(values.to(lazy.dtype), gathered)
-    return torch.return_types.topk((values.to(lazy.dtype), indices))
+    values = values.to(lazy.dtype)
+    if torch.is_grad_enabled() and lazy.requires_grad:
+        values = _WithGradientOf.apply(values, _gather(lazy, -1, indices))
+    return torch.return_types.topk((values, indices))
 
 
 class _WithGradientOf(torch.autograd.Function):

@@ -194,7 +194,7 @@ def provide(provider: str, case: Case, model: Any) -> Step:
         add_fused_lm_head(model, outputs=wanted)
     else:
         from liger_losses.patching.patch import patch
-        from liger_losses.trl.head import add_fused_lm_head as ours
+        from liger_losses.trl.fused_head import add_fused_lm_head as ours
 
         if provider == "ours+kernels":
             patch(model, loss_head=False)

@@ -1,9 +1,18 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
-from liger_losses.chunked.base import ChunkedLoss, ChunkedTokenLoss
-from liger_losses.chunked.completions import Completions
-from liger_losses.chunked.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
-from liger_losses.chunked.distillation import (
+from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
+from liger_losses.chunked.engine.ops import (
+    EngineOptions,
+    Statistics,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.chunked.losses.base import ChunkedLoss, ChunkedTokenLoss
+from liger_losses.chunked.losses.completions import Completions
+from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.losses.distillation import (
     DistillationLoss,
     DistillationMetrics,
     LigerFusedLinearAlphaBetaLoss,
@@ -14,25 +23,22 @@ from liger_losses.chunked.distillation import (
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
-from liger_losses.chunked.divergence import linear_divergence, linear_divergence_loss
-from liger_losses.chunked.engine import EngineOptions, Statistics, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
-from liger_losses.chunked.policy import (
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.losses.policy import (
     AdaptiveEntropy,
     LigerFusedLinearGRPOLoss,
     PolicyMetrics,
     PolicyMetricsWithoutKL,
 )
-from liger_losses.chunked.preference import (
+from liger_losses.chunked.losses.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,
 )
-from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
-from liger_losses.chunked.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
-from liger_losses.kernels.divergence import Divergence
+from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.report import PatchReport
@@ -50,6 +56,7 @@ __all__ = [
     "DistillationMetrics",
     "Divergence",
     "EngineOptions",
+    "Head",
     "LigerFusedLinearAlphaBetaLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",

@@ -87,7 +87,7 @@ def trl_seams() -> Iterator[str]:
     Returns:
         The lines.
     """
-    from liger_losses.trl.seams import SEAMS, TESTED
+    from liger_losses.trl.patch_points import SEAMS, TESTED
 
     try:
         importlib.import_module("trl")

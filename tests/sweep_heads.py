@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from liger_losses.patching.head import patch_head, unpatch_head
-from liger_losses.trl.head import add_fused_lm_head
+from liger_losses.patching.lazy_head import patch_head, unpatch_head
+from liger_losses.trl.fused_head import add_fused_lm_head
 from tests import model_zoo
 from tests.sweep_models import LIMIT, LOSS_TOLERANCE, difference, loss_of
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_losses.patching.head import patch_head
-from liger_losses.patching.lazy_logits import LazyLogits
+from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.lazy_head import patch_head
 from liger_losses.patching.patch import patch, unpatch
-from liger_losses.trl.head import add_fused_lm_head
+from liger_losses.trl.fused_head import add_fused_lm_head
 
 WORLD = 2
 VOCAB, LENGTH = 23, 9

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.plan import make_plan
+from liger_losses.chunked.engine.plan import make_plan
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 
 MiB = 2**20

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses.patching.head import LazyLinear, patch_head, unpatch_head
-from liger_losses.patching.lazy_logits import LazyLogits, lazy_linear, true_values
+from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
+from liger_losses.patching.lazy_head import LazyLinear, patch_head, unpatch_head
 
 B, T, H, V = 3, 5, 8, 13
 

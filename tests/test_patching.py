@@ -16,7 +16,7 @@ from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
-from liger_losses.patching.rope import recognise as recognise_rotation
+from liger_losses.patching.rotations import recognise as recognise_rotation
 from liger_losses.patching.swap import replacement_of
 from tests import model_zoo
 from tests.sweep_models import check, loss_and_grads

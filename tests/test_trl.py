@@ -20,7 +20,7 @@ datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from liger_losses.patching.swap import replacement_of  # noqa: E402
 from liger_losses.trl import disable, enable, enabled  # noqa: E402
-from liger_losses.trl.seams import SEAMS  # noqa: E402
+from liger_losses.trl.patch_points import SEAMS  # noqa: E402
 
 STEPS = 3
 
@@ -540,7 +540,7 @@ def test_what_was_enabled_stays_where_kernels_cannot_come(monkeypatch):
     import trl.trainer.sft_trainer as sft_trainer
     from trl.trainer.base_trainer import _BaseTrainer
 
-    import liger_losses.trl.seams as seams
+    import liger_losses.trl.patch_points as seams
 
     enable()
     ours = sft_trainer.add_fused_lm_head
@@ -585,7 +585,7 @@ def forward_outputs(model, ids, labels, outputs, add, **options):
 def test_the_contract_of_the_head(one_pass, temperature):
     from trl.trainer.utils import add_fused_lm_head as theirs
 
-    from liger_losses.trl.head import add_fused_lm_head as ours
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
 
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -605,7 +605,7 @@ def test_the_head_of_shifted_labels_without_padding():
     """As asynchronous GRPO calls it: one row of several sequences, labels shifted by the caller."""
     from trl.trainer.utils import add_fused_lm_head as theirs
 
-    from liger_losses.trl.head import add_fused_lm_head as ours
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
 
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -645,7 +645,7 @@ def test_metrics_of_evaluation(tmp_path):
 
 
 def test_the_forward_without_it_is_the_models_own():
-    from liger_losses.trl.head import add_fused_lm_head
+    from liger_losses.trl.fused_head import add_fused_lm_head
 
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (2, 7))
@@ -666,7 +666,7 @@ def test_the_forward_without_it_is_the_models_own():
 
 
 def test_models_it_cannot_serve_are_refused():
-    from liger_losses.trl.head import add_fused_lm_head
+    from liger_losses.trl.fused_head import add_fused_lm_head
 
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (2, 7))
@@ -683,7 +683,7 @@ def test_models_it_cannot_serve_are_refused():
 
 
 def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
-    from liger_losses.patching.head import LazyLinear
+    from liger_losses.patching.lazy_head import LazyLinear
     from liger_losses.trl.experimental import lazy_head
 
     class Quantised(torch.nn.Linear):
@@ -713,7 +713,7 @@ def test_adapters_on_the_head_train(tmp_path):
 
     import peft
 
-    from liger_losses.trl.head import add_fused_lm_head
+    from liger_losses.trl.fused_head import add_fused_lm_head
 
     model, _, _ = tiny_model()
     model.config.tie_word_embeddings = False
@@ -738,7 +738,7 @@ def test_asynchronous_distillation(beta, tail):
     """Its rollouts come from elsewhere; what it computes of them is one function."""
     import trl.experimental.async_distillation.async_distillation_trainer as module
 
-    from liger_losses.trl.distillation import chunked_jsd_loss
+    from liger_losses.trl.divergences import chunked_jsd_loss
 
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((11, 6), (23, 6), (23,)))

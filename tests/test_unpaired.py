@@ -274,7 +274,7 @@ def test_means_are_over_all_processes(tmp_path):
     """Two processes with batches of different sizes: the mean of all values, not of the processes' means."""
     script = textwrap.dedent(f"""
         import sys, torch, torch.distributed as dist
-        from liger_losses.chunked.unpaired import mean_over_processes
+        from liger_losses.chunked.losses.unpaired import mean_over_processes
         rank = int(sys.argv[1])
         dist.init_process_group("gloo", init_method="file://{tmp_path}/rendezvous", rank=rank, world_size=2)
         values = torch.tensor([[1.0, 2.0, 3.0], [10.0]][rank][: 3 if rank == 0 else 1])

@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-from liger_losses.patching.head import patch_head
+from liger_losses.patching.lazy_head import patch_head
 from liger_losses.patching.patch import patch
-from liger_losses.trl.head import add_fused_lm_head
+from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.

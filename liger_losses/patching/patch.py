@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from liger_losses.patching import experts
+from liger_losses.patching import experts, rotations
 from liger_losses.patching import mlps as gated_mlps
 from liger_losses.patching import norms as normalisations
-from liger_losses.patching import rope as rotations
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
 from liger_losses.patching.swap import original_class, replacement_of, restore, swap, why_not_restore, why_not_swap
@@ -95,7 +94,7 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         restore(module)
     rotations.release(model)
-    from liger_losses.patching.head import unpatch_head
+    from liger_losses.patching.lazy_head import unpatch_head
 
     unpatch_head(model)
 
@@ -192,7 +191,7 @@ def _verdict(kind: ModuleType, module: nn.Module) -> Any:
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    from liger_losses.patching.head import LazyLinear, patch_head
+    from liger_losses.patching.lazy_head import LazyLinear, patch_head
 
     before = [
         Entry(path, "Linear", "LazyLinear") for path, module in model.named_modules() if type(module) is LazyLinear

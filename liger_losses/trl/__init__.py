@@ -1,5 +1,5 @@
 """TRL's trainers with this library's head: ``liger_losses.trl.enable()``, and nothing else changes."""
 
-from liger_losses.trl.seams import disable, enable, enabled
+from liger_losses.trl.patch_points import disable, enable, enabled
 
 __all__ = ["disable", "enable", "enabled"]

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses.chunked.distillation import generalized_jsd, sparse_divergence
-from liger_losses.chunked.divergence import linear_divergence, linear_divergence_loss
-from liger_losses.chunked.teachers import Teacher, TeacherLogits
-from liger_losses.patching.head import lazily, patch_head
-from liger_losses.patching.lazy_logits import LazyLogits, Recipe, quietly
+from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits, allow_materialization
+from liger_losses.patching.lazy_head import force_lazy_head, patch_head
 
 IGNORED = -100
 
@@ -54,7 +54,7 @@ def within_lazily(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with lazily():
+        with force_lazy_head():
             return method(*args, **kwargs)
 
     return wrapped
@@ -65,15 +65,15 @@ def _statistics(
 ) -> Any:
     labels = index if mask is None else torch.where(mask != 0, index, IGNORED)
     scaled = logits / temperature if temperature != 1.0 else logits
-    return scaled.recipe.statistics(labels, names)  # type: ignore[attr-defined]
+    return scaled.deferred.statistics(labels, names)  # type: ignore[attr-defined]
 
 
 def _is_lazy(logits: Any) -> bool:
     """Whether these are logits that the engine knows how to compute."""
     if isinstance(logits, LazyLogits):
         logits.check()
-    lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.recipe.normalized
-    return lazy and logits.recipe.transform is not None
+    lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.deferred.normalized
+    return lazy and logits.deferred.transform is not None
 
 
 def _is_answered(logits: Tensor, index: Tensor) -> bool:
@@ -169,8 +169,8 @@ def generalized_jsd_loss(original: Callable[..., Tensor]) -> Callable[..., Tenso
         mask = labels != IGNORED
         divisor: Any = 1 if reduction == "sum" else mask.sum().clamp(min=1)
         divisor = divisor if num_items_in_batch is None else num_items_in_batch
-        student = given["student_logits"].recipe
-        with student.as_it_was():
+        student = given["student_logits"].deferred
+        with student.under_its_autocast():
             loss, _ = linear_divergence_loss(
                 student.hidden_states,
                 student.weight,
@@ -216,7 +216,7 @@ def uld_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(self, *given)
 
         def of(i: int) -> Tensor:
-            with quietly():
+            with allow_materialization():
                 return original(self, *(part if part is None else part[i : i + 1] for part in given)).reshape(())
 
         losses = [checkpoint(of, i, use_reentrant=False) for i in range(len(student_labels))]
@@ -232,9 +232,9 @@ def full_logit_self_distillation(original: Callable[..., Tensor]) -> Callable[..
     def wrapped(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Tensor:
         if not _is_lazy(student_logits):
             return original(student_logits, teacher_logits, distillation_alpha=distillation_alpha)
-        student: Recipe = student_logits.recipe  # type: ignore[attr-defined]
+        student: DeferredLogits = student_logits.deferred  # type: ignore[attr-defined]
         assert student.transform is not None
-        with student.as_it_was():
+        with student.under_its_autocast():
             return linear_divergence(
                 student.hidden_states,
                 student.weight,
@@ -274,7 +274,7 @@ def topk_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Ten
         labels = _scored(student_logits)
         columns = student_logits.detach().topk(distillation_topk).indices
         student, teacher = (
-            logits.recipe.statistics(labels, ("selected_logps",), selected=columns).selected_logps  # type: ignore[attr-defined]
+            logits.deferred.statistics(labels, ("selected_logps",), selected=columns).selected_logps  # type: ignore[attr-defined]
             for logits in (student_logits, teacher_logits)
         )
         tail = "bucket" if distillation_add_tail else "renormalize"
@@ -286,7 +286,7 @@ def topk_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Ten
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     if not _is_lazy(logits):
         return TeacherLogits(logits)
-    recipe: Recipe = logits.recipe  # type: ignore[attr-defined]
-    assert recipe.transform is not None
-    hidden_states, weight, bias = recipe.tensors
-    return Teacher(hidden_states, weight, bias, recipe.transform.logit_scale, recipe.transform.softcap)
+    deferred: DeferredLogits = logits.deferred  # type: ignore[attr-defined]
+    assert deferred.transform is not None
+    hidden_states, weight, bias = deferred.tensors
+    return Teacher(hidden_states, weight, bias, deferred.transform.logit_scale, deferred.transform.softcap)

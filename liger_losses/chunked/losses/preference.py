@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_names, check_range
-from liger_losses.chunked.completions import sequence_logps
-from liger_losses.chunked.engine import Statistics
-from liger_losses.chunked.pairs import Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.engine.ops import Statistics
+from liger_losses.chunked.losses.completions import sequence_logps
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 
 # exp() of more than this overflows fp32.
 _MAX_EXPONENT = 80.0
@@ -200,7 +200,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         f_alpha_divergence_coef: alpha of ``alpha_divergence``.
         ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
         use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
 
     Raises:
         ValueError: an unknown name (with the list), or an option out of its range.
@@ -310,7 +310,7 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
         loss_type: see above.
         gamma: target reward margin of ``simpo``.
         reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
     """
 
     def __init__(

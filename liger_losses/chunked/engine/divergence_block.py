@@ -16,16 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_losses.chunked.checks import check_names, check_tensor
-from liger_losses.chunked.engine import EngineOptions, _kept, _prepare, _run, _TokenLoss
-from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
-from liger_losses.chunked.head import Projection, can_fuse
-from liger_losses.chunked.plan import MiB, _even, blocks, padded
-from liger_losses.chunked.stream import Job, Statistics, Stream
-from liger_losses.chunked.teachers import Teacher, TeacherLogits
-from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Divergence, Logits, divergence_into
+from liger_losses.chunked.engine.checks import check_names, check_tensor
+from liger_losses.chunked.engine.gradients import HeadGradients, HiddenGradients
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.ops import EngineOptions, _kept, _prepare, _run, _TokenLoss
+from liger_losses.chunked.engine.plan import MiB, _even, blocks, padded
+from liger_losses.chunked.engine.projection import Projection, can_fuse
+from liger_losses.chunked.engine.stream import Job, Statistics, Stream
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Logits, divergence_into
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -41,7 +43,7 @@ _TILE = 128
 
 def linear_divergence(
     hidden_states: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module | Head,
     labels: Tensor,
     teacher: Teacher | TeacherLogits,
     divergence: Divergence,
@@ -49,7 +51,7 @@ def linear_divergence(
     logp: bool = False,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Any:
     """Each token's divergence between student and teacher, an ordinary differentiable operation.
@@ -75,6 +77,8 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
+    head = Head.of(weight, bias, transform)
+    weight, bias, transform = head.weight, head.bias, head.transform
     names = ("divergence", "logp") if logp else ("divergence",)
     job, hidden = _divergence_job(
         hidden_states, weight, labels, teacher, divergence, names, temperature, bias, transform, options, False
@@ -85,7 +89,7 @@ def linear_divergence(
 
 def linear_divergence_loss(
     hidden_states: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module | Head,
     labels: Tensor,
     teacher: Teacher | TeacherLogits,
     divergence: Divergence,
@@ -94,7 +98,7 @@ def linear_divergence_loss(
     metrics: tuple[str, ...] = (),
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> tuple[Tensor, Statistics]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)`` in one pass.
@@ -111,6 +115,8 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
+    head = Head.of(weight, bias, transform)
+    weight, bias, transform = head.weight, head.bias, head.transform
     check_tensor("labels", labels)
     check_names(metrics, ("entropy",), "metric")
     for name, value in weights.items():
@@ -124,7 +130,7 @@ def linear_divergence_loss(
         hidden_states, weight, labels, teacher, divergence, tuple(weights), temperature, bias, transform, options, True
     )
     job = replace(job, metrics=metrics)
-    known = {name: job.tokens.masked(_kept(job, value, labels)).to(job.logits_dtype) for name, value in weights.items()}
+    known = {name: job.tokens.masked(_kept(job, value)).to(job.logits_dtype) for name, value in weights.items()}
     if job.strategy == "one_pass":
         job = replace(job, token_inputs=known)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, *hidden)

@@ -104,6 +104,12 @@ class Tokens:
         ]
         return cls(kept_labels[0] if len(kept_labels) == 1 else torch.cat(kept_labels), shapes, counts, indices, None)
 
+    def first(self, parts: int) -> Tokens:
+        """Those of the first tensors of labels alone."""
+        count = sum(self.counts[:parts])
+        mask = None if self.mask is None else self.mask[:count]
+        return Tokens(self.labels[:count], self.shapes[:parts], self.counts[:parts], self.indices[:parts], mask)
+
     @property
     def count(self) -> int:
         """N."""

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_head, check_tensor
-from liger_losses.chunked.completions import (
+from liger_losses.chunked.engine.checks import check_head, check_tensor
+from liger_losses.chunked.engine.ops import Statistics
+from liger_losses.chunked.losses.completions import (
     CompletionLoss,
     Completions,
     as_completions,
     sequence_logps,
     wide_dtype,
 )
-from liger_losses.chunked.engine import Statistics
 
 
 class PreferenceMetrics(NamedTuple):
@@ -118,7 +118,7 @@ class PreferenceLoss(CompletionLoss):
         use_ref_model: whether the loss compares with a reference model.
         chunk_size: at most so many pairs' worth of logits in a block of the forward pass, where more would fit.
         compiled: accepted from code written for Liger; there is nothing to compile.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
 
     Raises:
         TypeError, ValueError: an option of the wrong kind or out of its range.

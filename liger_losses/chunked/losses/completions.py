@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_range, check_tensor
-from liger_losses.chunked.engine import Statistics, linear_statistics
+from liger_losses.chunked.engine.checks import check_head, check_range, check_tensor
+from liger_losses.chunked.engine.ops import Statistics, linear_statistics
+from liger_losses.chunked.losses.base import ChunkedLoss
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class CompletionLoss(ChunkedLoss):
         use_ref_model: whether the loss compares with a reference model.
         chunk_size: at most so many pairs' or completions' logits in a block of the forward pass, where more would fit.
         compiled: accepted from code written for Liger; there is nothing to compile.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
 
     Raises:
         TypeError, ValueError: an option of the wrong kind or out of its range.

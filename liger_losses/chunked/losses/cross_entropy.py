@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.checks import check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.engine.ops import Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.losses.base import ChunkedLoss
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -48,7 +48,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         use_token_scaling: scale each token's loss by its own probability, detached (DFT, arXiv:2508.05629, eq. 9).
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
 
     Raises:
         ValueError: an option out of its range.

@@ -3,8 +3,8 @@
 - :func:`linear_statistics`: per-token statistics of the logits, for losses that couple tokens;
 - :func:`linear_token_loss`: a sum over tokens of a function of each token's own statistics, in one pass.
 
-How they run is chosen from what needs a gradient and what fits the workspace (:data:`STRATEGIES`);
-:mod:`liger_losses.chunked.stream` runs it. T tokens given, N of them with loss, H hidden size, V vocabulary size.
+How they run is chosen from what needs a gradient and what fits the workspace (:data:`STRATEGIES`).
+T tokens given, N of them with loss, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_losses.chunked.checks import check_head, check_names, check_tensor
-from liger_losses.chunked.head import can_fuse, operand_dtype
-from liger_losses.chunked.plan import make_plan
-from liger_losses.chunked.stream import Job, Statistics
-from liger_losses.chunked.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.checks import check_head, check_names, check_tensor
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import make_plan
+from liger_losses.chunked.engine.projection import can_fuse, operand_dtype
+from liger_losses.chunked.engine.stream import Job, Statistics
+from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels import BACKENDS, choose_backend
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -80,22 +81,22 @@ class EngineOptions:
 
 def linear_statistics(
     hidden_states: Tensor | Sequence[Tensor],
-    weight: Tensor,
-    labels: Tensor | Sequence[Tensor],
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor | Sequence[Tensor] | Tokens,
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
     selected: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Any:
     """Per-token statistics of ``hidden_states @ weight.T``, differentiable, without the logits in memory.
 
     Args:
         hidden_states: ``[..., H]``, or a sequence of such tensors that are streamed as one.
-        weight: ``[V, H]``, the ``lm_head``.
+        weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`Head`.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
         metrics: further names, returned without gradient.
@@ -115,6 +116,8 @@ def linear_statistics(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
             unknown names, a workspace that cannot hold one row.
     """
+    head = Head.of(weight, bias, transform)
+    weight, bias, transform = head.weight, head.bias, head.transform
     job, hidden = _prepare(
         hidden_states,
         weight,
@@ -128,7 +131,7 @@ def linear_statistics(
         whole_rows=selected is not None,
     )
     if selected is not None:
-        job = _with_selected(job, selected, labels)
+        job = _with_selected(job, selected)
     by_name = {name: job.tokens.split(value) for name, value in _run(job, weight, bias, hidden).items()}
     per_tensor = [Statistics(**{name: parts[i] for name, parts in by_name.items()}) for i in range(len(hidden))]
     return per_tensor[0] if isinstance(hidden_states, Tensor) else per_tensor
@@ -136,7 +139,7 @@ def linear_statistics(
 
 def linear_logps(
     hidden_states: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -158,7 +161,7 @@ def linear_logps(
 
     Args:
         hidden_states: ``[..., H]``.
-        weight: ``[V, H]``, the ``lm_head``.
+        weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`Head`.
         labels: ``[...]`` int64.
         bias: ``[V]``.
         entropy: also return each token's entropy, in nats, differentiable.
@@ -191,8 +194,8 @@ def linear_logps(
 
 def linear_token_loss(
     hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor | Tokens,
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ("logp",),
     *,
@@ -201,7 +204,7 @@ def linear_token_loss(
     selected: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> tuple[Tensor, Statistics]:
     """``sum_t token_loss(statistics_t, labels_t, inputs_t)``: loss and gradients in one pass over the blocks.
@@ -232,6 +235,8 @@ def linear_token_loss(
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
     check_tensor("hidden_states", hidden_states)
+    head = Head.of(weight, bias, transform)
+    weight, bias, transform = head.weight, head.bias, head.transform
     job, (hidden,) = _prepare(
         hidden_states,
         weight,
@@ -248,13 +253,14 @@ def linear_token_loss(
     inputs = {}
     for name, value in (token_inputs or {}).items():
         check_tensor(name, value)
-        if value.shape[: labels.dim()] != labels.shape or value.dim() > labels.dim() + 1:
+        shape = job.tokens.shapes[0]
+        if value.shape[: len(shape)] != shape or value.dim() > len(shape) + 1:
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels.shape)}."
+                f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(shape)}."
             )
-        inputs[name] = _kept(job, value, labels)
+        inputs[name] = _kept(job, value)
     if selected is not None:
-        job = _with_selected(job, selected, labels)
+        job = _with_selected(job, selected)
     if job.strategy == "one_pass":
         job = replace(job, token_loss=token_loss, token_inputs=inputs)
         loss, *outputs = _TokenLoss.apply(job, weight, bias, hidden)
@@ -273,24 +279,26 @@ def linear_token_loss(
     return losses.sum(), Statistics(**{name: job.tokens.split(value.detach())[0] for name, value in values.items()})
 
 
-def _kept(job: Job, value: Tensor, labels: Tensor) -> Tensor:
+def _kept(job: Job, value: Tensor) -> Tensor:
     """From one value (or row) per label to one per kept token."""
-    flat = value.detach().reshape(labels.numel(), *value.shape[labels.dim() :])
+    (shape,) = job.tokens.shapes
+    flat = value.detach().reshape(shape.numel(), *value.shape[len(shape) :])
     return job.tokens.gather([flat], 0, job.tokens.count)
 
 
-def _with_selected(job: Job, selected: Tensor, labels: Any) -> Job:
+def _with_selected(job: Job, selected: Tensor) -> Job:
     """The job with ``selected_logps`` of these columns ``[..., k]`` among its statistics."""
     check_names(job.statistics, ("selected_logps", "logp", "lse"), "differentiable statistic beside selected_logps")
     check_tensor("selected", selected)
-    if not isinstance(labels, Tensor):
+    if len(job.tokens.shapes) != 1:
         raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
-    if selected.dtype != torch.int64 or selected.dim() != labels.dim() + 1 or selected.shape[:-1] != labels.shape:
+    (shape,) = job.tokens.shapes
+    if selected.dtype != torch.int64 or selected.dim() != len(shape) + 1 or selected.shape[:-1] != shape:
         raise ValueError(
-            f"selected must be int64 columns [..., k] for each label of {tuple(labels.shape)}, got {selected.dtype} of "
+            f"selected must be int64 columns [..., k] for each label of {tuple(shape)}, got {selected.dtype} of "
             f"{tuple(selected.shape)}."
         )
-    kept = _kept(job, selected, labels)
+    kept = _kept(job, selected)
     if job.tokens.mask is not None:
         kept = kept.masked_fill(~job.tokens.mask[:, None], 0)  # those of tokens without loss may be anything
     # Every block adds to all of grad_weight: where there are many, it is added up wide, at the cost of a buffer.
@@ -314,9 +322,9 @@ def _run(job: Job, weight: Tensor, bias: Tensor | None, hidden: Sequence[Tensor]
 
 
 def _prepare(
-    hidden_states: Tensor | Sequence[Tensor],
+    hidden_states: Any,
     weight: Tensor,
-    labels: Tensor | Sequence[Tensor],
+    labels: Any,
     statistics: tuple[str, ...],
     metrics: tuple[str, ...],
     bias: Tensor | None,
@@ -331,19 +339,21 @@ def _prepare(
     With ``whole_rows``, blocks hold fp32 logits whatever the statistics.
     """
     if not isinstance(hidden_states, (list, tuple)):
-        hidden_states, labels = (hidden_states,), (labels,)  # type: ignore[assignment]
-    hidden, targets = tuple(hidden_states), tuple(labels)
-    compute_dtype = check_head(hidden, weight, targets, bias, class_weight)
+        hidden_states = (hidden_states,)
+        labels = labels if isinstance(labels, Tokens) else (labels,)
+    hidden = tuple(hidden_states)
+    compute_dtype = check_head(
+        hidden, weight, labels if isinstance(labels, Tokens) else tuple(labels), bias, class_weight
+    )
     own = ("selected_logps",) if whole_rows else ()
     check_names(statistics, (*(name for name in STATISTICS if name != "argmax"), *own), "differentiable statistic")
     check_names(metrics, STATISTICS, "statistic")
 
-    tokens = Tokens.select(
-        targets,
-        vocab_size=weight.shape[0],
-        ignore_index=options.ignore_index,
-        compact=options.compact,
-    )
+    tokens = labels
+    if not isinstance(tokens, Tokens):
+        tokens = Tokens.select(
+            tuple(labels), vocab_size=weight.shape[0], ignore_index=options.ignore_index, compact=options.compact
+        )
     backend = choose_backend(
         torch.empty(0, dtype=torch.promote_types(torch.float32, compute_dtype), device=weight.device), options.backend
     )

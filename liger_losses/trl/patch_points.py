@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching.patch import patch
-from liger_losses.trl.distillation import chunked_divergence_loss, chunked_jsd_loss
+from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.experimental import (
     entropy_from_logits,
     full_logit_self_distillation,
@@ -26,7 +26,7 @@ from liger_losses.trl.experimental import (
     with_loss_mask,
     within_lazily,
 )
-from liger_losses.trl.head import add_fused_lm_head
+from liger_losses.trl.fused_head import add_fused_lm_head
 
 #: What it is tested with.
 TESTED = ("1.16",)

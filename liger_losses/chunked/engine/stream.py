@@ -2,7 +2,7 @@
 
 N tokens that carry loss, H hidden size, V vocabulary size, R rows and C columns of a block.
 
-What a block holds between its statistics and its gradients is :mod:`liger_losses.chunked.blocks`'s to know.
+What a block holds between its statistics and its gradients is :mod:`liger_losses.chunked.engine.blocks`'s to know.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.blocks import ExponentialBlock, LogitBlock, projection_gradient
-from liger_losses.chunked.gradients import HeadGradients, HiddenGradients
-from liger_losses.chunked.head import Projection
-from liger_losses.chunked.plan import Plan, blocks, padded
-from liger_losses.chunked.tokens import Tokens
+from liger_losses.chunked.engine.blocks import ExponentialBlock, LogitBlock, projection_gradient
+from liger_losses.chunked.engine.gradients import HeadGradients, HiddenGradients
+from liger_losses.chunked.engine.plan import Plan, blocks, padded
+from liger_losses.chunked.engine.projection import Projection
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -60,7 +60,7 @@ class Job:
         exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
         statistics: names that are differentiated.
         metrics: further names.
-        strategy: one of :data:`liger_losses.chunked.engine.STRATEGIES`.
+        strategy: one of :data:`liger_losses.chunked.engine.ops.STRATEGIES`.
         needs_hidden, needs_weight, needs_bias: what needs a gradient.
         token_loss, token_inputs: of a separable loss.
         selected: ``[N, k]`` int64, the columns of ``selected_logps``; blocks hold whole rows of logits then.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import autocast_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,10 +45,38 @@ def check_device(weight: Tensor, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
 
 
+def check_weight(weight: Any, bias: Any = None) -> None:
+    """Raise TypeError or ValueError unless these are a weight ``[V, H]`` and its bias ``[V]`` (or ``None``)."""
+    check_tensor("weight", weight)
+    if weight.dtype not in _FLOATS:
+        raise TypeError(
+            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
+        )
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")
+    if 0 in weight.shape:
+        raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
+    check_vector("bias", bias, weight)
+
+
+def check_vector(name: str, vector: Any, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless this is ``None`` or one value per row of the weight, beside it."""
+    if vector is None:
+        return
+    check_tensor(name, vector)
+    if vector.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be floating point, got {vector.dtype}.")
+    if vector.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{name} must be [{weight.shape[0]}], one value per row of the weight, got shape {tuple(vector.shape)}."
+        )
+    check_device(weight, **{name: vector})
+
+
 def check_head(
     hidden_states: Sequence[Tensor],
     weight: Tensor,
-    labels: Sequence[Tensor],
+    labels: Sequence[Tensor] | Tokens,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
 ) -> torch.dtype:
@@ -67,11 +96,7 @@ def check_head(
         TypeError: not tensors, integer hidden states, floating-point labels, mixed dtypes outside autocast.
         ValueError: shapes or devices that do not fit together.
     """
-    check_tensor("weight", weight)
-    if weight.dtype not in _FLOATS:
-        raise TypeError(
-            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
-        )
+    check_weight(weight, bias)
     for part in hidden_states:
         check_tensor("hidden_states", part)
         if part.dtype not in _FLOATS:
@@ -79,26 +104,19 @@ def check_head(
                 f"hidden_states must be floating point, got {part.dtype} of shape {tuple(part.shape)}. They come from "
                 "the model's last layer; token ids go into labels."
             )
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")
-    if 0 in weight.shape:
-        raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
-    vocab_size, hidden_size = weight.shape
-    if len(hidden_states) != len(labels):
-        raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(labels)} of labels.")
-    for part, target in zip(hidden_states, labels, strict=True):
-        _check_pair(part, target, hidden_size, tuple(weight.shape))
-    for name, vector in (("bias", bias), ("class_weight", class_weight)):
-        if vector is None:
-            continue
-        check_tensor(name, vector)
-        if vector.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be floating point, got {vector.dtype}.")
-        if vector.shape != (vocab_size,):
-            raise ValueError(
-                f"{name} must be [{vocab_size}], one value per row of the weight, got shape {tuple(vector.shape)}."
-            )
-    tensors = [weight, *hidden_states, *labels, *(v for v in (bias, class_weight) if v is not None)]
+    hidden_size = weight.shape[1]
+    check_vector("class_weight", class_weight, weight)
+    targets = [] if isinstance(labels, Tokens) else labels
+    for target in targets:
+        check_tensor("labels", target)
+        if target.dtype != torch.int64:
+            raise TypeError(f"labels must be int64 token ids, got {target.dtype}; convert them with .long().")
+    shapes = labels.shapes if isinstance(labels, Tokens) else [target.shape for target in targets]
+    if len(hidden_states) != len(shapes):
+        raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(shapes)} of labels.")
+    for part, shape in zip(hidden_states, shapes, strict=True):
+        _check_pair(part, shape, hidden_size, tuple(weight.shape))
+    tensors = [weight, *hidden_states, *targets, *(v for v in (bias, class_weight) if v is not None)]
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(
@@ -107,19 +125,18 @@ def check_head(
     return _compute_dtype([weight, *hidden_states, *([] if bias is None else [bias])])
 
 
-def _check_pair(hidden_states: Tensor, labels: Tensor, hidden_size: int, weight_shape: tuple[int, ...]) -> None:
-    check_tensor("labels", labels)
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64 token ids, got {labels.dtype}; convert them with .long().")
+def _check_pair(
+    hidden_states: Tensor, labels_shape: torch.Size, hidden_size: int, weight_shape: tuple[int, ...]
+) -> None:
     if hidden_states.dim() < 2 or hidden_states.shape[-1] != hidden_size:
         raise ValueError(
             f"hidden_states must be [..., {hidden_size}] to fit the weight {weight_shape}, "
             f"got shape {tuple(hidden_states.shape)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
         )
-    if labels.shape != hidden_states.shape[:-1]:
+    if labels_shape != hidden_states.shape[:-1]:
         raise ValueError(
             f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states.shape)} need labels "
-            f"of shape {tuple(hidden_states.shape[:-1])}, got {tuple(labels.shape)}. To predict the next token, "
+            f"of shape {tuple(hidden_states.shape[:-1])}, got {tuple(labels_shape)}. To predict the next token, "
             "pass both unshortened with shift=True."
         )
 

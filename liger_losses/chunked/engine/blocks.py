@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.gradients import HeadGradients
-from liger_losses.chunked.plan import padded
+from liger_losses.chunked.engine.gradients import HeadGradients
+from liger_losses.chunked.engine.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.matmul import start_beside
@@ -23,7 +23,7 @@ from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 if TYPE_CHECKING:
-    from liger_losses.chunked.stream import Stream
+    from liger_losses.chunked.engine.stream import Stream
 
 
 class LogitBlock:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.processes import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.engine.checks import check_device, check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.engine.ops import EngineOptions, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.processes import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.base import ChunkedLoss
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 _MAX_EXPONENT = 80.0
@@ -261,7 +261,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss):
         off_policy_mask_threshold: completions of negative advantage whose mean ``log p_sampler - log p`` is above it
             have no policy objective (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
 
     Raises:
         TypeError, ValueError: an option of the wrong kind or out of its range; a ratio of whole completions with an

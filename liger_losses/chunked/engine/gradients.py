@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.plan import blocks
+from liger_losses.chunked.engine.plan import blocks
 from liger_losses.kernels.label_rows import add_to_label_rows_
 from liger_losses.kernels.matmul import matmul_into, start_beside
 
 if TYPE_CHECKING:
-    from liger_losses.chunked.stream import Stream
+    from liger_losses.chunked.engine.stream import Stream
 
 
 class HeadGradients:

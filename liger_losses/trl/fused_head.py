@@ -21,11 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.ops import linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.head import LazyLinear, ReducedLinear, head_layers, keep_gathered, lazily, why_not
-from liger_losses.patching.lazy_logits import LazyLogits, Recipe
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits
+from liger_losses.patching.lazy_head import (
+    LazyLinear,
+    ReducedLinear,
+    force_lazy_head,
+    head_layers,
+    keep_gathered,
+    unsupported_reason,
+)
 
 IGNORED = -100
 #: TRL's names of per-token outputs, and ours.
@@ -132,26 +139,26 @@ def fused_forward(
     kwargs = {**kwargs, "use_cache": False, "return_dict": True}
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with lazily():
+    with force_lazy_head():
         outputs = call(*args, **kwargs)
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, LazyLogits):
         logits.check()
-    if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.recipe.transform is None:
+    if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.deferred.transform is None:
         raise TypeError(
             f"{type(model).__name__} does something to its logits that cannot be done lazily, or its last layer is "
             f"spread by tensor parallelism (its forward returned {type(logits).__name__}), so it cannot be trained "
             "without them here: train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
-    recipe, target = logits.recipe, shift_labels
+    deferred, target = logits.deferred, shift_labels
     if target is None:
         assert labels is not None
-        recipe, target = recipe.rows(slice(None, -1)), labels[:, 1:]
-    target = target.to(recipe.hidden_states.device)
+        deferred, target = deferred.rows(slice(None, -1)), labels[:, 1:]
+    target = target.to(deferred.hidden_states.device)
     mask = target != IGNORED
-    _check_there(model, recipe)
-    with recipe.as_it_was():
-        loss, found = _reduce(recipe, target, options)
+    _check_there(model, deferred)
+    with deferred.under_its_autocast():
+        loss, found = _reduce(deferred, target, options)
     # No views: an operation in place on one would lose the hooks on it.
     found = found._make(None if value is None else value.clone() for value in found)
     _release(units, (loss, *found))
@@ -173,7 +180,7 @@ def _make_lazy(model: Any) -> list[str]:
     for layer in layers:
         if isinstance(layer, (LazyLinear, ReducedLinear)):
             continue
-        reason = why_not(layer)
+        reason = unsupported_reason(layer)
         if reason is None:
             layer.__class__ = ReducedLinear
         else:
@@ -221,9 +228,9 @@ def _unshard(unit: Any, gradient: Tensor) -> None:
     unit.unshard()
 
 
-def _check_there(model: Any, recipe: Recipe) -> None:
+def _check_there(model: Any, deferred: DeferredLogits) -> None:
     """Raise RuntimeError for a head that other means than ``fully_shard`` have freed since its own forward."""
-    for name, tensor in (("weight", recipe.weight), ("bias", recipe.bias)):
+    for name, tensor in (("weight", deferred.weight), ("bias", deferred.bias)):
         if tensor is not None and tensor.untyped_storage().size() == 0:
             raise RuntimeError(
                 f"the {name} of {type(model).__name__}'s last layer was freed when that layer's own forward ended; it "
@@ -233,10 +240,10 @@ def _check_there(model: Any, recipe: Recipe) -> None:
             )
 
 
-def _reduce(recipe: Recipe, target: Tensor, options: HeadOptions) -> tuple[Tensor, Any]:
+def _reduce(deferred: DeferredLogits, target: Tensor, options: HeadOptions) -> tuple[Tensor, Any]:
     """The summed negative log-likelihood, and the statistics ``[B, T]``."""
-    hidden_states, weight, bias = recipe.tensors
-    plain = recipe.transform
+    hidden_states, weight, bias = deferred.tensors
+    plain = deferred.transform
     assert plain is not None
     transform = LogitTransform(options.temperature, plain.logit_scale, plain.softcap)
     device = hidden_states.device.type
@@ -246,7 +253,7 @@ def _reduce(recipe: Recipe, target: Tensor, options: HeadOptions) -> tuple[Tenso
     names = [OUTPUTS[name] for name in options.outputs if name in DIFFERENTIABLE and name != "log_probs"]
     metrics = [OUTPUTS[name] for name in options.outputs if name not in DIFFERENTIABLE]
     common: dict[str, Any] = {"bias": bias, "transform": transform}
-    with torch.autocast(device, enabled=False) if options.cast_to_fp32 else recipe.as_it_was():
+    with torch.autocast(device, enabled=False) if options.cast_to_fp32 else deferred.under_its_autocast():
         if not options.one_pass:
             found = linear_statistics(hidden_states, weight, target, ("logp", *names), metrics=metrics, **common)
             return -found.logp.sum(), found
@@ -255,7 +262,7 @@ def _reduce(recipe: Recipe, target: Tensor, options: HeadOptions) -> tuple[Tenso
         )
 
     def again(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        with torch.autocast(device, enabled=False) if options.cast_to_fp32 else recipe.as_it_was():
+        with torch.autocast(device, enabled=False) if options.cast_to_fp32 else deferred.under_its_autocast():
             given = {**common, "bias": bias}
             statistics = linear_statistics(hidden_states, weight, target, ("logp", *names), **given)
         return [getattr(statistics, name) for name in ("logp", *names)]

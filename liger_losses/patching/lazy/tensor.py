@@ -26,15 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_losses.chunked.engine import EngineOptions, linear_statistics
-from liger_losses.chunked.plan import default_workspace
+from liger_losses.chunked.engine.ops import EngineOptions, linear_statistics
+from liger_losses.chunked.engine.plan import default_workspace
+from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DeferredLogits:
     """How to get the values: ``hidden_states @ weight.T``, then what was done to it.
 
     ``outer * (tanh or identity)(inner * (hidden_states @ weight.T + bias))``
@@ -79,7 +79,7 @@ class Recipe:
         return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
 
     @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
+    def under_its_autocast(self) -> Iterator[None]:
         """Under the autocast of the head's forward: by now it may have ended."""
         device = self.hidden_states.device.type
         with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
@@ -92,17 +92,17 @@ class Recipe:
         hidden_states, weight, bias = tensors or self.tensors
         assert hidden_states is not None
         assert weight is not None
-        with self.as_it_was():
+        with self.under_its_autocast():
             logits = F.linear(hidden_states, weight, bias)
             for step in self.steps:
                 logits = step(logits)
         return logits.log_softmax(-1) if self.normalized else logits
 
-    def then(self, step: Callable[[Tensor], Tensor], **changes: Any) -> Recipe:
+    def then(self, step: Callable[[Tensor], Tensor], **changes: Any) -> DeferredLogits:
         """With one more operation."""
         return replace(self, steps=(*self.steps, step), **changes)
 
-    def rows(self, index: Any) -> Recipe:
+    def rows(self, index: Any) -> DeferredLogits:
         """Of some positions of each sequence."""
         return replace(self, hidden_states=self.hidden_states[:, index])
 
@@ -126,7 +126,7 @@ class Recipe:
         self.check()
         one = self.hidden_states.dim() == 1  # a single token, which the engine takes as one of several
         hidden_states, labels = (t[None] if one else t for t in (self.hidden_states, labels))
-        with self.as_it_was():
+        with self.under_its_autocast():
             found = linear_statistics(
                 hidden_states,
                 self.weight,
@@ -151,16 +151,16 @@ class _Make(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        recipe: Recipe,
+        deferred: DeferredLogits,
         dtype: torch.dtype,
         overwritten: list[bool],
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.recipe, ctx.overwritten = recipe, overwritten
+        ctx.deferred, ctx.overwritten = deferred, overwritten
         ctx.save_for_backward(hidden_states, weight, bias)
-        return LazyLogits._empty(recipe.shape, dtype, hidden_states.device)
+        return LazyLogits._empty(deferred.shape, dtype, hidden_states.device)
 
     @staticmethod
     @once_differentiable
@@ -172,7 +172,7 @@ class _Make(torch.autograd.Function):
             )
         tensors = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
-            values = ctx.recipe.values(*tensors)
+            values = ctx.deferred.values(*tensors)
         given = [t for t in tensors if t is not None]
         found = iter(torch.autograd.grad(values, given, true_values(gradient).to(values.dtype)))
         return None, None, None, *(None if t is None else next(found) for t in tensors)
@@ -214,8 +214,8 @@ def _values_of(lazy: LazyLogits) -> Tensor:
 class LazyLogits(Tensor):
     """See the module. Make one with :func:`lazy_linear`."""
 
-    recipe: Recipe
-    #: The values, once they are more than the recipe's: changed in place, watched by hooks, or a leaf.
+    deferred: DeferredLogits
+    #: The values, once they are more than the deferred's: changed in place, watched by hooks, or a leaf.
     changed: Tensor | None
     #: Whether ``changed`` was computed for those who watch this tensor's gradient.
     watched: bool
@@ -235,22 +235,22 @@ class LazyLogits(Tensor):
         return made
 
     @classmethod
-    def make(cls, recipe: Recipe, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
-        """From a recipe; the dtype is what the model's own logits would have."""
-        recipe = replace(recipe, versions=_versions(recipe.tensors))
-        # The recipe that backward keeps must not hold the graph of the tensors it gets anyhow.
-        alone = replace(recipe, **_detached(recipe))
+    def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
+        """From a deferred; the dtype is what the model's own logits would have."""
+        deferred = replace(deferred, versions=_versions(deferred.tensors))
+        # The deferred that backward keeps must not hold the graph of the tensors it gets anyhow.
+        alone = replace(deferred, **_detached(deferred))
         overwritten = [False]
-        lazy = _Make.apply(alone, dtype, overwritten, *recipe.tensors)
+        lazy = _Make.apply(alone, dtype, overwritten, *deferred.tensors)
         lazy.overwritten = overwritten
         # Without gradients, what is made of these logits has none either, whenever it is made.
-        lazy.recipe = recipe if torch.is_grad_enabled() else alone
+        lazy.deferred = deferred if torch.is_grad_enabled() else alone
         lazy.changed, lazy.watched = None, False
         lazy.family = [0] if view_of is None else view_of.family
         lazy.born, lazy.passed_on = lazy.family[0], False
         return lazy
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Of logits that an autograd function passed on: find what their gradient is.
 
         Inside of the function they had none, and what is made of them would have none. Functions that only note that
@@ -268,8 +268,8 @@ class LazyLogits(Tensor):
             try:
                 tensors = node.saved_tensors
             except RuntimeError:  # a backward has been there: the values remain
-                tensors = node.recipe.tensors
-            self.recipe = replace(node.recipe, **dict(zip(names, tensors, strict=True)))
+                tensors = node.deferred.tensors
+            self.deferred = replace(node.deferred, **dict(zip(names, tensors, strict=True)))
         elif self.changed is None:
             _warn("an autograd function")
             self.changed = _values_of(self)
@@ -277,9 +277,9 @@ class LazyLogits(Tensor):
 
     def check(self) -> None:
         """Raise RuntimeError where an in-place operation on a view has changed these values."""
-        self.settle()
+        self.resolve()
         if self.changed is None:
-            self.recipe.check()
+            self.deferred.check()
         if self.family[0] != self.born:
             raise RuntimeError(
                 "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
@@ -342,7 +342,7 @@ class LazyLogits(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (lazy,) = args
             made = cls._empty(lazy.shape, lazy.dtype, lazy.device)
-            made.recipe, made.changed, made.watched = lazy.recipe, lazy.changed, lazy.watched
+            made.deferred, made.changed, made.watched = lazy.deferred, lazy.changed, lazy.watched
             made.family, made.born = lazy.family, lazy.born
             return made
         _warn(str(func))
@@ -367,7 +367,7 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     mixed = hidden_states.dtype != weight.dtype and autocast is None
     if mixed or hidden_states.dim() < 2 or hidden_states.shape[-1] != weight.shape[-1] or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)  # with the errors that it has
-    return LazyLogits.make(Recipe(hidden_states, weight, bias, autocast=autocast), dtype)
+    return LazyLogits.make(DeferredLogits(hidden_states, weight, bias, autocast=autocast), dtype)
 
 
 def true_values(tensor: Tensor) -> Tensor:
@@ -375,23 +375,23 @@ def true_values(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LazyLogits):
         return tensor
     tensor.check()
-    return tensor.recipe.values().to(tensor.dtype) if tensor.changed is None else tensor.changed
+    return tensor.deferred.values().to(tensor.dtype) if tensor.changed is None else tensor.changed
 
 
 # --- What leaves it lazy ---------------------------------------------------------------------------------------------
 
 
-def _detached(recipe: Recipe) -> dict[str, Any]:
+def _detached(deferred: DeferredLogits) -> dict[str, Any]:
     names = ("hidden_states", "weight", "bias")
-    return {name: None if t is None else t.detach() for name, t in zip(names, recipe.tensors, strict=True)}
+    return {name: None if t is None else t.detach() for name, t in zip(names, deferred.tensors, strict=True)}
 
 
 def _on_rows(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """An operation on all dimensions but the last, done to the hidden states instead."""
 
     def answer(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-        hidden_states = function(lazy.recipe.hidden_states, *args, **kwargs)
-        return LazyLogits.make(replace(lazy.recipe, hidden_states=hidden_states), lazy.dtype, lazy)
+        hidden_states = function(lazy.deferred.hidden_states, *args, **kwargs)
+        return LazyLogits.make(replace(lazy.deferred, hidden_states=hidden_states), lazy.dtype, lazy)
 
     return answer
 
@@ -449,22 +449,22 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in after):
         return NotImplemented
     rows = (*before, Ellipsis, *after[:-1], slice(None)) if after else (*before, Ellipsis)
-    recipe = replace(lazy.recipe, hidden_states=lazy.recipe.hidden_states[rows])
+    deferred = replace(lazy.deferred, hidden_states=lazy.deferred.hidden_states[rows])
     # Indices that are tensors copy, the others give views.
     copies = any(isinstance(part, (Tensor, list)) for part in parts)
-    return _columns(recipe, columns, lazy.dtype, None if copies else lazy)
+    return _columns(deferred, columns, lazy.dtype, None if copies else lazy)
 
 
-def _columns(recipe: Recipe, columns: slice, dtype: torch.dtype, view_of: LazyLogits | None) -> Any:
+def _columns(deferred: DeferredLogits, columns: slice, dtype: torch.dtype, view_of: LazyLogits | None) -> Any:
     """A slice of the vocabulary is a slice of the head; of log-probabilities it is one of the values."""
-    size = recipe.weight.shape[0]
+    size = deferred.weight.shape[0]
     start, stop, _ = columns.indices(size)
     if (start, stop) == (0, size):
-        return LazyLogits.make(recipe, dtype, view_of)
-    if recipe.normalized or stop <= start:
+        return LazyLogits.make(deferred, dtype, view_of)
+    if deferred.normalized or stop <= start:
         return NotImplemented
-    bias = None if recipe.bias is None else recipe.bias[columns]
-    return LazyLogits.make(replace(recipe, weight=recipe.weight[columns], bias=bias), dtype, view_of)
+    bias = None if deferred.bias is None else deferred.bias[columns]
+    return LazyLogits.make(replace(deferred, weight=deferred.weight[columns], bias=bias), dtype, view_of)
 
 
 def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
@@ -480,8 +480,8 @@ def _pieces(name: str) -> Callable[..., Any]:
     def answer(lazy: LazyLogits, size: Any, dim: int = 0) -> Any:
         if not _is_of_rows(lazy, dim):
             return NotImplemented
-        hidden = getattr(lazy.recipe.hidden_states, name)(size, dim % lazy.dim())
-        return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in hidden)
+        hidden = getattr(lazy.deferred.hidden_states, name)(size, dim % lazy.dim())
+        return tuple(LazyLogits.make(replace(lazy.deferred, hidden_states=part), lazy.dtype, lazy) for part in hidden)
 
     return answer
 
@@ -489,8 +489,8 @@ def _pieces(name: str) -> Callable[..., Any]:
 def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
     if not _is_of_rows(lazy, dim) or lazy.dim() < 3:
         return NotImplemented
-    parts = lazy.recipe.hidden_states.unbind(dim % lazy.dim())
-    return tuple(LazyLogits.make(replace(lazy.recipe, hidden_states=part), lazy.dtype, lazy) for part in parts)
+    parts = lazy.deferred.hidden_states.unbind(dim % lazy.dim())
+    return tuple(LazyLogits.make(replace(lazy.deferred, hidden_states=part), lazy.dtype, lazy) for part in parts)
 
 
 def _on_row_dims(name: str) -> Callable[..., Any]:
@@ -521,11 +521,11 @@ def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
 
 
 def _as_it_is(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if args or set(kwargs) - {"memory_format"} else LazyLogits.make(lazy.recipe, lazy.dtype)
+    return NotImplemented if args or set(kwargs) - {"memory_format"} else LazyLogits.make(lazy.deferred, lazy.dtype)
 
 
 def _detach(lazy: LazyLogits) -> Any:
-    return LazyLogits.make(replace(lazy.recipe, **_detached(lazy.recipe)), lazy.dtype, lazy)
+    return LazyLogits.make(replace(lazy.deferred, **_detached(lazy.deferred)), lazy.dtype, lazy)
 
 
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
@@ -533,9 +533,9 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
         return NotImplemented
     if dtype == lazy.dtype:
         return lazy
-    if lazy.recipe.normalized and torch.promote_types(dtype, lazy.dtype) != dtype:
+    if lazy.deferred.normalized and torch.promote_types(dtype, lazy.dtype) != dtype:
         return NotImplemented  # a step before the softmax would round the logits instead
-    return LazyLogits.make(lazy.recipe.then(lambda logits: logits.to(dtype)), dtype)
+    return LazyLogits.make(lazy.deferred.then(lambda logits: logits.to(dtype)), dtype)
 
 
 def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -559,11 +559,11 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _scaled(lazy: LazyLogits, factor: Any, divide: bool, operation: Callable[..., Tensor]) -> Any:
     number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and math.isfinite(factor)
-    if not number or factor == 0 or lazy.recipe.normalized:
+    if not number or factor == 0 or lazy.deferred.normalized:
         return NotImplemented
-    recipe, by = lazy.recipe, 1.0 / factor if divide else float(factor)
-    changes = {"outer": recipe.outer * by} if recipe.capped else {"inner": recipe.inner * by}
-    return LazyLogits.make(recipe.then(lambda logits: operation(logits, factor), **changes), lazy.dtype)
+    deferred, by = lazy.deferred, 1.0 / factor if divide else float(factor)
+    changes = {"outer": deferred.outer * by} if deferred.capped else {"inner": deferred.inner * by}
+    return LazyLogits.make(deferred.then(lambda logits: operation(logits, factor), **changes), lazy.dtype)
 
 
 def _mul(lazy: LazyLogits, other: Any) -> Any:
@@ -575,20 +575,20 @@ def _div(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
 
 
 def _tanh(lazy: LazyLogits) -> Any:
-    recipe = lazy.recipe
-    if recipe.capped or recipe.normalized or recipe.outer != 1.0:
+    deferred = lazy.deferred
+    if deferred.capped or deferred.normalized or deferred.outer != 1.0:
         return NotImplemented
-    return LazyLogits.make(recipe.then(torch.tanh, capped=True), lazy.dtype)
+    return LazyLogits.make(deferred.then(torch.tanh, capped=True), lazy.dtype)
 
 
 def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
     """A bias; or the product of another pair of matrices, as of an adapter: one product of both side by side."""
-    recipe = lazy.recipe
-    if kwargs or not isinstance(other, Tensor) or recipe.capped or recipe.normalized or recipe.steps:
+    deferred = lazy.deferred
+    if kwargs or not isinstance(other, Tensor) or deferred.capped or deferred.normalized or deferred.steps:
         return NotImplemented
     if isinstance(other, LazyLogits):
         other.check()
-        mine, theirs = recipe, other.recipe
+        mine, theirs = deferred, other.deferred
         plain = not (theirs.capped or theirs.normalized) and other.changed is None and mine.autocast == theirs.autocast
         if (
             not plain
@@ -609,17 +609,17 @@ def _add(lazy: LazyLogits, other: Any, **kwargs: Any) -> Any:
             inner=1.0,
         )
         return LazyLogits.make(joined, lazy.dtype)
-    same_dtype = other.dtype == lazy.dtype == recipe.weight.dtype
-    if other.shape != lazy.shape[-1:] or recipe.inner != 1.0 or not same_dtype:
+    same_dtype = other.dtype == lazy.dtype == deferred.weight.dtype
+    if other.shape != lazy.shape[-1:] or deferred.inner != 1.0 or not same_dtype:
         return NotImplemented
-    bias = other if recipe.bias is None else recipe.bias + other
-    return LazyLogits.make(replace(recipe, bias=bias), torch.promote_types(lazy.dtype, other.dtype))
+    bias = other if deferred.bias is None else deferred.bias + other
+    return LazyLogits.make(replace(deferred, bias=bias), torch.promote_types(lazy.dtype, other.dtype))
 
 
 def _log_softmax(
     lazy: LazyLogits, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **kw: Any
 ) -> Any:
-    if dim is None or not _is_last(lazy, dim) or lazy.recipe.normalized or lazy.recipe.transform is None:
+    if dim is None or not _is_last(lazy, dim) or lazy.deferred.normalized or lazy.deferred.transform is None:
         return NotImplemented
     given = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
     if given is None and lazy.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -627,7 +627,7 @@ def _log_softmax(
     cast = lazy if given is None else _cast(lazy, given)
     if cast is NotImplemented:
         return NotImplemented
-    return LazyLogits.make(replace(cast.recipe, normalized=True), cast.dtype)
+    return LazyLogits.make(replace(cast.deferred, normalized=True), cast.dtype)
 
 
 # --- What the engine answers ----------------------------------------------------------------------------------------
@@ -643,27 +643,27 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    recipe = lazy.recipe
+    deferred = lazy.deferred
     given = (size_average, reduce) == (None, None) and isinstance(target, Tensor) and target.dtype == torch.int64
-    if not given or lazy.dim() != 2 or target.dim() != 1 or recipe.transform is None or recipe.normalized:
+    if not given or lazy.dim() != 2 or target.dim() != 1 or deferred.transform is None or deferred.normalized:
         return NotImplemented
     loss = LigerFusedLinearCrossEntropyLoss(
         weight,
         ignore_index,
         label_smoothing=label_smoothing,
         reduction=reduction,
-        softcap=recipe.transform.softcap,
-        logit_scale=recipe.transform.logit_scale,
+        softcap=deferred.transform.softcap,
+        logit_scale=deferred.transform.logit_scale,
     )
-    with recipe.as_it_was():
-        found = loss(recipe.weight, recipe.hidden_states, target, recipe.bias)
+    with deferred.under_its_autocast():
+        found = loss(deferred.weight, deferred.hidden_states, target, deferred.bias)
     return found.to(lazy.dtype) if lazy.dtype == torch.float64 else found
 
 
 def _nll_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    if not lazy.recipe.normalized:
+    if not lazy.deferred.normalized:
         return NotImplemented
-    plain = LazyLogits.make(replace(lazy.recipe, normalized=False), lazy.dtype)
+    plain = LazyLogits.make(replace(lazy.deferred, normalized=False), lazy.dtype)
     return _cross_entropy(plain, target, weight, *args, **kwargs)
 
 
@@ -672,34 +672,34 @@ _NO_LABEL = -(2**62)
 
 
 def _gather(lazy: LazyLogits, dim: int, index: Tensor, **kwargs: Any) -> Any:
-    recipe = lazy.recipe
+    deferred = lazy.deferred
     last = _is_last(lazy, dim)
-    if kwargs or not last or index.shape[:-1] != lazy.shape[:-1] or recipe.transform is None:
+    if kwargs or not last or index.shape[:-1] != lazy.shape[:-1] or deferred.transform is None:
         return NotImplemented
     index = index.long()
     if index.shape[-1] == 1:
         # No column is left out: one outside of the vocabulary is an error.
-        names = ("logp",) if recipe.normalized else ("logp", "lse")
-        found = recipe.statistics(index[..., 0], names, options=EngineOptions(ignore_index=_NO_LABEL))
+        names = ("logp",) if deferred.normalized else ("logp", "lse")
+        found = deferred.statistics(index[..., 0], names, options=EngineOptions(ignore_index=_NO_LABEL))
         logps = found.logp[..., None]
     else:
-        names = ("selected_logps",) if recipe.normalized else ("selected_logps", "lse")
-        found = recipe.statistics(_no_labels(lazy), names, selected=index)
+        names = ("selected_logps",) if deferred.normalized else ("selected_logps", "lse")
+        found = deferred.statistics(_no_labels(lazy), names, selected=index)
         logps = found.selected_logps
-    return (logps if recipe.normalized else logps + found.lse[..., None]).to(lazy.dtype)
+    return (logps if deferred.normalized else logps + found.lse[..., None]).to(lazy.dtype)
 
 
 def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    recipe, vocab_size = lazy.recipe, lazy.shape[-1]
-    if not _is_last(lazy, dim) or recipe.transform is None or not 1 <= k <= vocab_size:
+    deferred, vocab_size = lazy.deferred, lazy.shape[-1]
+    if not _is_last(lazy, dim) or deferred.transform is None or not 1 <= k <= vocab_size:
         return NotImplemented
-    recipe.check()
-    hidden_states = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
+    deferred.check()
+    hidden_states = deferred.hidden_states.detach().reshape(-1, deferred.hidden_states.shape[-1])
     # The model's own logits, with their rounding and thus their ties, some rows at a time.
     rows = max(1, default_workspace(vocab_size, 4, lazy.device) // (8 * vocab_size))
     with torch.no_grad():
         found = [
-            replace(recipe, hidden_states=part).values().topk(k, -1, largest, sorted)
+            replace(deferred, hidden_states=part).values().topk(k, -1, largest, sorted)
             for part in hidden_states.split(rows)
         ]
     values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*found, strict=True))
@@ -723,19 +723,19 @@ class _WithGradientOf(torch.autograd.Function):
 
 def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
-    recipe = lazy.recipe
-    answerable = isinstance(dim, int) and not kwargs and not recipe.normalized and recipe.transform is not None
+    deferred = lazy.deferred
+    answerable = isinstance(dim, int) and not kwargs and not deferred.normalized and deferred.transform is not None
     if not answerable or not _is_last(lazy, dim):
         return NotImplemented
-    found = recipe.statistics(_no_labels(lazy), ("lse",)).lse.to(lazy.dtype)
+    found = deferred.statistics(_no_labels(lazy), ("lse",)).lse.to(lazy.dtype)
     return found[..., None] if keepdim else found
 
 
 def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    if dim is None or not _is_last(lazy, dim) or lazy.recipe.transform is None:
+    if dim is None or not _is_last(lazy, dim) or lazy.deferred.transform is None:
         return NotImplemented
     with torch.no_grad():
-        found = lazy.recipe.statistics(_no_labels(lazy), (), ("argmax",)).argmax
+        found = lazy.deferred.statistics(_no_labels(lazy), (), ("argmax",)).argmax
     return found[..., None] if keepdim else found
 
 
@@ -759,9 +759,9 @@ def _means(lazy: LazyLogits, dim: Any, keepdim: bool, others: dict[str, Any]) ->
     """The mean logit of each token in the engine's dtype."""
     (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     last = (dim is None and not keepdim) or (isinstance(dim, int) and _is_last(lazy, dim))
-    if others or not last or lazy.recipe.normalized or lazy.recipe.transform is None:
+    if others or not last or lazy.deferred.normalized or lazy.deferred.transform is None:
         return NotImplemented
-    found = lazy.recipe.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit
+    found = lazy.deferred.statistics(_no_labels(lazy), ("mean_logit",)).mean_logit
     return found[..., None] if keepdim else found
 
 
@@ -885,7 +885,7 @@ def _watch(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[An
     only wait for backward to come, are put there as well; for all others, the values are computed from this tensor.
     """
     hook = args[1] if len(args) > 1 else kwargs.get("hook")
-    hidden_states, function = lazy.recipe.hidden_states, hook
+    hidden_states, function = lazy.deferred.hidden_states, hook
     while isinstance(function, partial):
         function = function.func
     if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
@@ -934,7 +934,7 @@ _QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def allow_materialization() -> Iterator[None]:
     """Values are computed without a warning in this block: of few tokens, knowingly."""
     token = _QUIET.set(True)
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_device, check_names, check_tensor
+from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: What becomes of the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.

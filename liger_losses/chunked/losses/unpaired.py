@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.checks import check_device, check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.completions import CompletionLoss, Completions, as_completions, sequence_logps
-from liger_losses.chunked.engine import Statistics
-from liger_losses.chunked.processes import sum_over_processes
+from liger_losses.chunked.engine.checks import check_device, check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.engine.ops import Statistics
+from liger_losses.chunked.engine.processes import sum_over_processes
+from liger_losses.chunked.losses.completions import CompletionLoss, Completions, as_completions, sequence_logps
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,7 +57,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
     Args:
         ignore_index, beta, average_log_prob, use_ref_model, chunk_size, compiled, options: as in
-            :class:`liger_losses.chunked.completions.CompletionLoss`.
+            :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
         loss_type: one of :data:`LOSSES`.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
     """
@@ -251,7 +251,7 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
         chunk_size: at most so many completions' logits in a block of the forward pass, where more would fit.
         loss_type: ``kto`` or ``apo_zero_unpaired``.
         desirable_weight, undesirable_weight: ``w`` of each kind; see the paper's eq. 9 for unbalanced data.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
     """
 
     def __init__(

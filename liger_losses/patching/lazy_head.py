@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from liger_losses.patching.lazy_logits import lazy_linear
+from liger_losses.patching.lazy import lazy_linear
 from liger_losses.patching.zero import kept_whole
 
 _LAZILY = ContextVar("lazily", default=False)
 
 
 @contextlib.contextmanager
-def lazily() -> Iterator[None]:
+def force_lazy_head() -> Iterator[None]:
     """Heads are lazy in this block, with or without gradients."""
     token = _LAZILY.set(True)
     try:
@@ -60,7 +60,7 @@ def keep_gathered(module: nn.Module) -> None:
         keep(False, recurse=False)
 
 
-def why_not(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
     if not (type(module) is nn.Linear or type(module) is ReducedLinear):
         if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
@@ -123,7 +123,7 @@ def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | N
         path = names.get(id(module), "")
         if type(module) is LazyLinear:
             continue
-        reason = why_not(module)
+        reason = unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
             reason = "filter_fn"
         if reason is None:

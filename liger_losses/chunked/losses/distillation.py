@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.base import ChunkedLoss
-from liger_losses.chunked.checks import check_names, check_range, check_tensor
-from liger_losses.chunked.divergence import linear_divergence_loss
-from liger_losses.chunked.engine import Statistics, linear_logps, linear_token_loss
-from liger_losses.chunked.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor
+from liger_losses.chunked.engine.divergence_block import linear_divergence_loss
+from liger_losses.chunked.engine.ops import Statistics, linear_logps, linear_token_loss
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.divergence import Divergence, terms
+from liger_losses.kernels.divergence_forms import Divergence, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
@@ -46,7 +46,7 @@ class DistillationLoss(ChunkedLoss):
         return_soft_hard_loss: in Liger's call form, return ``(loss, soft_loss, hard_loss)``.
         temperature_squared: multiply the divergence by ``temperature ** 2``, so that its gradients keep their size
             (Hinton et al. 2015, arXiv:1503.02531, section 2). Liger and TRL do not.
-        options: as in :class:`liger_losses.chunked.base.ChunkedLoss`, ``logit_scale`` and ``softcap`` the student's.
+        options: as in :class:`liger_losses.ChunkedLoss`, ``logit_scale`` and ``softcap`` the student's.
 
     Raises:
         ValueError: a number out of its range.

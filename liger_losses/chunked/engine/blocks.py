@@ -18,6 +18,7 @@ from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -40,9 +41,7 @@ class LogitBlock:
             projected,
             self.job.tokens.labels[rows],
             self.job.names - {"selected_logps"},
-            transform=self.job.transform,
-            bias=self.stream.bias,
-            class_weight=self.job.class_weight,
+            Epilogue(self.job.transform, self.stream.bias, self.job.class_weight),
             scratch=self.job.plan.scratch,
             backend=self.job.backend,
         )
@@ -136,21 +135,16 @@ def projection_gradient(
     """
     job, count, width = stream.job, rows.stop - rows.start, columns.stop - columns.start
 
-    def part_of(vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector[columns]
-
     return softmax_gradient_into(
         projections.view(job.operand_dtype)[:count, :width],
         projections[:count, :width],
         values["lse"],
         job.tokens.labels[rows],
         coefficients,
+        Epilogue(job.transform, stream.bias, job.class_weight).columns(columns),
         first_column=columns.start,
         vocab_size=stream.vocab_size,
-        transform=job.transform,
-        bias=part_of(stream.bias),
-        class_weight=part_of(job.class_weight),
-        grad_bias=part_of(grad_bias),
+        grad_bias=None if grad_bias is None else grad_bias[columns],
         scratch=job.plan.scratch,
         backend=job.backend,
     )
@@ -179,9 +173,8 @@ class ExponentialBlock:
             stream.weight,
             job.tokens.labels[rows],
             exponentials,
+            Epilogue(job.transform, stream.bias),
             found=Exponentials.into(values),
-            transform=job.transform,
-            bias=stream.bias,
             backend=job.backend,
         )
         if any(job.needs_hidden) and job.strategy != "resident":

@@ -29,7 +29,7 @@ from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.divergence import TEMPORARIES, Coefficients, Logits, divergence_into
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: By default: tokens whose gradients are gathered, and what they and the logits may take.
@@ -376,8 +376,8 @@ class _DivergenceStream(Stream):
         target = student if grad_bias is not None else out
         divergence_into(
             found["divergence"] if "divergence" in found else torch.empty_like(lse),
-            Logits(student, lse, self.soft, self.bias),
-            Logits(teacher, teacher_lse, self.teacher_transform, self.teacher_bias),
+            Logits(student, lse, Epilogue(self.soft, self.bias)),
+            Logits(teacher, teacher_lse, Epilogue(self.teacher_transform, self.teacher_bias)),
             comparison.divergence,
             out=None if out is None else target,
             coefficients=coefficients,
@@ -426,9 +426,8 @@ class _DivergenceStream(Stream):
             projection.weight,
             labels,
             out,
+            Epilogue(transform, bias),
             found=Exponentials.into(found),
-            transform=transform,
-            bias=bias,
             projections=True,
             backend=self.job.backend,
         )
@@ -446,8 +445,7 @@ class _DivergenceStream(Stream):
             projected,
             labels,
             frozenset(found),
-            transform=transform,
-            bias=bias,
+            Epilogue(transform, bias),
             scratch=self.job.plan.scratch,
             backend=self.job.backend,
         )

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.plan import make_plan
 from liger_losses.chunked.engine.projection import can_fuse, operand_dtype
 from liger_losses.chunked.engine.stream import Job, Statistics
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.kernels import BACKENDS, choose_backend
+from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
@@ -354,9 +354,8 @@ def _prepare(
         tokens = Tokens.select(
             tuple(labels), vocab_size=weight.shape[0], ignore_index=options.ignore_index, compact=options.compact
         )
-    backend = choose_backend(
-        torch.empty(0, dtype=torch.promote_types(torch.float32, compute_dtype), device=weight.device), options.backend
-    )
+    logits_dtype = torch.promote_types(torch.float32, compute_dtype)
+    backend = choose_backend(options.backend, [(weight.device, logits_dtype)], dtypes=LOGIT_DTYPES)
     operand = operand_dtype(compute_dtype, weight.device, backend)
     logits_dtype = torch.promote_types(torch.float32, operand)
     grad = torch.is_grad_enabled()

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
 
@@ -281,24 +281,21 @@ class Stream:
             values["lse"],
             job.tokens.labels[rows],
             coefficients,
+            Epilogue(job.transform, self.bias, job.class_weight).columns(columns),
             first_column=columns.start,
             vocab_size=self.vocab_size,
-            transform=job.transform,
-            bias=None if self.bias is None else self.bias[columns],
-            class_weight=None if job.class_weight is None else job.class_weight[columns],
             backend=job.backend,
         )
 
     def _fused_statistics(self, rows: slice, values: Mapping[str, Tensor]) -> None:
         """Statistics whose logits never reach memory, into ``values``."""
         job, hidden, labels = self.job, self._hidden_rows(rows), self.job.tokens.labels[rows]
-        common: dict[str, Any] = {"transform": job.transform, "bias": self.bias, "backend": job.backend}
+        epilogue = Epilogue(job.transform, self.bias, job.class_weight)
         if job.names <= {"logp", "lse"}:
-            linear_exponentials(hidden, self.weight, labels, found=Exponentials.into(values), **common)
+            found = Exponentials.into(values)
+            linear_exponentials(hidden, self.weight, labels, None, epilogue, found=found, backend=job.backend)
             return
-        statistics = linear_softmax_statistics(
-            hidden, self.weight, labels, job.names, class_weight=job.class_weight, **common
-        )
+        statistics = linear_softmax_statistics(hidden, self.weight, labels, job.names, epilogue, backend=job.backend)
         for name, value in values.items():
             value.copy_(statistics[name])
 

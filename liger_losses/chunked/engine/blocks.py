@@ -17,6 +17,7 @@ from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics

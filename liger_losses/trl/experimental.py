@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
+from liger_losses.chunked.engine import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, allow_materialization

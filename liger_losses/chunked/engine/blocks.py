@@ -17,7 +17,6 @@ from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
-from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -66,9 +65,7 @@ class LogitBlock:
         self.opened, self.call = opened, opened.call
         self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.logits_dtype)
 
-    def fill(
-        self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None
-    ) -> None:
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
         call, projected = self.call, self._project(hidden)
         computed = softmax_statistics(
             projected,
@@ -193,9 +190,7 @@ class ExponentialBlock:
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
 
-    def fill(
-        self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None
-    ) -> None:
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
         call, opened = self.call, self.opened
         exponentials = self.exponentials[: len(hidden), : opened.vocab_size]
         self.offsets = linear_exponentials(

@@ -152,7 +152,9 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        return frozenset({*self.query.statistics, *self.query.metrics, "lse"}) - linear_metrics(self.query, self.transform)
+        return frozenset({*self.query.statistics, *self.query.metrics, "lse"}) - linear_metrics(
+            self.query, self.transform
+        )
 
     @property
     def logits_dtype(self) -> torch.dtype:

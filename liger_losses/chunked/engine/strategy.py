@@ -120,7 +120,9 @@ def make_call(
 def _check_query(query: Query, head: Head, hidden: Sequence[Tensor], shapes: Sequence[torch.Size]) -> int:
     """Raise TypeError or ValueError for a query that does not fit; return the number of columns it is about."""
     check_vector("class_weight", query.class_weight, head.weight)
-    names, metrics, vocab_size = _DIFFERENTIABLE, STATISTICS, head.vocab_size
+    names: tuple[str, ...] = _DIFFERENTIABLE
+    metrics: tuple[str, ...] = STATISTICS
+    vocab_size = head.vocab_size
     if query.selected is not None:
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.ops import EngineOptions, linear_statistics
+from liger_losses.chunked.engine import EngineOptions, linear_statistics
 from liger_losses.chunked.engine.plan import default_workspace
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable

@@ -127,3 +127,14 @@ class HiddenGradients:
         out_view = self.out_view(rows)
         if values is not None and (out_view is None or out_view.data_ptr() != values.data_ptr()):
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)
+
+
+class Gradients:
+    """All gradients of a call."""
+
+    def __init__(self, opened: OpenCall) -> None:
+        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """``(grad_weight, grad_bias, *grad_hidden)``."""
+        return *self.head.results(), *self.hidden.results

@@ -5,7 +5,6 @@ N active tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -124,10 +123,10 @@ def padded(columns: int) -> int:
     return -(-columns // 64) * 64
 
 
-def blocks(total: int, size: int) -> Iterator[slice]:
+def blocks(total: int, size: int) -> list[slice]:
     """Slices of at most ``size`` that cover ``range(total)``."""
     size = max(size, 1)
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:

@@ -79,7 +79,7 @@ class LogitBlock(Block):
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
-        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.logits_dtype)
+        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.work.logits_dtype)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected = self.call, self._project(part.hidden)
@@ -162,7 +162,7 @@ def projection_gradient(
     """
     call, count, width = opened.call, len(part.hidden), columns.stop - columns.start
     return softmax_gradient_into(
-        projections.view(call.operand_dtype)[:count, :width],
+        projections.view(call.work.operand_dtype)[:count, :width],
         projections[:count, :width],
         part.values["lse"],
         call.tokens.labels[part.rows],

@@ -181,28 +181,22 @@ class Call:
         query: what is asked, with per-token tensors of the active tokens.
         transform: from projections to logits.
         tokens: the active ones.
+        work: dtypes, and what blocks hold.
         plan: sizes of the blocks.
         strategy: one of :data:`STRATEGIES`.
-        operand_dtype: dtype of the products' operands.
         grad_weight_dtype: dtype in which the weight's gradient is accumulated.
         backend: ``torch`` or ``triton``.
-        gathers: whether hidden states are copied before they are multiplied.
-        fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
-        exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
         needs_hidden, needs_weight, needs_bias: what needs a gradient.
     """
 
     query: Query
     transform: LogitTransform
     tokens: Tokens
+    work: Workload
     plan: Plan
     strategy: str
-    operand_dtype: torch.dtype
     grad_weight_dtype: torch.dtype
     backend: str
-    gathers: bool
-    fused: bool
-    exponentials: bool
     needs_hidden: tuple[bool, ...]
     needs_weight: bool
     needs_bias: bool
@@ -221,11 +215,6 @@ class Call:
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
         return frozenset({*self.outputs, "lse"}) - self.linear_metrics
-
-    @cached_property
-    def logits_dtype(self) -> torch.dtype:
-        """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
-        return torch.promote_types(torch.float32, self.operand_dtype)
 
     def open(self, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> OpenCall:
         """The call with the tensors that autograd tracks."""
@@ -254,7 +243,7 @@ class OpenCall:
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        self.projection = Projection(self.weight, call.operand_dtype, call.plan.weight_chunk)
+        self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk)
         self.epilogue = Epilogue(call.transform, self.bias, call.query.class_weight)
 
 
@@ -309,7 +298,6 @@ def make_call(
     computed = {*query.statistics, *query.metrics} - query.linear_metrics(head.transform)
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and operand == torch.bfloat16 and computed <= {"logp", "lse"}
-    gathers = _gathers(hidden, tokens, operand)
     temporaries = 4 if backend == "torch" or (needs_bias and query.comparison is None) else 0
     work = Workload(
         tokens=tokens.count,
@@ -319,7 +307,7 @@ def make_call(
         weight_dtype=head.weight.dtype,
         device=head.weight.device,
         temporaries=TEMPORARIES if temporaries and query.comparison is not None else temporaries,
-        gathers=gathers,
+        gathers=_gathers(hidden, tokens, operand),
         fused=fused,
         exponentials=exponentials,
         fused_products=fused_products,
@@ -343,17 +331,14 @@ def make_call(
         # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
         grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
     call = Call(
-        query=query.of_active_tokens(tokens, torch.promote_types(torch.float32, operand)),
+        query=query.of_active_tokens(tokens, work.logits_dtype),
         transform=head.transform,
         tokens=tokens,
+        work=work,
         plan=plan,
         strategy=strategy,
-        operand_dtype=operand,
         grad_weight_dtype=grad_weight_dtype,
         backend=backend,
-        gathers=gathers,
-        fused=fused,
-        exponentials=exponentials,
         needs_hidden=needs_hidden,
         needs_weight=needs_weight,
         needs_bias=needs_bias,

@@ -45,11 +45,11 @@ class DivergenceBlock(Block):
         assert comparison is not None
         self.comparison, self.rows = comparison, rows
         shape = min(call.plan.part_rows, rows), padded(self.vocab_size)
-        self.logits = [opened.weight.new_empty(shape, dtype=call.logits_dtype) for _ in range(2)]
+        self.logits = [opened.weight.new_empty(shape, dtype=call.work.logits_dtype) for _ in range(2)]
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         soft = replace(call.transform, temperature=comparison.temperature)
-        fused = can_fuse(opened.weight, call.operand_dtype, call.backend)
+        fused = can_fuse(opened.weight, call.work.operand_dtype, call.backend)
         self.student = _Model(opened.projection, Epilogue(soft, opened.bias), fused)
         self.teacher_epilogue, self.teacher = self._teacher()
 
@@ -61,16 +61,16 @@ class DivergenceBlock(Block):
         head = teacher.head.detach().columns(slice(0, self.vocab_size))
         bias = None if head.bias is None else head.bias.contiguous()
         epilogue = Epilogue(replace(head.transform, temperature=temperature), bias)
-        projection = Projection(head.weight, call.operand_dtype, call.plan.weight_chunk)
+        projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
         states = teacher.hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
-        return epilogue, _Model(projection, epilogue, can_fuse(head.weight, call.operand_dtype, call.backend))
+        return epilogue, _Model(projection, epilogue, can_fuse(head.weight, call.work.operand_dtype, call.backend))
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         if upstream is not None and self.gradient is None:
             self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
             if self.call.needs_bias:
-                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.logits_dtype)
+                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.work.logits_dtype)
         if self.grad_bias is not None:
             self.grad_bias.zero_()
         for at in blocks(len(part.hidden), self.call.plan.part_rows):
@@ -147,7 +147,7 @@ class DivergenceBlock(Block):
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
         tokens, teacher = self.call.tokens, self.comparison.teacher
         if self.teacher is not None:
-            hidden = tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.operand_dtype)
+            hidden = tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
             self._compute_logits(out, {"lse": lse}, self.teacher, hidden, labels)
             return
         assert isinstance(teacher, TeacherLogits)

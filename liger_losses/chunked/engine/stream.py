@@ -34,7 +34,7 @@ class Stream:
         self.opened, self.call, self.count = opened, opened.call, opened.count
         self.mean_logit: MeanLogit | None = None
         if "mean_logit" in self.call.linear_metrics:
-            factor, dtype = self.call.transform.factor, self.call.operand_dtype
+            factor, dtype = self.call.transform.factor, self.call.work.operand_dtype
             self.mean_logit = MeanLogit(opened.weight, opened.bias, factor, dtype)
 
     # --- Whole passes ------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Stream:
     def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Block | None]:
         """The statistics ``[N]`` of every active token, and with ``keep_block`` one block that holds all of them."""
         values = self._empty_statistics()
-        if not keep_block and self.call.fused:
+        if not keep_block and self.call.work.fused:
             for part in self._parts(self._fused_rows(), values):
                 self._fill(None, part)
             return values, None
@@ -114,7 +114,7 @@ class Stream:
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         values, weights = self._empty_statistics(), self.call.query.token_weights
-        losses = torch.empty(self.count, dtype=self.call.logits_dtype, device=self.opened.weight.device)
+        losses = torch.empty(self.count, dtype=self.call.work.logits_dtype, device=self.opened.weight.device)
         block, grads = self._block(self.call.plan.rows), None
         for part in self._parts(self.call.plan.rows, values):
             known = None if weights is None else _rows_of(weights, part.rows)
@@ -135,17 +135,17 @@ class Stream:
         """The active tokens, ``size`` or fewer at a time."""
         for rows in blocks(self.count, size):
             hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
-            yield Part(rows, hidden.to(self.call.operand_dtype), _rows_of(values, rows))
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), _rows_of(values, rows))
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
-        if not self.call.gathers:
+        if not self.call.work.gathers:
             return self.count
         parts = -(-self.count // self.call.plan.tile_rows)
         return -(-self.count // max(parts, 1))
 
     def _block(self, rows: int) -> Block:
-        kind: type[Block] = ExponentialBlock if self.call.exponentials else LogitBlock
+        kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
         if self.call.query.comparison is not None:
             kind = DivergenceBlock
         return kind(self.opened, min(rows, self.count))
@@ -166,7 +166,7 @@ class Stream:
     def _tiles(self) -> Tensor:
         """Memory of the gradient pass's tiles: half-precision gradients, or the fp32 projections they overwrite."""
         plan, call = self.call.plan, self.call
-        dtype = call.operand_dtype if call.fused else call.logits_dtype
+        dtype = call.work.operand_dtype if call.work.fused else call.work.logits_dtype
         rows, columns = min(plan.tile_rows, self.count), padded(min(plan.tile_columns, self.opened.vocab_size))
         return torch.empty(rows, columns, dtype=dtype, device=self.opened.weight.device)
 
@@ -176,7 +176,7 @@ class Stream:
         """d loss / d projection ``[R, C]`` in the operand dtype, recomputed."""
         opened, call, width = self.opened, self.call, columns.stop - columns.start
         tile = tiles[: len(part.hidden), :width]
-        if not call.fused:
+        if not call.work.fused:
             opened.projection.into(tile, part.hidden, columns.start, columns.stop)
             return projection_gradient(opened, tiles, part, columns, coefficients, grad_bias)
         return linear_softmax_gradient_into(
@@ -210,7 +210,7 @@ class Stream:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token."""
 
         def empty(name: str) -> Tensor:
-            dtype = torch.int64 if name == "argmax" else self.call.logits_dtype
+            dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
             selected = self.call.query.selected if name == "selected_logps" else None
             shape = (self.count,) if selected is None else selected.shape
             return torch.empty(shape, dtype=dtype, device=self.opened.weight.device)

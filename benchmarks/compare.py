@@ -86,8 +86,7 @@ def cases() -> Iterator[tuple[str, Make]]:
             return loss_call(load(":LigerFusedLinearCrossEntropyLoss")(), given, leaves)
 
         def logps(load: Any, given: Any = given, leaves: Any = leaves) -> Call:
-            function = load(":linear_logps")
-            return loss_call(lambda weight, hidden, labels: function(hidden, weight, labels), given, leaves)
+            return loss_call(load(":linear_logps"), (given[1], given[0], given[2]), leaves)
 
         def without_gradient(load: Any, given: Any = given) -> Call:
             function, frozen = load(":linear_logps"), [part.detach() for part in given]

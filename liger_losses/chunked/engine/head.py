@@ -194,7 +194,7 @@ class MeanLogit:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, factor: float, operand_dtype: torch.dtype) -> None:
         mean = _mean_row(weight, torch.promote_types(torch.float32, operand_dtype))
-        self.factor, self.bias = factor, None if bias is None else bias.mean()
+        self.factor, self.bias = factor, None if bias is None else bias.mean(dtype=mean.dtype)
         # fp16 holds the digits of numbers up to 1 only.
         self.unit = mean.abs().amax().clamp(min=torch.finfo(mean.dtype).tiny)
         rest, parts = mean / self.unit, []

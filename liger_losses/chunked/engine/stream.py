@@ -6,6 +6,7 @@ N active tokens, H hidden size, V vocabulary size, R rows and C columns of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,10 +33,6 @@ class Stream:
 
     def __init__(self, opened: OpenCall) -> None:
         self.opened, self.call, self.count = opened, opened.call, opened.count
-        self.mean_logit: MeanLogit | None = None
-        if "mean_logit" in self.call.linear_metrics:
-            factor, dtype = self.call.transform.factor, self.call.work.operand_dtype
-            self.mean_logit = MeanLogit(opened.weight, opened.bias, factor, dtype)
 
     # --- Whole passes ------------------------------------------------------------------------------------------
 
@@ -152,12 +149,17 @@ class Stream:
 
     def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
         """Compute all of the part's statistics, without logits in memory where there is no block."""
-        if self.mean_logit is not None:
-            self.mean_logit.into(part.values["mean_logit"], part.hidden)
+        if self.call.linear_metrics:
+            self._mean_logit.into(part.values["mean_logit"], part.hidden)
         if block is not None:
             block.fill(part, upstream)
         else:
             self._fused_statistics(part)
+
+    @cached_property
+    def _mean_logit(self) -> MeanLogit:
+        work, transform = self.call.work, self.call.transform
+        return MeanLogit(self.opened.weight, self.opened.bias, transform.factor, work.operand_dtype)
 
     def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
         out_view = grads.hidden.out_view(part.rows)

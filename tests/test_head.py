@@ -1,0 +1,247 @@
+"""Heads: what makes one, what is refused, that a call checks each once, and that a metric never chooses the kernel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import liger_losses
+from liger_losses import (
+    EngineOptions,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LogitTransform,
+    Teacher,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+)
+from liger_losses.chunked.engine import checks
+from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.chunked.engine.head import MeanLogit
+from tests.reference import double, plain_statistics, problem
+
+ROOT = Path(liger_losses.__file__).parent
+
+
+def linear_of(weight, bias=None):
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.detach())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach())
+    return layer
+
+
+def test_a_head_of_tensors_modules_and_heads():
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    transform = LogitTransform(0.7, 1.3, 4.0)
+    expected = linear_statistics(hidden, weight, labels, "logp", bias=bias, transform=transform).logp
+    layer = linear_of(weight, bias)
+    for head in (
+        Head(weight, bias, transform),
+        Head.of(weight, bias, transform),
+        Head.of(layer, transform=transform),
+        Head.of(Head(weight, bias), transform=transform),
+        Head.of(Head(weight, transform=transform), bias),
+        Head.of(Head(weight, bias, LogitTransform(softcap=4.0)), transform=LogitTransform(0.7, 1.3)),
+    ):
+        assert torch.equal(linear_statistics(hidden, head, labels, "logp").logp, expected)
+    tied = nn.Embedding(31, 8, _weight=weight.detach())
+    assert torch.equal(linear_logps(hidden, tied, labels), linear_logps(hidden, weight, labels))
+    assert torch.equal(linear_logps(hidden, layer, labels), linear_logps(hidden, weight, labels, bias=bias))
+
+
+def test_gradients_reach_the_tensors_of_a_head():
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    expected = torch.autograd.grad(linear_logps(hidden, weight, labels, bias=bias).sum(), (hidden, weight, bias))
+    found = torch.autograd.grad(linear_logps(hidden, Head(weight, bias), labels).sum(), (hidden, weight, bias))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_makes_no_head():
+    weight = torch.randn(31, 8)
+
+    class Model(nn.Module):
+        def get_output_embeddings(self):
+            return None
+
+    class Adapter(nn.Module):
+        base_layer = None
+
+    for wrong, words in (
+        (Model(), r"whole model.*model\.get_output_embeddings\(\)"),
+        (Adapter(), "adapter around the head.*merged_weight"),
+        (nn.LayerNorm(8), "LayerNorm, which is no nn.Linear"),
+        (torch.zeros(31, 8, dtype=torch.int8), "weight must be floating point"),
+        ([1.0], "weight must be a tensor"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            Head.of(wrong)
+    for make, words in (
+        (lambda: Head(weight[0]), r"\[vocab_size, hidden_size\]"),
+        (lambda: Head(weight[:0]), "must not be empty"),
+        (lambda: Head(weight, torch.zeros(30)), r"bias must be \[31\]"),
+        (lambda: Head.of(Head(weight, torch.zeros(31)), torch.zeros(31)), "bias was given twice"),
+        (
+            lambda: Head.of(Head(weight, None, LogitTransform(softcap=3.0)), transform=LogitTransform(softcap=4.0)),
+            "softcap was given twice: the head has 3.0, and 4.0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+def test_a_teacher_has_a_head_of_its_own():
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    states, other, _, other_bias = problem(20, 12, 31, bias=True, seed=3)
+    divergence = liger_losses.Divergence.forward_kl()
+    transform = LogitTransform(logit_scale=1.2, softcap=5.0)
+    expected = linear_divergence(hidden, weight, labels, Teacher(states, other, other_bias, 1.2, 5.0), divergence)
+    found = linear_divergence(hidden, weight, labels, Teacher(states, Head(other, other_bias, transform)), divergence)
+    assert torch.equal(found.divergence, expected.divergence)
+
+
+# --- A metric never chooses the kernel -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_logit_without_logits(dtype):
+    hidden, weight, labels, bias = problem(50, 24, 97, dtype=dtype, bias=True)
+    transform = {"temperature": 0.8, "logit_scale": 1.7}
+    found = linear_statistics(
+        hidden, weight, labels, "logp", metrics="mean_logit", bias=bias, transform=LogitTransform(**transform)
+    )
+    exact_hidden, exact_weight, exact_bias = double(hidden, weight, bias)
+    exact = plain_statistics(exact_hidden, exact_weight, labels, exact_bias, **transform)["mean_logit"]
+    bound = 1e-13 if dtype == torch.float64 else 2e-6
+    assert (found.mean_logit - exact).abs().max() <= bound * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_three_half_precision_rows_hold_the_mean_row(dtype, scale):
+    weight, hidden = torch.randn(300, 64) * min(scale, 100.0 if dtype == torch.float16 else scale), torch.randn(9, 64)
+    weight, hidden = weight.to(dtype), hidden.to(dtype)
+    mean = MeanLogit(weight, None, 1.0, dtype)
+    assert mean.rows.shape == (64, 3)
+    out = torch.empty(9)
+    mean.into(out, hidden)
+    exact = hidden.double() @ weight.double().mean(0)
+    assert (out - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("softcap", "statistics", "linear"),
+    [(None, ("logp",), True), (3.0, ("logp",), False), (None, ("logp", "mean_logit"), False)],
+)
+def test_a_metric_does_not_choose_the_kernel(softcap, statistics, linear):
+    hidden, weight, labels, _ = problem(50, 24, 97, dtype=torch.bfloat16)
+    head, options = Head(weight, transform=LogitTransform(softcap=softcap)), EngineOptions(backend="triton")
+    plain, _ = make_call(hidden, head, labels, Query(statistics), options)
+    call, _ = make_call(hidden, head, labels, Query(statistics, ("mean_logit",)), options)
+    assert ("mean_logit" not in call.block_names) == linear
+    if linear:
+        assert call.work.exponentials
+        assert call.work == plain.work
+        assert call.plan == plain.plan
+
+
+# --- The way of a call -----------------------------------------------------------------------------------------------
+
+
+def loss_calls():
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape):
+        return (torch.randn(*shape, generator=generator) * 0.3).to(torch.bfloat16).requires_grad_()
+
+    tokens, hidden_size, vocab_size = 140, 32, 300
+    weight, ref_weight = tensor(vocab_size, hidden_size), tensor(vocab_size, hidden_size).detach()
+    hidden, ref_hidden = tensor(tokens, hidden_size), tensor(tokens, hidden_size).detach()
+    labels = torch.randint(vocab_size, (tokens,), generator=generator)
+    labels[:5] = -100
+    pairs = (hidden.view(4, -1, hidden_size), labels.view(4, -1))
+    ref_pairs = ref_hidden.view(4, -1, hidden_size)
+    good = torch.tensor([True, False, True, False])
+    mask, advantages = torch.ones(4, tokens // 4), torch.tensor([1.0, -1.0, 0.5, 0.2])
+    ids = labels.clamp(min=0).view(4, -1)
+    options = {"backend": "triton"}
+    return {
+        "cross-entropy": (1, lambda: LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, labels)),
+        "DPO": (
+            2,
+            lambda: LigerFusedLinearDPOLoss(**options, workspace=2**18)(weight, *pairs, None, ref_pairs, ref_weight)[0],
+        ),
+        "KTO": (
+            2,
+            lambda: LigerFusedLinearKTOLoss(use_ref_model=True, **options)(
+                pairs[0], weight, pairs[1], None, good, ref_pairs, ref_weight, kl=0.0
+            )[0],
+        ),
+        "GRPO": (
+            2,
+            lambda: LigerFusedLinearGRPOLoss(**options)(
+                pairs[0], weight, ids, mask, advantages, ref_input=ref_pairs, ref_weight=ref_weight
+            )[0],
+        ),
+        "JSD": (
+            2,
+            lambda: LigerFusedLinearJSDLoss(**options, chunk_size=28)(
+                weight, hidden, labels, Teacher(ref_hidden, ref_weight)
+            )[0],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "DPO", "KTO", "GRPO", "JSD"])
+def test_a_call_checks_each_head_once(name, monkeypatch):
+    heads, call = loss_calls()[name]
+    checked = []
+    check = checks.check_weight
+
+    def counted(weight, bias=None):
+        checked.append(weight)
+        return check(weight, bias)
+
+    monkeypatch.setattr("liger_losses.chunked.engine.head.check_weight", counted)
+    call().backward()
+    assert len(checked) == heads
+
+
+#: Files of the package that a call passes, and calls that cross from one of them into another.
+MOST = {"cross-entropy": (20, 117), "DPO": (21, 206), "JSD": (21, 300)}
+
+
+@pytest.mark.parametrize("name", list(MOST))
+def test_a_call_passes_few_files(name):
+    pytest.importorskip("triton")
+    _, call = loss_calls()[name]
+    call().backward()  # compiles and fills caches
+    files, crossings, stack = set(), 0, []
+
+    def trace(frame, event, _):
+        nonlocal crossings
+        file = frame.f_code.co_filename
+        if not file.startswith(str(ROOT)):
+            return
+        if event == "call":
+            crossings += bool(stack) and stack[-1] != file
+            files.add(file)
+            stack.append(file)
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(trace)
+    try:
+        call().backward()
+    finally:
+        sys.setprofile(None)
+    most_files, most_crossings = MOST[name]
+    assert len(files) <= most_files, sorted(Path(file).relative_to(ROOT) for file in files)
+    assert crossings <= most_crossings

@@ -191,11 +191,9 @@ def _verdict(kind: ModuleType, module: nn.Module) -> Any:
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    from liger_losses.patching.lazy_head import LazyLinear, patch_head
+    from liger_losses.patching.lazy_head import is_patched_head, patch_head
 
-    before = [
-        Entry(path, "Linear", "LazyLinear") for path, module in model.named_modules() if type(module) is LazyLinear
-    ]
+    before = [Entry(path, "Linear", "LazyLinear") for path, module in model.named_modules() if is_patched_head(module)]
     changes = patch_head(model, filter_fn)
     names = [nn.Linear if change.replaced_by else type(change.module) for change in changes]
     return before + [

@@ -17,6 +17,7 @@ from liger_losses.kernels.plain import is_plain
 from liger_losses.patching.gates import CASES, Gate, case_of, inner_values, match_gate
 from liger_losses.patching.kinds import PatchKind
 from liger_losses.patching.probing import (
+    REQUIRED,
     Case,
     Mismatch,
     Observed,
@@ -24,9 +25,8 @@ from liger_losses.patching.probing import (
     children_of,
     copy_of,
     isolated,
-    positional_parameters,
+    positional_defaults,
     random,
-    required_names,
     unchanged,
 )
 
@@ -78,7 +78,7 @@ class _GatedMLPs(PatchKind):
         down = [child.in_features for child in linears.values()]
         if not any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner)):
             return False
-        return len(required_names(positional_parameters(module.forward))) == 1
+        return sum(default is REQUIRED for default in positional_defaults(module.forward).values()) == 1
 
     def match(self, module: nn.Module) -> GatedMLP:
         """Runs copies whose linear layers return given values."""
@@ -106,7 +106,7 @@ class _GatedMLPs(PatchKind):
 
     def is_worth_listing(self, module: nn.Module) -> bool:
         """Modules whose forward takes one argument and no more."""
-        return len(positional_parameters(module.forward)) == 1
+        return len(positional_defaults(module.forward)) == 1
 
 
 GATED_MLPS = _GatedMLPs()

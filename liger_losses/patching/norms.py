@@ -17,6 +17,7 @@ from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching.kinds import PatchKind
 from liger_losses.patching.probing import (
+    REQUIRED,
     Case,
     Functions,
     Mismatch,
@@ -25,9 +26,8 @@ from liger_losses.patching.probing import (
     floats_of,
     isolated,
     observe,
-    positional_parameters,
+    positional_defaults,
     random,
-    required_names,
     shape_of,
     unchanged,
 )
@@ -121,16 +121,13 @@ class _Norms(PatchKind):
 
     def match(self, module: nn.Module) -> Norm:
         """A second argument is tried as a gate first; one that is optional may also be left out."""
-        gates = _tensor_arguments(module)[1:]
-        if not gates:
-            return _match(module, None)
-        try:
-            return _match(module, gates[0])
-        except Mismatch as gated:
+        mismatches = []
+        for gate in (*_tensor_arguments(module)[1:2], None):
             try:
-                return _match(module, None)
-            except Mismatch:
-                raise gated from None
+                return _match(module, gate)
+            except Mismatch as mismatch:
+                mismatches.append(mismatch)
+        raise mismatches[0]
 
     def is_worth_listing(self, module: nn.Module) -> bool:
         """Modules with parameters, and those whose class is named a norm."""
@@ -142,12 +139,11 @@ NORMS = _Norms()
 
 def _tensor_arguments(module: nn.Module) -> list[str]:
     """The arguments that may be tensors: the required ones, and a second one that may be None."""
-    positional = positional_parameters(module.forward)
-    required = required_names(positional)
+    defaults = positional_defaults(module.forward)
+    required = [name for name, default in defaults.items() if default is REQUIRED]
     if not 1 <= len(required) <= 2:
         raise Mismatch(f"its forward takes {len(required)} arguments")
-    optional = [p.name for p in positional[1:2] if len(required) == 1 and p.default is None]
-    return required + optional
+    return required + [name for name in list(defaults)[1:2] if defaults[name] is None]
 
 
 def _match(module: nn.Module, gate: str | None) -> Norm:

@@ -133,15 +133,7 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
 
     @classmethod
     def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """Make a model with random weights and patch it.
-
-        Args:
-            args, kwargs: those of ``AutoModelForCausalLM.from_config``.
-            patch_options: keyword arguments of :func:`patch`.
-
-        Returns:
-            The model; its ``liger_report`` says what was replaced.
-        """
+        """Make a model with random weights and patch it; arguments and result are as in :meth:`from_pretrained`."""
         return cls._load("from_config", args, kwargs, patch_options)
 
     @staticmethod
@@ -170,9 +162,8 @@ def _patch_module(
 ) -> Entry | None:
     """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
 
-    Args:
-        matches: results of earlier searches, a replacement or the reason, by the kind and its key. The module is
-            stored beside its result, as keys contain addresses of objects that it holds.
+    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
+    keys contain addresses of objects that they hold.
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
@@ -218,7 +209,7 @@ def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
             entries.append(Entry(path, name, None, LEFT_OUT))
             continue
         try:
-            rotation = rotations.rotation_of(namespace, name)
+            rotation = rotations.rotation_of(namespace[name])
         except Mismatch as mismatch:
             entries.append(Entry(path, name, None, str(mismatch)))
             continue

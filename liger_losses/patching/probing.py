@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _Candidate = TypeVar("_Candidate")
+REQUIRED = inspect.Parameter.empty
 
 
 class Mismatch(Exception):
@@ -52,15 +53,10 @@ def floats_of(module: nn.Module) -> list[float]:
     return list(dict.fromkeys(value for value in vars(module).values() if type(value) is float))
 
 
-def positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function that can be passed by position."""
+def positional_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters that can be passed by position, with their defaults; :data:`REQUIRED` for those without one."""
     parameters = inspect.signature(function).parameters.values()
-    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def required_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
-    """The names of parameters without a default."""
-    return [p.name for p in parameters if p.default is p.empty]
+    return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
 # --- Copies and their state -------------------------------------------------------------------------------------------
@@ -73,13 +69,9 @@ def copy_of(
     *,
     with_parameters: bool = True,
 ) -> nn.Module:
-    """Copy a module to the CPU; neither its parameters nor replaced children are copied, so large ones cost nothing.
+    """Copy a module to the CPU, with random fp32 parameters (or empty ones), and ``stand_ins`` for some children.
 
-    Args:
-        module: what to copy.
-        generator: for the values of the copy's own parameters, in fp32.
-        stand_ins: what to put in the place of some of its children.
-        with_parameters: give its own parameters their shape; else they are empty.
+    Neither its parameters nor the replaced children are copied, so that large modules cost nothing.
 
     Raises:
         Mismatch: the module cannot be copied.
@@ -181,14 +173,10 @@ def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequ
 def check_close(
     what: str, actual: Tensor | None, expected: Tensor | None, tolerance: float, rare: float | None = None
 ) -> None:
-    """Raise Mismatch unless two tensors agree.
+    """Raise Mismatch unless two tensors (``None``: no gradient) agree within ``tolerance`` of the row's largest entry.
 
-    Args:
-        what: names the tensor in the message.
-        actual, expected: ``None`` for a gradient that does not exist.
-        tolerance: the largest error, as a share of the row's largest entry.
-        rare: the largest error of one element in two hundred, for half precision, which rounds to the other side
-            where sums are taken in another order.
+    With ``rare``, one element in two hundred may be off by that much instead: sums in another order sometimes round to
+    another number of a half precision.
     """
     if actual is None or expected is None:
         if actual is not expected:
@@ -215,13 +203,9 @@ class Case:
     """What a module returned for some inputs; a candidate must return the same, with the same gradients.
 
     Attributes:
-        name: names the case in messages.
-        inputs, observed: what the module was given, and what it returned.
         function_of: from a candidate to the function of the inputs that it computes.
         tolerance, rare: of the output; see :func:`check_close`.
-        grad_tolerance: of the inputs' gradients.
-        parameters: other leaves, by name, whose gradients were taken.
-        parameter_tolerance: of their gradients.
+        parameters: the other leaves, by name, whose gradients were observed.
     """
 
     name: str

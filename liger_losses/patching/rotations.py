@@ -12,8 +12,8 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rope import rope
 from liger_losses.patching.probing import (
+    REQUIRED,
     Case,
     Mismatch,
     first_match,
     isolated,
     observe,
-    positional_parameters,
+    positional_defaults,
     random,
-    required_names,
 )
 from liger_losses.patching.swap import original_class
 
@@ -85,11 +85,11 @@ def match(function: Callable[..., Any]) -> Rotation:
     Raises:
         Mismatch: there is no kernel for it; the message says why.
     """
-    positional = positional_parameters(function)
-    names = [p.name for p in positional]
+    defaults = positional_defaults(function)
+    names = list(defaults)
     tensors = names.index("cos") if "cos" in names else 0
-    required = required_names(positional[tensors + 2 :])
-    if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or required:
+    needs_more = any(defaults[name] is REQUIRED for name in names[tensors + 2 :])
+    if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or needs_more:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
     candidates = (
         Rotation(tensors, *form)
@@ -171,60 +171,55 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
 # --- Replacing them ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Replaced:
-    """A replaced global, and the ids of the models for which it was replaced."""
+class _Replaced(NamedTuple):
+    """Where a function was replaced, by what, and for which models (their ids)."""
 
     namespace: dict[str, Any]
     name: str
-    original: Callable[..., Any]
-    wrapper: Callable[..., Any]
     rotation: Rotation
-    models: set[int] = field(default_factory=set)
+    models: set[int]
 
 
-#: By the id of the namespace and the name in it.
-_REPLACED: dict[tuple[int, str], _Replaced] = {}
+#: By the function that is there now.
+_REPLACED: dict[Any, _Replaced] = {}
 
 
 def replace_function(model: nn.Module, namespace: dict[str, Any], name: str, rotation: Rotation) -> None:
     """Replace a global function for a model, until :func:`release` or until the model is deleted."""
-    key = id(namespace), name
-    if key not in _REPLACED:
-        original = namespace[name]
-        namespace[name] = _wrapper(original, rotation)
-        _REPLACED[key] = _Replaced(namespace, name, original, namespace[name], rotation)
-    if id(model) not in _REPLACED[key].models:
-        _REPLACED[key].models.add(id(model))
-        weakref.finalize(model, _release, key, id(model))
+    wrapper: Any = namespace[name]
+    if wrapper not in _REPLACED:
+        wrapper = namespace[name] = _wrapper(wrapper, rotation)
+        _REPLACED[wrapper] = _Replaced(namespace, name, rotation, set())
+    if id(model) not in _REPLACED[wrapper].models:
+        _REPLACED[wrapper].models.add(id(model))
+        weakref.finalize(model, _release, wrapper, id(model))
 
 
 def release(model: nn.Module) -> None:
     """Put the functions back that no other model needs replaced."""
-    for key in list(_REPLACED):
-        _release(key, id(model))
+    for wrapper in list(_REPLACED):
+        _release(wrapper, id(model))
 
 
-def _release(key: tuple[int, str], model: int) -> None:
-    replaced = _REPLACED.get(key)
+def _release(wrapper: Any, model: int) -> None:
+    replaced = _REPLACED.get(wrapper)
     if replaced is None or model not in replaced.models:
         return
     replaced.models.discard(model)
     if not replaced.models:
-        del _REPLACED[key]
-        if replaced.namespace.get(replaced.name) is replaced.wrapper:
-            replaced.namespace[replaced.name] = replaced.original
+        del _REPLACED[wrapper]
+        if replaced.namespace.get(replaced.name) is wrapper:
+            replaced.namespace[replaced.name] = wrapper.__wrapped__
 
 
-def rotation_of(namespace: dict[str, Any], name: str) -> Rotation:
-    """The rotation that a global was replaced by, or else the one that it computes.
+def rotation_of(function: Callable[..., Any]) -> Rotation:
+    """The rotation by which a function was replaced, or else the one that it computes.
 
     Raises:
         Mismatch: as :func:`match`.
     """
-    replaced = _REPLACED.get((id(namespace), name))
-    known = replaced is not None and namespace.get(name) is replaced.wrapper
-    return replaced.rotation if replaced is not None and known else match(namespace[name])
+    replaced = _REPLACED.get(function)
+    return match(function) if replaced is None else replaced.rotation
 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:

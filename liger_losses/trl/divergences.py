@@ -35,16 +35,12 @@ def mean_divergence(
 
     Args:
         hidden_states: ``[B, T, H]``, the student's.
-        head: the student's.
-        teacher: hidden states and head, or logits, of the same tokens.
+        head, teacher: the student's head; the teacher of the same tokens.
         mask: ``[B, T]``, True for active tokens.
         beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
         temperature: what both models' logits are divided by.
         divisor: instead of the number of active tokens.
-        metrics: ``("entropy",)`` to get the student's as well.
-
-    Returns:
-        The loss, and the :class:`Statistics` ``[B, T]`` without gradient.
+        metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
     """
     divisor = mask.sum().clamp(min=1) if divisor is None else torch.as_tensor(divisor, device=mask.device)
     return linear_divergence_loss(

@@ -29,10 +29,9 @@ from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, head_o
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
-    """A trainer's ``__init__`` that also makes the heads of the trainer's models lazy.
+    """A trainer's ``__init__`` that also makes the heads of its models lazy, or raises TypeError if it cannot.
 
-    Raises:
-        TypeError: the policy's head cannot be lazy. For a reference or teacher model, it is a warning.
+    A reference or teacher model whose head cannot be lazy computes its logits, with a warning.
     """
 
     @functools.wraps(init)
@@ -54,13 +53,7 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
 
 def with_forced_lazy_heads(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method in which heads are lazy without gradients too, as for a teacher."""
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with force_lazy_head():
-            return method(*args, **kwargs)
-
-    return wrapped
+    return force_lazy_head()(method)
 
 
 #: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.

@@ -42,15 +42,7 @@ OUTPUTS = {
 
 @dataclass(frozen=True)
 class FusedHeadOptions:
-    """The options of :func:`add_fused_lm_head`.
-
-    Args:
-        temperature: what logits are divided by.
-        cast_to_fp32: run the head in fp32, outside autocast.
-        outputs: which of :data:`OUTPUTS`.
-        one_pass: compute the gradient of ``loss`` in forward. The log-probabilities are differentiable too, but their
-            backward recomputes them.
-    """
+    """The options of :func:`add_fused_lm_head`, as the model carries them."""
 
     temperature: float = 1.0
     cast_to_fp32: bool = False
@@ -72,8 +64,11 @@ def add_fused_lm_head(
 
     Args:
         model: a causal language model of transformers.
-        temperature, cast_lm_head_to_fp32, outputs: as in TRL.
-        one_pass: see :class:`FusedHeadOptions`.
+        temperature: what logits are divided by.
+        cast_lm_head_to_fp32: run the head in fp32, outside autocast.
+        outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
+        one_pass: compute the gradient of ``loss`` in forward. The log-probabilities are differentiable too, but their
+            backward recomputes them.
 
     Raises:
         ValueError: unknown outputs, or a temperature that is not positive.
@@ -187,11 +182,7 @@ def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -
         if not differentiable:
             unit.reshard()
         for output in differentiable:
-            output.register_hook(functools.partial(_unshard, unit))
-
-
-def _unshard(unit: Any, gradient: Tensor) -> None:
-    unit.unshard()
+            output.register_hook(lambda gradient, unit=unit: unit.unshard())
 
 
 def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:

@@ -22,9 +22,8 @@ class Replacement:
     """What replaces an attribute.
 
     Args:
-        value: the new value; or a function from the original to it, with ``wraps``.
+        value: the new value; with ``wraps``, a function from the original to it.
         parameters: those that the original must take for the replacement to stand in for it.
-        wraps: whether ``value`` is called with the original.
     """
 
     value: Callable[..., Any]
@@ -38,8 +37,7 @@ class PatchPoint:
 
     Args:
         feature: what is unavailable if the attribute is missing.
-        module: where it is.
-        name: of the attribute; ``Class.attribute`` for one of a class.
+        module, name: where it is; the name is ``Class.attribute`` for one of a class.
         replacement: what replaces it.
     """
 

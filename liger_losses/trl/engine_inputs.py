@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,25 +15,11 @@ IGNORE_INDEX = -100
 
 
 def deferred_logits(logits: Any) -> DeferredLogits | None:
-    """The hidden states and the head of lazy logits, if the engine can compute with them.
-
-    Args:
-        logits: what a model returned.
-
-    Returns:
-        ``None`` for other tensors, and for logits that were changed in a way that no :class:`Head` describes.
-    """
+    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
     if not isinstance(logits, LazyLogits):
         return None
     logits.check()
-    usable = logits.changed is None and logits.deferred.transform is not None
-    return logits.deferred if usable else None
-
-
-def head_of(deferred: DeferredLogits, temperature: float = 1.0) -> Head:
-    """The head of lazy logits, with the scale and the soft-cap that the model applied, divided by a temperature."""
-    assert deferred.transform is not None
-    return Head(deferred.weight, deferred.bias, replace(deferred.transform, temperature=temperature))
+    return logits.deferred if logits.materialized is None else None
 
 
 def teacher_of(hidden_states: Tensor, head: Head) -> Teacher:

@@ -25,7 +25,7 @@ from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_div
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from liger_losses.trl.divergences import mean_divergence
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, head_of, teacher_of
+from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, teacher_of
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
@@ -101,7 +101,7 @@ def _deferred(logits: Tensor) -> DeferredLogits | None:
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     deferred = _deferred(logits)
-    return TeacherLogits(logits) if deferred is None else teacher_of(deferred.hidden_states, head_of(deferred))
+    return TeacherLogits(logits) if deferred is None else teacher_of(deferred.hidden_states, deferred.head)
 
 
 def _statistics(
@@ -163,10 +163,10 @@ def generalized_jsd_loss(
     if student is None or labels is None or not scalar or partial:
         return NotImplemented
     divisor = 1 if num_items_in_batch is None and reduction == "sum" else num_items_in_batch
-    with student.under_its_autocast():
+    with student.under_forward_autocast():
         loss, _ = mean_divergence(
             student.hidden_states,
-            head_of(student),
+            student.head,
             _teacher(teacher_logits),
             labels != IGNORE_INDEX,
             beta,
@@ -181,10 +181,10 @@ def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor,
     student = _deferred(student_logits)
     if student is None:
         return NotImplemented
-    with student.under_its_autocast():
+    with student.under_forward_autocast():
         return linear_divergence(
             student.hidden_states,
-            head_of(student),
+            student.head,
             _masked_labels(student_logits),
             _teacher(teacher_logits),
             generalized_jsd(distillation_alpha),

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits
 from liger_losses.patching.lazy_head import force_lazy_head, keep_gathered, make_head_lazy
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, head_of
+from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {
@@ -187,7 +187,7 @@ def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -
 
 def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:
     """Raise RuntimeError for a head whose storage was freed after its own forward, by other means than fully_shard."""
-    for name, tensor in (("weight", deferred.weight), ("bias", deferred.bias)):
+    for name, tensor in (("weight", deferred.head.weight), ("bias", deferred.head.bias)):
         if tensor is not None and tensor.untyped_storage().size() == 0:
             raise RuntimeError(
                 f"the {name} of {type(model).__name__}'s last layer was freed when that layer's own forward ended; it "
@@ -199,7 +199,8 @@ def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:
 
 def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
     """The summed negative log-likelihood, and the statistics ``[B, T]`` of TRL's outputs."""
-    hidden_states, head = deferred.hidden_states, head_of(deferred, options.temperature)
+    hidden_states, head = deferred.hidden_states, deferred.head
+    head = head.with_fields(transform=replace(head.transform, temperature=options.temperature))
     if options.cast_to_fp32:
         bias = None if head.bias is None else head.bias.float()
         hidden_states, head = hidden_states.float(), head.with_fields(weight=head.weight.float(), bias=bias)
@@ -209,7 +210,7 @@ def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions)
     def precision() -> contextlib.AbstractContextManager[Any]:
         if options.cast_to_fp32:
             return torch.autocast(hidden_states.device.type, enabled=False)
-        return deferred.under_its_autocast()
+        return deferred.under_forward_autocast()
 
     with precision():
         if not options.one_pass:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import liger_losses
-from liger_losses.kernels import choose_backend
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._tiles import has_tma
 from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED
 
@@ -66,7 +66,7 @@ def _backend(device: torch.device) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a missing triton is in this report
         try:
-            backend = choose_backend(torch.empty(0, device=device))
+            backend = choose_backend(None, [(device, torch.float32)], dtypes=LOGIT_DTYPES)
         except ValueError as error:
             return f"calls will fail: {error}"
     return {

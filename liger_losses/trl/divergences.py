@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.divergence_block import linear_divergence_loss
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ops import Statistics, linear_token_loss
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.engine import (
+    Head,
+    Statistics,
+    Teacher,
+    TeacherLogits,
+    linear_divergence_loss,
+    linear_token_loss,
+)
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform

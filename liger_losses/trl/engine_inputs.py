@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.teachers import Teacher
+from liger_losses.chunked.engine import Head, Teacher
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits
 
 #: The label of tokens without loss, in TRL as in PyTorch.

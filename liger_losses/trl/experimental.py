@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses.chunked.engine.divergence_block import linear_divergence
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ops import Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits

@@ -215,9 +215,8 @@ def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions)
         if not options.one_pass:
             statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
             return -statistics.logp.sum(), statistics
-        loss, statistics = linear_token_loss(
-            hidden_states, head, labels, _nll, ("logp",), metrics=(*names[1:], *metrics)
-        )
+        metrics = (*names[1:], *metrics)
+        loss, statistics = linear_token_loss(hidden_states, head, labels, _nll, ("logp",), metrics=metrics)
 
     def recompute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         with precision():
@@ -248,16 +247,15 @@ class _RecomputedInBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         constants = [None] * (2 + len(gradients))
-        wanted = ctx.needs_input_grad[len(constants) :]
+        needed = ctx.needs_input_grad[len(constants) :]
         inputs = [
-            None if tensor is None else tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(ctx.saved_tensors, wanted, strict=True)
+            None if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        leaves = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-        if not leaves or all(gradient is None for gradient in gradients):
+        reached = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if not reached:
             return *constants, *(None for _ in inputs)
         with torch.enable_grad():
             values = ctx.recompute(*inputs)
-        reached = [(value, gradient) for value, gradient in zip(values, gradients, strict=True) if gradient is not None]
-        found = iter(torch.autograd.grad([v for v, _ in reached], leaves, [g for _, g in reached]))
-        return *constants, *(next(found) if t is not None and t.requires_grad else None for t in inputs)
+        leaves = [t for t in inputs if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad([values[i] for i in reached], leaves, [gradients[i] for i in reached]))
+        return *constants, *(next(found) if n else None for n in needed)

@@ -107,7 +107,7 @@ _HEAD = Replacement(add_fused_lm_head, ("model", "temperature", "cast_lm_head_to
 _ONE_PASS_HEAD = Replacement(functools.partial(add_fused_lm_head, one_pass=True), _HEAD.parameters)
 _NO_ADAPTER = Replacement(NoAdapter)
 _DIVERGENCE = Replacement(chunked_divergence_loss, _parameters(chunked_divergence_loss))
-_SPARSE_JSD = Replacement(chunked_jsd_loss, _parameters(chunked_jsd_loss))
+_SPARSE = Replacement(chunked_jsd_loss, _parameters(chunked_jsd_loss))
 
 _LAZY_HEADS = Replacement(experimental.with_lazy_heads, ("self", "model"), wraps=True)
 _FORCED_LAZY_HEADS = Replacement(experimental.with_forced_lazy_heads, ("self", "model"), wraps=True)
@@ -136,12 +136,7 @@ _ROWS: tuple[tuple[str, str, str, Replacement], ...] = (
     ("adapters on the head", "trainer.grpo_trainer", "BaseTunerLayer", _NO_ADAPTER),
     ("adapters on the head", "trainer.rloo_trainer", "BaseTunerLayer", _NO_ADAPTER),
     ("distillation", "trainer.distillation_trainer", "_chunked_divergence_loss", _DIVERGENCE),
-    (
-        "async distillation",
-        "experimental.async_distillation.async_distillation_trainer",
-        "_chunked_jsd_loss",
-        _SPARSE_JSD,
-    ),
+    ("async distillation", "experimental.async_distillation.async_distillation_trainer", "_chunked_jsd_loss", _SPARSE),
     (
         "server distillation",
         "experimental.server_distillation.server_distillation_trainer",

@@ -1,14 +1,18 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
-from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
-from liger_losses.chunked.engine.ops import (
+from liger_losses.chunked.engine import (
     EngineOptions,
+    Head,
     Statistics,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    linear_divergence,
+    linear_divergence_loss,
     linear_logps,
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.losses.base import ChunkedLoss, ChunkedTokenLoss
 from liger_losses.chunked.losses.completions import Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss

@@ -27,6 +27,7 @@ from liger_losses import (
 from liger_losses.chunked.losses.distillation import JSD_CONVENTIONS, minillm_returns
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
 from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 
 BACKENDS = ("torch", "triton")
@@ -117,7 +118,7 @@ def test_divergence_and_gradient_of_logits(name, distance, backend):
     sides = []
     for logits in (student, teacher):
         projected = logits.detach().float().to(device)
-        sides.append(Logits(projected, (projected / 2).logsumexp(-1), transform))
+        sides.append(Logits(projected, (projected / 2).logsumexp(-1), Epilogue(transform)))
     value, out = torch.empty(5, device=device), torch.empty(5, 1031, device=device)
     given = Coefficients(weights.to(device))
     divergence_into(value, *sides, divergence(name), out=out, coefficients=given, scratch=10**5, backend=backend)
@@ -160,7 +161,7 @@ def test_projections_and_their_log_sum_exp(backend):
     labels = torch.randint(300, (130,), generator=g).to(device)
     transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((130, 304), 7.0, device=device)
     found = linear_exponentials(
-        hidden, weight, labels, out[:, :300], transform=transform, bias=bias, projections=True, backend=backend
+        hidden, weight, labels, out[:, :300], Epilogue(transform, bias), projections=True, backend=backend
     )
     exact = hidden.double() @ weight.double().t()
     torch.testing.assert_close(out[:, :300].double(), exact, rtol=1e-5, atol=1e-4)

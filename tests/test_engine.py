@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.plan import make_plan
+from liger_losses.chunked.engine.plan import Workload, make_plan
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 
 MiB = 2**20
@@ -216,25 +216,24 @@ def test_half_precision_grad_weight_does_not_suffer_from_many_blocks(blocks, dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-def test_many_tiles_and_slabs(dtype, needs):
-    """Tokens and vocabulary both cut into tiles, and (in half precision on a CPU) tiles into slabs of the weight."""
+def test_many_tiles_and_weight_chunks(dtype, needs):
+    """Tokens and vocabulary both cut into tiles, and (in half precision on a CPU) tiles into chunks of the weight."""
     hidden, weight, labels, bias = problem(300, 24, 3001, dtype=dtype, bias=True)
     for tensor, need in zip((hidden, weight), needs, strict=True):
         tensor.requires_grad_(need)
     workspace = 200_000
-    plan = make_plan(
+    work = Workload(
         tokens=int((labels != -100).sum()),
         hidden_size=24,
         vocab_size=3001,
-        logits_dtype=torch.float32,
         operand_dtype=torch.float32,
         weight_dtype=dtype,
         device=torch.device("cpu"),
-        workspace=workspace,
     )
+    plan = make_plan(work, workspace=workspace)
     assert plan.tile_columns < 3001 / 4
     assert plan.tile_rows < 200
-    assert dtype == torch.float32 or plan.slab < plan.tile_columns
+    assert dtype == torch.float32 or plan.weight_chunk < plan.tile_columns
     options = EngineOptions(workspace=workspace, strategy="two_pass")
     transform = {"softcap": 9.0}
     found = linear_statistics(

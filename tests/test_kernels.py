@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from liger_losses.kernels import choose_backend
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.scale import scale_
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -89,9 +89,7 @@ def test_statistics_and_their_closed_form_gradients(backend, options, class_weig
         buffer[:, :columns],
         labels,
         frozenset(STATISTICS),
-        transform=transform,
-        bias=bias,
-        class_weight=c,
+        Epilogue(transform, bias, c),
         scratch=1000,
         backend=backend,
     )
@@ -115,11 +113,9 @@ def test_statistics_and_their_closed_form_gradients(backend, options, class_weig
                         found["lse"],
                         labels,
                         coefficients,
+                        Epilogue(transform, bias, c).columns(slice(start, stop)),
                         first_column=start,
                         vocab_size=columns,
-                        transform=transform,
-                        bias=None if bias is None else bias[start:stop],
-                        class_weight=None if c is None else c[start:stop],
                         grad_bias=grad_bias,
                         scratch=1000,
                         backend=backend,
@@ -186,6 +182,10 @@ def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):
     return hidden, weight, labels, bias, c
 
 
+def doubled(epilogue):
+    return Epilogue(epilogue.transform, *(None if vector is None else vector.double() for vector in epilogue[1:]))
+
+
 SIZES = pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), (130, 40, 300), (5, 33, 257)])
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
@@ -196,10 +196,9 @@ HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str
 def test_statistics_without_logits(tokens, hidden_size, columns, dtype):
     hidden, weight, labels, bias, c = head(tokens, hidden_size, columns, dtype)
     projected = hidden.double() @ weight.double().t()
-    for options in ({}, {"bias": bias, "class_weight": c, "transform": LogitTransform(0.7, 1.2, 8.0)}):
-        found = linear_softmax_statistics(hidden, weight, labels, frozenset(STATISTICS), **options, backend="triton")
-        doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        exact = softmax_statistics(projected, labels, frozenset(STATISTICS), **doubled)
+    for epilogue in (Epilogue(), Epilogue(LogitTransform(0.7, 1.2, 8.0), bias, c)):
+        found = linear_softmax_statistics(hidden, weight, labels, frozenset(STATISTICS), epilogue, backend="triton")
+        exact = softmax_statistics(projected, labels, frozenset(STATISTICS), doubled(epilogue))
         for name, value in exact.items():
             torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-5, atol=1e-4, msg=name)
 
@@ -223,9 +222,7 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
         for backend in ("torch", "triton"):
             out = torch.full((tokens, columns + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :columns]
             for block in (out, None):
-                found = linear_exponentials(
-                    hidden, weight, labels, block, transform=transform, bias=bias, backend=backend
-                )
+                found = linear_exponentials(hidden, weight, labels, block, Epilogue(transform, bias), backend=backend)
                 torch.testing.assert_close(found.lse.double(), exact["lse"], rtol=1e-5, atol=1e-4)
                 torch.testing.assert_close(found.logp.double(), exact["logp"], rtol=1e-5, atol=1e-4)
             if dtype == torch.float16:
@@ -279,25 +276,24 @@ def test_confident_tokens_are_exact():
 def test_gradients_without_logits(tokens, hidden_size, columns, dtype):
     hidden, weight, labels, bias, c = head(tokens, hidden_size, columns, dtype)
     hidden = hidden / 4
-    for options in ({}, {"bias": bias, "class_weight": c, "transform": LogitTransform(0.7, 1.2, 8.0)}):
-        doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    for epilogue in (Epilogue(), Epilogue(LogitTransform(0.7, 1.2, 8.0), bias, c)):
+        wide = doubled(epilogue)
         projected = hidden.double() @ weight.double().t()
-        values = softmax_statistics(projected, labels, frozenset(STATISTICS), **doubled)
+        values = softmax_statistics(projected, labels, frozenset(STATISTICS), wide)
         for names in (("logp",), NAMES):
             g = {name: torch.linspace(0.5, 1.5, tokens, device=DEVICE) * (i + 1) for i, name in enumerate(names)}
-            table = SoftmaxGradient.of(g, {k: v.float() for k, v in values.items()}, options.get("class_weight"))
+            table = SoftmaxGradient.of(g, {k: v.float() for k, v in values.items()}, epilogue.class_weight)
             exact = torch.empty(tokens, columns, dtype=torch.float64, device=DEVICE)
             softmax_gradient_into(
                 exact,
                 projected.clone(),
                 values["lse"],
                 labels,
-                SoftmaxGradient.of({k: v.double() for k, v in g.items()}, values, doubled.get("class_weight")),
-                **doubled,
+                SoftmaxGradient.of({k: v.double() for k, v in g.items()}, values, wide.class_weight),
+                wide,
                 backend="torch",
             )
             for start, stop in itertools.pairwise([0, columns // 3, columns]):
-                part = {k: v[start:stop] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
                 for backend in ("torch", "triton"):
                     out = torch.full((tokens, stop - start + 5), float("nan"), dtype=dtype, device=DEVICE)
                     out = linear_softmax_gradient_into(
@@ -307,9 +303,9 @@ def test_gradients_without_logits(tokens, hidden_size, columns, dtype):
                         values["lse"].float(),
                         labels,
                         table,
+                        epilogue.columns(slice(start, stop)),
                         first_column=start,
                         vocab_size=columns,
-                        **part,
                         backend=backend,
                     )
                     eps = torch.finfo(dtype).eps
@@ -325,7 +321,7 @@ def test_label_rows(backend, tokens, hidden_size, columns, dtype):
     for transform, b in ((LogitTransform(), None), (LogitTransform(0.7, 1.2, 8.0), bias)):
         projected = (hidden.double() * weight.double()[labels]).sum(-1)
         exact = transform(projected, None if b is None else b.double()[labels])
-        found = label_logits(hidden, weight, labels, transform=transform, bias=b, backend=backend)
+        found = label_logits(hidden, weight, labels, Epilogue(transform, b), backend=backend)
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
     out = torch.randn(tokens, hidden_size, device=DEVICE)
@@ -372,14 +368,18 @@ def test_matmul_into_strided_output():
 
 def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     monkeypatch.delenv("LIGER_LOSSES_BACKEND", raising=False)
-    cpu = torch.empty(0)
-    assert choose_backend(cpu) == "torch"
+    cpu = (torch.device("cpu"), torch.float32)
+
+    def chosen(operand, backend=None):
+        return choose_backend(backend, [operand], dtypes=LOGIT_DTYPES)
+
+    assert chosen(cpu) == chosen(torch.empty(0)) == "torch"
     with pytest.raises(ValueError, match="torch, triton.*'cuda'"):
-        choose_backend(cpu, "cuda")
-    with pytest.raises(ValueError, match=r"half and single precision.*torch\.float64"):
+        chosen(cpu, "cuda")
+    with pytest.raises(ValueError, match=r"float32.*torch\.float64"):
         triton_or_skip()
-        choose_backend(cpu.double(), "triton")
+        chosen(torch.empty(0, dtype=torch.float64), "triton")
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "nonsense")
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
-        choose_backend(cpu)
-    assert choose_backend(cpu, "torch") == "torch"
+        chosen(cpu)
+    assert chosen(cpu, "torch") == "torch"

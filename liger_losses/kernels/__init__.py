@@ -1,5 +1,5 @@
 """One file per kernel: the torch reference, the Triton kernel, and the one public function over them."""
 
-from liger_losses.kernels._triton import BACKENDS, choose_backend
+from liger_losses.kernels._triton import BACKENDS, LOGIT_DTYPES, choose_backend
 
-__all__ = ["BACKENDS", "choose_backend"]
+__all__ = ["BACKENDS", "LOGIT_DTYPES", "choose_backend"]

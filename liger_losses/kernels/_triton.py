@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -33,73 +33,68 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return function if triton is None else triton.jit(function, **options)
 
 
-def choose_backend(tensor: torch.Tensor, backend: str | None = None) -> str:
-    """``triton`` for fp32 on a GPU, else ``torch``; an explicit choice or the environment variable decides first.
-
-    Raises:
-        ValueError: an unknown name, or ``triton`` for a tensor or machine that it cannot serve.
-    """
-    asked = backend or os.environ.get(BACKEND_VARIABLE)
-    if asked is not None and asked not in BACKENDS:
-        raise ValueError(
-            f"backend must be one of {', '.join(BACKENDS)}, got {asked!r} ({BACKEND_VARIABLE} or backend=)."
-        )
-    on_gpu = tensor.device.type == "cuda"
-    able = tensor.dtype == torch.float32 and (on_gpu or INTERPRETED)
-    if asked == "triton":
-        if triton is None:
-            raise ValueError("backend='triton' was asked for, but triton is not installed.")
-        if not able:
-            raise ValueError(
-                f"backend='triton' serves half and single precision on GPUs, got {tensor.dtype} logits on "
-                f"{tensor.device}; leave the backend out, or use 'torch'."
-            )
-        return asked
-    if asked is None and on_gpu and able:
-        if triton is not None:
-            return "triton"
-        warn_once("triton is not installed: the slower torch kernels run on the GPU. Install triton to mend this.")
-    return "torch"
-
-
 #: What elementwise and row-wise kernels serve; all of them compute in fp32.
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+#: What the kernels that read logits serve. The reference runs for fp64 logits.
+LOGIT_DTYPES = (torch.float32,)
 
 
-def choose_floating_backend(
-    backend: str | None, tensors: tuple[torch.Tensor | None, ...], obstacle: str | None = None
+def choose_backend(
+    backend: str | None,
+    operands: Iterable[torch.Tensor | tuple[torch.device, torch.dtype] | None],
+    *,
+    dtypes: tuple[torch.dtype, ...] = HALF_AND_SINGLE,
+    unsupported_reason: str | None = None,
 ) -> str:
-    """``triton`` for half and single precision on a GPU, else ``torch``; an explicit choice decides first.
+    """``triton`` for tensors on a GPU that it supports, else ``torch``; an explicit choice decides first.
+
+    Signature for logits that do not exist yet:
+    ``choose_backend(backend, [(device, dtype)], dtypes=LOGIT_DTYPES)``.
 
     Args:
-        backend: the caller's choice, or None; then the environment variable's.
-        tensors: all floating-point inputs; None stands for one that was left out.
-        obstacle: why Triton cannot serve this call for another reason, or None.
+        backend: the caller's choice; ``None`` for that of the environment variable :data:`BACKEND_VARIABLE`.
+        operands: the floating-point inputs, or ``(device, dtype)`` of tensors that do not exist yet. The first one's
+            device decides without an explicit choice. ``None`` stands for an input that was left out.
+        dtypes: what the Triton kernel supports: :data:`HALF_AND_SINGLE`, or :data:`LOGIT_DTYPES`, for which ``torch``
+            runs in any other dtype without a warning.
+        unsupported_reason: another reason why Triton cannot serve this call, or ``None``.
+
+    Returns:
+        ``torch`` or ``triton``.
 
     Raises:
-        ValueError: an unknown name, or ``triton`` for tensors or a machine that it cannot serve.
+        ValueError: an unknown name, or an explicit ``triton`` that cannot serve these operands on this machine.
     """
     asked = backend or os.environ.get(BACKEND_VARIABLE)
     if asked is not None and asked not in BACKENDS:
         raise ValueError(
             f"backend must be one of {', '.join(BACKENDS)}, got {asked!r} ({BACKEND_VARIABLE} or backend=)."
         )
-    if asked == "torch" or (asked is None and not (tensors[0] is not None and tensors[0].is_cuda)):
+    present = [o if isinstance(o, tuple) else (o.device, o.dtype) for o in operands if o is not None]
+    if asked == "torch" or (asked is None and present[0][0].type != "cuda"):
         return "torch"
+    warns = True
     if triton is None:
-        obstacle = "triton is not installed"
-    for tensor in tensors:
-        if tensor is not None:
-            if tensor.dtype not in HALF_AND_SINGLE:
-                obstacle = f"it computes in fp32, and one of the tensors is {tensor.dtype}"
-            elif not (tensor.is_cuda or INTERPRETED):
-                obstacle = f"it needs a GPU, and one of the tensors is on {tensor.device}"
-    if obstacle is None:
+        unsupported_reason = "triton is not installed"
+    for device, dtype in present:
+        if dtype not in dtypes:
+            unsupported_reason = f"it computes in fp32, from {_names(dtypes)}, and one of the tensors is {dtype}"
+            warns = dtypes is not LOGIT_DTYPES
+        elif not (device.type == "cuda" or INTERPRETED):
+            unsupported_reason = f"it needs a GPU, and one of the tensors is on {device}"
+    if unsupported_reason is None:
         return "triton"
     if asked == "triton":
-        raise ValueError(f"backend='triton' cannot serve this call: {obstacle}; leave the backend out, or use 'torch'.")
-    warn_once(f"A slower torch kernel runs instead of a Triton kernel: {obstacle}.")
+        raise ValueError(
+            f"backend='triton' cannot serve this call: {unsupported_reason}; leave the backend out, or use 'torch'."
+        )
+    if warns:
+        warn_once(f"A slower torch kernel runs instead of a Triton kernel: {unsupported_reason}.")
     return "torch"
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 _NOTHING = nullcontext()

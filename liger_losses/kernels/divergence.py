@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, jit, tl, triton
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.divergence_forms import _TERMS, FORMS, Divergence, Series, _cosine, terms
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
@@ -31,19 +31,26 @@ TEMPORARIES = 16
 
 
 class Logits(NamedTuple):
-    """A model's side: projections ``[R, V]`` (fp32 or fp64), log-sum-exp ``[R]`` of its logits, how they become
-    logits, and the bias ``[V]`` that is added before."""
+    """One model's projections ``[R, V]`` (fp32 or fp64), the log-sum-exp ``[R]`` of its logits, and what turns the
+    projections into logits."""
 
     projected: Tensor
     lse: Tensor
-    transform: LogitTransform = LogitTransform()
-    bias: Tensor | None = None
+    epilogue: Epilogue = Epilogue()
 
     def rows(self, rows: slice) -> Logits:
-        return Logits(self.projected[rows], self.lse[rows], self.transform, self.bias)
+        return Logits(self.projected[rows], self.lse[rows], self.epilogue)
 
     def logits(self) -> Tensor:
-        return self.transform(self.projected, self.bias)
+        return self.epilogue(self.projected)
+
+    @property
+    def transform(self) -> LogitTransform:
+        return self.epilogue.transform
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.epilogue.bias
 
     def log_probs(self) -> Tensor:
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
@@ -89,7 +96,7 @@ def divergence_into(
     Returns:
         ``value``.
     """
-    if choose_backend(student.projected, backend) == "triton":
+    if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
         _divergence_triton(value, student, teacher, divergence, out, coefficients, labels)
         return value
     for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
@@ -135,7 +142,7 @@ def _divergence_torch(
         grad.addcmul_(hard, coefficients.hard_p[:, None], value=transform.temperature)
         at_label = grad.gather(1, labels[:, None]) + coefficients.hard_label[:, None] * transform.temperature
         grad.scatter_(1, labels[:, None], at_label)
-    return transform.chain_(grad, transform(student.projected, student.bias))
+    return transform.chain_(grad, student.logits())
 
 
 @cache

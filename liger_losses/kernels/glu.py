@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.rows import as_output, as_rows, wide
 
@@ -101,7 +101,7 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None) -> bool:
         raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
     if up is not None and gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
-    return choose_floating_backend(backend, (gate,) if up is None else (gate, up)) == "triton"
+    return choose_backend(backend, (gate, up)) == "triton"
 
 
 def _formula(activation: str, limit: float | None, alpha: float, up_offset: float) -> Formula:

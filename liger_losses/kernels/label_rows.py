@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, transform_block
 
 
 def label_logits(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    epilogue: Epilogue = Epilogue(),
     *,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
     backend: str = "torch",
 ) -> Tensor:
     """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
@@ -27,13 +26,13 @@ def label_logits(
         hidden: ``[N, H]``, rows contiguous.
         weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
-        transform: from projections to logits.
-        bias: ``[V]``.
+        epilogue: from projections to logits.
         backend: ``torch`` or ``triton``.
 
     Returns:
         ``[N]`` fp32.
     """
+    transform, bias, _ = epilogue
     if backend == "torch":
         projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
         return transform(projected, None if bias is None else bias[labels, None].float())[:, 0]

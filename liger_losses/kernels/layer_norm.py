@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
@@ -61,7 +61,7 @@ def layer_norm(
             )
     if autocast_dtype(x.device) is not None and x.dtype != torch.float64:
         x = x.float()
-    backend = choose_floating_backend(backend, (x, weight, bias), obstacle_of_row(x.shape[-1]))
+    backend = choose_backend(backend, (x, weight, bias), unsupported_reason=obstacle_of_row(x.shape[-1]))
     return _LayerNorm.apply(x, weight, bias, eps, backend == "triton")
 
 

@@ -29,7 +29,7 @@ from liger_losses.kernels._tiles import (
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_stats import partial_sums_where
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
 
 _TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
 #: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
@@ -57,10 +57,9 @@ def linear_exponentials(
     weight: Tensor,
     labels: Tensor,
     out: Tensor | None = None,
+    epilogue: Epilogue = Epilogue(),
     *,
     found: Exponentials | None = None,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
     projections: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
@@ -74,15 +73,15 @@ def linear_exponentials(
         weight: ``[V, H]``, rows contiguous, of the same dtype.
         labels: ``[N]`` int64 in ``[0, V)``.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
+        epilogue: from projections to logits.
         found: where they go; new tensors by default.
-        transform: from projections to logits.
-        bias: ``[V]``, added to the projections.
         projections: what ``out`` gets.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
         :class:`Exponentials`, in fp32.
     """
+    transform, bias, _ = epilogue
     found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
         for mine, reference in zip(
@@ -91,14 +90,14 @@ def linear_exponentials(
             mine.copy_(reference)
         return found
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-    label_logit = label_logits(hidden, weight, labels, transform=transform, bias=bias, backend=backend)
+    label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if not len(hidden):
         return found
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
     common = (hidden, weight, labels, label_logit, out, transform, bias, found, needed)
     _launch(*common, projections=projections, conditional=False)
     # What follows returns at once unless `needed` was set: an exception costs neither a synchronisation nor time.
-    sums = partial_sums_where(needed, hidden, weight, labels, transform=transform, bias=bias)
+    sums = partial_sums_where(needed, hidden, weight, labels, epilogue)
     splits = triton.next_power_of_2(processors(hidden.device))  # the most there are: the same for every N
     _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
         needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits

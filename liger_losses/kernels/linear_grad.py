@@ -19,7 +19,7 @@ from liger_losses.kernels._tiles import (
     tile_position,
 )
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, transform_block
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, gradient_block, softmax_gradient_into
 
 _TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
@@ -32,12 +32,10 @@ def linear_softmax_gradient_into(
     lse: Tensor,
     labels: Tensor,
     coefficients: SoftmaxGradient,
+    epilogue: Epilogue = Epilogue(),
     *,
     first_column: int = 0,
     vocab_size: int | None = None,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     backend: str = "torch",
 ) -> Tensor:
     """:func:`softmax_gradient_into` of ``hidden @ weight.T``, rounded once, into ``out``.
@@ -46,7 +44,7 @@ def linear_softmax_gradient_into(
         out: ``[N, C]``, rows contiguous.
         hidden: ``[N, H]``.
         weight: ``[C, H]``, rows contiguous, of the same dtype: the head's from ``first_column`` on.
-        lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight: as there.
+        lse, labels, coefficients, epilogue, first_column, vocab_size: as in :func:`softmax_gradient_into`.
         backend: ``torch`` holds the tile's logits besides; ``triton`` does not, for fp16 and bf16.
 
     Returns:
@@ -60,15 +58,14 @@ def linear_softmax_gradient_into(
             lse,
             labels,
             coefficients,
+            epilogue,
             first_column=first_column,
             vocab_size=vocab_size,
-            transform=transform,
-            bias=bias,
-            class_weight=class_weight,
             backend=backend,
         )
     if not len(hidden):
         return out
+    transform, bias, class_weight = epilogue
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     operands = product_arguments(hidden, weight, _TILING)
     tma_store = operands["TMA"] and aligned(out)

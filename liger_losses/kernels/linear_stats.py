@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import Tiling, processors, product_arguments, project_tile, tile_position
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -24,10 +24,8 @@ def linear_softmax_statistics(
     weight: Tensor,
     labels: Tensor,
     names: frozenset[str],
+    epilogue: Epilogue = Epilogue(),
     *,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     backend: str = "torch",
 ) -> dict[str, Tensor]:
     """:func:`softmax_statistics` of ``hidden @ weight.T``, fp32 from fp32 sums.
@@ -36,7 +34,7 @@ def linear_softmax_statistics(
         hidden: ``[N, H]``.
         weight: ``[V, H]``, rows contiguous, of the same dtype.
         labels: ``[N]`` int64 in ``[0, V)``.
-        names, transform, bias, class_weight: as there.
+        names, epilogue: as in :func:`softmax_statistics`.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -44,13 +42,11 @@ def linear_softmax_statistics(
     """
     if backend == "torch":
         projected = hidden.float() @ weight.float().t()
-        return softmax_statistics(
-            projected, labels, names, transform=transform, bias=bias, class_weight=class_weight, backend=backend
-        )
+        return softmax_statistics(projected, labels, names, epilogue, backend=backend)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     if hidden.dtype not in HALF_DTYPES or weight.dtype != hidden.dtype:
         raise ValueError(f"the kernel multiplies fp16 or bf16, got {hidden.dtype} and {weight.dtype}.")
-    return _linear_statistics_triton(hidden, weight, labels, names, transform, bias, class_weight)
+    return _linear_statistics_triton(hidden, weight, labels, names, *epilogue)
 
 
 def partial_sums_where(
@@ -58,15 +54,13 @@ def partial_sums_where(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    *,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
+    epilogue: Epilogue,
 ) -> Tensor:
     """What each split of the vocabulary leaves, (maximum, sum of exponentials, label's logit) ``[3, S, N]``.
 
     Only if the device finds ``needed`` (int32, 0-dim) set; else nothing is computed, and the memory holds anything.
     """
-    return _launch(hidden, weight, labels, frozenset(), transform, bias, None, needed)
+    return _launch(hidden, weight, labels, frozenset(), epilogue.transform, epilogue.bias, None, needed)
 
 
 def _linear_statistics_triton(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +80,29 @@ class LogitTransform:
             "HAS_SCALE": self.factor != 1.0,
             "HAS_SOFTCAP": self.softcap is not None,
         }
+
+
+class Epilogue(NamedTuple):
+    """What turns projections ``[R, C]`` into logits: ``logits = transform(projected + bias)``.
+
+    Args:
+        transform: scale, soft-cap and temperature.
+        bias: ``[C]``, added to the projections.
+        class_weight: ``[C]`` in the logits' dtype, the weights ``c`` of the statistic ``mean_logp``.
+    """
+
+    transform: LogitTransform = LogitTransform()
+    bias: Tensor | None = None
+    class_weight: Tensor | None = None
+
+    def columns(self, columns: slice) -> Epilogue:
+        """The epilogue of a slice of the vocabulary."""
+        vectors = (None if vector is None else vector[columns] for vector in (self.bias, self.class_weight))
+        return Epilogue(self.transform, *vectors)
+
+    def __call__(self, projected: Tensor) -> Tensor:
+        """Logits ``[R, C]``; the projections themselves where there is nothing to do."""
+        return self.transform(projected, self.bias)
 
 
 @jit

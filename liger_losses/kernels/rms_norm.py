@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl
+from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
@@ -148,7 +148,7 @@ def _apply(
             f"weight must have one entry for each of the {x.shape[-1]} of x's last dimension, "
             f"got {tuple(weight.shape)}."
         )
-    backend = choose_floating_backend(backend, (x, residual, gate, weight), obstacle_of_row(x.shape[-1]))
+    backend = choose_backend(backend, (x, residual, gate, weight), unsupported_reason=obstacle_of_row(x.shape[-1]))
     return _RMSNorm.apply(
         x, residual, gate, weight, eps, float(offset), multiply == "cast_first", gate_first, backend == "triton"
     )

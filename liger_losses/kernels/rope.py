@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_floating_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.rows import power_of_two
 
@@ -70,7 +70,7 @@ def rope(
         raise ValueError(
             f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
         )
-    on_triton = choose_floating_backend(backend, (q, k, cos, sin)) == "triton"
+    on_triton = choose_backend(backend, (q, k, cos, sin)) == "triton"
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")

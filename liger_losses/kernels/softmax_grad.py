@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
 from liger_losses.kernels.softmax_stats import row_slices
 
 
@@ -87,12 +87,10 @@ def softmax_gradient_into(
     lse: Tensor,
     labels: Tensor,
     coefficients: SoftmaxGradient,
+    epilogue: Epilogue = Epilogue(),
     *,
     first_column: int = 0,
     vocab_size: int | None = None,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     grad_bias: Tensor | None = None,
     scratch: int | None = None,
     backend: str | None = None,
@@ -107,11 +105,9 @@ def softmax_gradient_into(
         lse: ``[R]``, log-sum-exp over the whole vocabulary.
         labels: ``[R]`` int64, indices into the whole vocabulary.
         coefficients: the rows' coefficients.
+        epilogue: from projections to logits, of these columns.
         first_column: where the slice starts in the vocabulary.
         vocab_size: V; ``C`` when the slice is the whole vocabulary.
-        transform: from projections to logits.
-        bias: ``[C]``, the slice's.
-        class_weight: ``[C]`` in the projections' dtype, the slice's ``c`` of ``mean_logp``.
         grad_bias: ``[C]``, to which the sum over the rows is added.
         scratch: bytes for temporaries; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
@@ -120,12 +116,10 @@ def softmax_gradient_into(
         ``out``. ``projected`` is overwritten where that saves memory.
     """
     vocab_size = vocab_size or projected.shape[1]
-    if choose_backend(projected, backend) == "triton":
+    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if grad_bias is None else projected
-        _gradient_triton(
-            target, projected, lse, labels, coefficients, first_column, vocab_size, transform, bias, class_weight
-        )
+        _gradient_triton(target, projected, lse, labels, coefficients, first_column, vocab_size, *epilogue)
         if grad_bias is not None:
             grad_bias += projected.sum(0, dtype=grad_bias.dtype)
             for rows in row_slices(projected, scratch):
@@ -139,9 +133,7 @@ def softmax_gradient_into(
             coefficients.rows(rows.start, rows.stop),
             first_column,
             vocab_size,
-            transform,
-            bias,
-            class_weight,
+            *epilogue,
         )
         if grad_bias is not None:
             grad_bias += grad.sum(0)

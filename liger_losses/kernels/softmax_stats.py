@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
 
 #: What a loss may ask for. All but ``argmax`` can be differentiated.
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
@@ -19,20 +19,18 @@ def softmax_statistics(
     projected: Tensor,
     labels: Tensor,
     names: frozenset[str],
+    epilogue: Epilogue = Epilogue(),
     *,
-    transform: LogitTransform = LogitTransform(),
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> dict[str, Tensor]:
-    """Reduce each row of logits ``z = transform(projected + bias)`` to the named statistics of its softmax ``p``.
+    """Reduce each row of logits ``z = epilogue(projected)`` to the named statistics of its softmax ``p``.
 
     ====================  =========================================================
     ``lse``               ``log sum_v exp(z_v)`` (always returned)
     ``logp``              ``z_label - lse``
     ``entropy``           ``- sum_v p_v log p_v``, in nats
-    ``mean_logp``         ``1/V sum_v c_v log p_v`` with ``c = class_weight``, or 1
+    ``mean_logp``         ``1/V sum_v c_v log p_v`` with ``c`` the class weights, or 1
     ``log_sum_sq_probs``  ``log sum_v p_v^2``
     ``mean_logit``        ``1/V sum_v z_v``
     ``argmax``            the first index of the largest logit
@@ -42,22 +40,20 @@ def softmax_statistics(
         projected: ``[R, V]``, fp32 or fp64, rows contiguous.
         labels: ``[R]`` int64 in ``[0, V)``.
         names: which of :data:`STATISTICS` to compute.
-        transform: from projections to logits.
-        bias: ``[V]``, added to the projections.
-        class_weight: ``[V]`` in the projections' dtype, the ``c`` of ``mean_logp``.
+        epilogue: from projections to logits.
         scratch: bytes for temporaries of the torch backend; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
     Returns:
         One tensor ``[R]`` per name, in the projections' dtype (``argmax``: int64).
     """
-    if choose_backend(projected, backend) == "triton":
-        return _statistics_triton(projected, labels, names, transform, bias, class_weight)
+    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
+        return _statistics_triton(projected, labels, names, *epilogue)
     values = {name: projected.new_empty(len(labels)) for name in sorted({*names, "lse"} - {"argmax"})}
     if "argmax" in names:
         values["argmax"] = torch.empty_like(labels)
     for rows in row_slices(projected, scratch):
-        found = _statistics_torch(projected[rows], labels[rows], names, transform, bias, class_weight)
+        found = _statistics_torch(projected[rows], labels[rows], names, *epilogue)
         for name, value in values.items():
             value[rows] = found[name]
     return values

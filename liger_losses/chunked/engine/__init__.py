@@ -1,20 +1,28 @@
 """Hidden states -> per-token statistics and gradients: the only code that sees logits."""
 
+from liger_losses.chunked.engine.call import Statistics
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
-    EngineOptions,
+    linear_divergence,
+    linear_divergence_loss,
     linear_logps,
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine.stream import Statistics
+from liger_losses.chunked.engine.options import EngineOptions
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.engine.tokens import Tokens
 
 __all__ = [
     "EngineOptions",
     "Head",
     "Statistics",
+    "Teacher",
+    "TeacherLogits",
+    "TeacherTopK",
     "Tokens",
+    "linear_divergence",
+    "linear_divergence_loss",
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",

@@ -1,19 +1,18 @@
 """What a block of tokens holds over the whole vocabulary, between its statistics and its gradients.
 
-R tokens of a block, H hidden size, V vocabulary size.
-
-Both kinds are filled, give the statistics of their tokens, and give gradients once the loss's are known.
+N active tokens, R tokens of a block, H hidden size, V vocabulary size, k selected columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import padded
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
@@ -22,67 +21,95 @@ from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
-if TYPE_CHECKING:
-    from liger_losses.chunked.engine.stream import Stream
+#: d loss / d statistic of some tokens, ``[R]`` each, by name.
+Upstream = Mapping[str, Tensor]
 
 
-class LogitBlock:
-    """Projections in fp32, and in their memory then their gradient: for any statistics, in any dtype."""
+class Block(Protocol):
+    """One block of tokens: it is filled, gives statistics, and gives gradients once the loss's are known.
 
-    def __init__(self, stream: Stream, rows: int) -> None:
-        self.stream, self.job = stream, stream.job
-        self.projections = stream.weight.new_empty(rows, padded(stream.vocab_size), dtype=self.job.logits_dtype)
+    ``hidden`` is ``[R, H]`` in the operand dtype, ``rows`` which of the active tokens these are.
+    """
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
-        """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
-        projected = self.project(hidden)
-        found = softmax_statistics(
-            projected,
-            self.job.tokens.labels[rows],
-            self.job.names - {"selected_logps"},
-            transform=self.job.transform,
-            bias=self.stream.bias,
-            class_weight=self.job.class_weight,
-            scratch=self.job.plan.scratch,
-            backend=self.job.backend,
-        )
-        if self.job.selected is not None:
-            columns = self.job.selected[rows]
-            bias = None if self.stream.bias is None else self.stream.bias[columns]
-            found["selected_logps"] = self.job.transform(projected.gather(1, columns), bias) - found["lse"][:, None]
-        for name, value in values.items():
-            value.copy_(found[name])
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None) -> None:
+        """Write the tokens' statistics into ``values``, ``[R]`` each.
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """The projections ``[R, V]`` of ``hidden [R, H]``: all that gradients need, statistics being known."""
-        projected = self.projections[: len(hidden), : self.stream.vocab_size]
-        self.stream.projection.into(projected, hidden, 0, self.stream.vocab_size)
-        return projected
+        ``upstream`` is given where it is known before any statistic: a block may then take both at once.
+        """
 
-    def wait(self) -> None:
-        """Nothing runs beside it."""
+    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
+        """Restore what :meth:`gradients` needs, the statistics being known from an earlier pass."""
 
     def gradients(
         self,
         rows: slice,
         hidden: Tensor,
         values: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
+        upstream: Upstream,
         head_grads: HeadGradients,
-        place: Tensor | None = None,
+        out_view: Tensor | None = None,
     ) -> Tensor | None:
-        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added. It can be taken once.
+        """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
-        ``upstream`` is d loss / d statistic, ``[R]`` each; ``place`` is where the result would best be put.
+        It can be called once per fill. ``out_view`` is memory that the result may be written to.
         """
-        columns = slice(0, self.stream.vocab_size)
+
+    def wait(self) -> None:
+        """Make the caller's stream wait for the work that the block started on another."""
+
+
+class LogitBlock:
+    """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        self.opened, self.call = opened, opened.call
+        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.logits_dtype)
+
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
+        call, projected = self.call, self._project(hidden)
+        computed = softmax_statistics(
+            projected,
+            call.tokens.labels[rows],
+            call.block_names - {"selected_logps"},
+            self.opened.epilogue,
+            scratch=call.plan.scratch,
+            backend=call.backend,
+        )
+        if call.query.selected is not None:
+            columns = call.query.selected[rows]
+            bias = None if self.opened.bias is None else self.opened.bias[columns]
+            logits = call.transform(projected.gather(1, columns), bias)
+            computed["selected_logps"] = logits - computed["lse"][:, None]
+        for name, value in values.items():
+            value.copy_(computed[name])
+
+    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
+        self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        projected = self.projections[: len(hidden), : self.opened.vocab_size]
+        return self.opened.projection.into(projected, hidden, 0, self.opened.vocab_size)
+
+    def wait(self) -> None:
+        """No-op: nothing runs on another stream."""
+
+    def gradients(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        values: Mapping[str, Tensor],
+        upstream: Upstream,
+        head_grads: HeadGradients,
+        out_view: Tensor | None = None,
+    ) -> Tensor | None:
+        columns = slice(0, self.opened.vocab_size)
         selected = upstream.get("selected_logps")
         if selected is not None:
             # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
             others = {name: g for name, g in upstream.items() if name != "selected_logps"}
             upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
-        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
-        grad = projection_gradient(self.stream, self.projections, rows, columns, values, coefficients, head_grads.bias)
+        coefficients = SoftmaxGradient.of(upstream, values, self.call.query.class_weight)
+        grad = projection_gradient(self.opened, self.projections, rows, columns, values, coefficients, head_grads.bias)
         if selected is not None:
             self._add_selected(grad, rows, values, coefficients, selected, head_grads.bias)
         return head_grads.add(grad, hidden, columns, first=rows.start == 0)
@@ -93,28 +120,27 @@ class LogitBlock:
         rows: slice,
         values: Mapping[str, Tensor],
         coefficients: SoftmaxGradient,
-        selected: Tensor,
+        upstream: Tensor,
         grad_bias: Tensor | None,
     ) -> None:
-        """``selected [R, k]`` at the selected columns, which are written anew so that nothing is rounded twice."""
-        job = self.job
-        assert job.selected is not None
+        """Write the gradient at the selected columns anew, ``upstream [R, k]`` included: nothing is rounded twice."""
+        call = self.call
+        assert call.query.selected is not None
         assert coefficients.p_coef is not None
-        columns, logps = job.selected[rows], values["selected_logps"]
-        at_column = _added_up(columns, selected)
-        slope = job.transform.slope(logps + values["lse"][:, None]) * job.transform.factor
-        total = at_column + logps.exp() * coefficients.p_coef[:, None]
+        columns, logps = call.query.selected[rows], values["selected_logps"]
+        slope = call.transform.slope(logps + values["lse"][:, None]) * call.transform.factor
+        total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
-            at_label = columns == job.tokens.labels[rows, None]
+            at_label = columns == call.tokens.labels[rows, None]
             total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
         grad.scatter_(1, columns, (total * slope).to(grad.dtype))
         if grad_bias is not None:
             # Unlike index_add_, this is the same from run to run.
-            grad_bias.index_put_((columns.flatten(),), (selected * slope).flatten(), accumulate=True)
+            grad_bias.index_put_((columns.flatten(),), (upstream * slope).flatten(), accumulate=True)
 
 
-def _added_up(columns: Tensor, values: Tensor) -> Tensor:
-    """``values [R, k]``, where a row names a column of ``columns [R, k]`` several times the sum of them at each."""
+def _sum_repeated(columns: Tensor, values: Tensor) -> Tensor:
+    """``values [R, k]``; where a row of ``columns [R, k]`` repeats a column, the sum of its values at each place."""
     ordered, order = columns.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, ordered)
     sums = torch.zeros_like(values).scatter_add_(1, first, values.gather(1, order))
@@ -122,7 +148,7 @@ def _added_up(columns: Tensor, values: Tensor) -> Tensor:
 
 
 def projection_gradient(
-    stream: Stream,
+    opened: OpenCall,
     projections: Tensor,
     rows: slice,
     columns: slice,
@@ -130,29 +156,23 @@ def projection_gradient(
     coefficients: SoftmaxGradient,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """d loss / d projection ``[R, C]`` in the operand dtype, over the memory of the projections.
+    """d loss / d projection ``[R, C]`` in the operand dtype, in the memory of the projections.
 
-    A half-precision row takes the first half of its own fp32 row, so no second buffer is needed.
+    A half-precision row overwrites the first half of its own fp32 row, so that no second buffer is needed.
     """
-    job, count, width = stream.job, rows.stop - rows.start, columns.stop - columns.start
-
-    def part_of(vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector[columns]
-
+    call, count, width = opened.call, rows.stop - rows.start, columns.stop - columns.start
     return softmax_gradient_into(
-        projections.view(job.operand_dtype)[:count, :width],
+        projections.view(call.operand_dtype)[:count, :width],
         projections[:count, :width],
         values["lse"],
-        job.tokens.labels[rows],
+        call.tokens.labels[rows],
         coefficients,
+        opened.epilogue.columns(columns),
         first_column=columns.start,
-        vocab_size=stream.vocab_size,
-        transform=job.transform,
-        bias=part_of(stream.bias),
-        class_weight=part_of(job.class_weight),
-        grad_bias=part_of(grad_bias),
-        scratch=job.plan.scratch,
-        backend=job.backend,
+        vocab_size=opened.vocab_size,
+        grad_bias=None if grad_bias is None else grad_bias[columns],
+        scratch=call.plan.scratch,
+        backend=call.backend,
     )
 
 
@@ -160,73 +180,69 @@ class ExponentialBlock:
     """``exp(logit - offset)`` in half precision, for losses of ``logp`` and ``lse``.
 
     The softmax is a multiple of it by row, so both products are taken with it as it is; see
-    :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added apart, in fp32.
+    :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added separately, in fp32.
     """
 
-    def __init__(self, stream: Stream, rows: int) -> None:
-        self.stream, self.job = stream, stream.job
-        self.exponentials = stream.weight.new_empty(rows, padded(stream.vocab_size))
-        self.found: Exponentials | None = None
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        self.opened, self.call = opened, opened.call
+        self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
+        self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
-        self.product_is_done: Callable[[], None] | None = None
+        self.wait_for_product: Callable[[], None] | None = None
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
-        """From ``hidden [R, H]`` of these tokens to their statistics, into ``values``, ``[R]`` each."""
-        stream, job = self.stream, self.job
-        exponentials = self.exponentials[: len(hidden), : stream.vocab_size]
-        self.found = linear_exponentials(
+    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
+        call, opened = self.call, self.opened
+        exponentials = self.exponentials[: len(hidden), : opened.vocab_size]
+        self.offsets = linear_exponentials(
             hidden,
-            stream.weight,
-            job.tokens.labels[rows],
+            opened.weight,
+            call.tokens.labels[rows],
             exponentials,
+            opened.epilogue,
             found=Exponentials.into(values),
-            transform=job.transform,
-            bias=stream.bias,
-            backend=job.backend,
+            backend=call.backend,
         )
-        if any(job.needs_hidden) and job.strategy != "resident":
+        if any(call.needs_hidden) and call.strategy != "resident":
             self._start_product(exponentials, hidden)
 
+    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
+        raise NotImplementedError("a second pass of exponentials walks tiles of the vocabulary instead of blocks")
+
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
-        """With the head, beside the evaluation of the loss: it waits for no coefficient, as these scale its rows."""
+        """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
         self.product = hidden.new_empty(hidden.shape, dtype=torch.float32)
-        product = partial(self.stream.projection.back_into, self.product, exponentials, 0)
-        self.product_is_done = start_beside(hidden.device, product)
+        product = partial(self.opened.projection.back_into, self.product, exponentials, 0)
+        self.wait_for_product = start_beside(hidden.device, product)
 
     def wait(self) -> None:
-        """Let what the caller queues next wait for what was started beside it."""
-        if self.product_is_done is not None:
-            self.product_is_done()
-            self.product_is_done = None
+        if self.wait_for_product is not None:
+            self.wait_for_product()
+            self.wait_for_product = None
 
     def gradients(
         self,
         rows: slice,
         hidden: Tensor,
         values: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
+        upstream: Upstream,
         head_grads: HeadGradients,
-        place: Tensor | None = None,
+        out_view: Tensor | None = None,
     ) -> Tensor | None:
-        """The tokens' gradient ``[R, H]``, if one is needed; the head's are added.
-
-        ``upstream`` is d loss / d statistic, ``[R]`` each; ``place`` is where the result would best be put.
-        """
-        assert self.found is not None
-        coefficients = SoftmaxGradient.of(upstream, values, self.job.class_weight)
-        job, columns = self.job, slice(0, self.stream.vocab_size)
+        assert self.offsets is not None
+        call, columns = self.call, slice(0, self.opened.vocab_size)
+        coefficients = SoftmaxGradient.of(upstream, values, call.query.class_weight)
         exponentials = self.exponentials[: len(hidden), columns]
-        if any(job.needs_hidden) and self.product is None:
+        if any(call.needs_hidden) and self.product is None:
             self._start_product(exponentials, hidden)
         try:
             scale, at_label, scaled = gradient_scales(
                 coefficients.p_coef,
                 coefficients.label_coef,
-                self.found,
-                hidden if job.needs_weight else None,
-                head_grads.at_labels(rows),
-                transform=job.transform,
-                backend=job.backend,
+                self.offsets,
+                hidden if call.needs_weight else None,
+                head_grads.labels_out(rows),
+                transform=call.transform,
+                backend=call.backend,
             )
             if scaled is not None:
                 head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
@@ -236,11 +252,11 @@ class ExponentialBlock:
         if product is None:
             return None
         return scale_and_add_label_rows(
-            torch.empty_like(hidden, memory_format=torch.contiguous_format) if place is None else place,
+            torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view,
             product,
             scale,
             at_label,
-            self.stream.weight,
-            job.tokens.labels[rows],
-            backend=job.backend,
+            self.opened.weight,
+            call.tokens.labels[rows],
+            backend=call.backend,
         )

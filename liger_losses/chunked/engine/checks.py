@@ -1,4 +1,4 @@
-"""Refuses bad input before any work, saying what was given, what was expected and what to do."""
+"""Raises on bad input before any work: each error says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ValueError, with the list of known names, for one that is not among them."""
+    """Raise ValueError, listing the known names, if one of ``names`` is unknown."""
     known = tuple(known)
     for name in names:
         if name not in known:
@@ -24,7 +24,7 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raise TypeError for what is not a tensor."""
+    """Raise TypeError unless this is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
 
@@ -39,7 +39,7 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
 
 
 def check_device(weight: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError for a tensor that is not where the weight is."""
+    """Raise ValueError if a tensor is on another device than the weight."""
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
@@ -73,21 +73,16 @@ def check_vector(name: str, vector: Any, weight: Tensor) -> None:
     check_device(weight, **{name: vector})
 
 
-def check_head(
-    hidden_states: Sequence[Tensor],
-    weight: Tensor,
-    labels: Sequence[Tensor] | Tokens,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
+def check_inputs(
+    hidden_states: Sequence[Tensor], weight: Tensor, bias: Tensor | None, labels: Sequence[Tensor] | Tokens
 ) -> torch.dtype:
-    """Check that hidden states, labels, weight and bias fit together.
+    """Check that hidden states and labels fit each other and a head, which has been checked itself.
 
     Args:
         hidden_states: ``[..., H]`` each.
         weight: ``[V, H]``.
-        labels: ``[...]`` each, one per tensor of hidden states.
         bias: ``[V]`` or ``None``.
-        class_weight: ``[V]`` or ``None``.
+        labels: ``[...]`` each, one per tensor of hidden states; or the active tokens of such labels.
 
     Returns:
         The dtype to compute in: the inputs' common one, or autocast's.
@@ -96,7 +91,6 @@ def check_head(
         TypeError: not tensors, integer hidden states, floating-point labels, mixed dtypes outside autocast.
         ValueError: shapes or devices that do not fit together.
     """
-    check_weight(weight, bias)
     for part in hidden_states:
         check_tensor("hidden_states", part)
         if part.dtype not in _FLOATS:
@@ -104,8 +98,6 @@ def check_head(
                 f"hidden_states must be floating point, got {part.dtype} of shape {tuple(part.shape)}. They come from "
                 "the model's last layer; token ids go into labels."
             )
-    hidden_size = weight.shape[1]
-    check_vector("class_weight", class_weight, weight)
     targets = [] if isinstance(labels, Tokens) else labels
     for target in targets:
         check_tensor("labels", target)
@@ -115,9 +107,8 @@ def check_head(
     if len(hidden_states) != len(shapes):
         raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(shapes)} of labels.")
     for part, shape in zip(hidden_states, shapes, strict=True):
-        _check_pair(part, shape, hidden_size, tuple(weight.shape))
-    tensors = [weight, *hidden_states, *targets, *(v for v in (bias, class_weight) if v is not None)]
-    devices = {tensor.device for tensor in tensors}
+        _check_shapes(part.shape, shape, weight.shape)
+    devices = {tensor.device for tensor in (weight, *hidden_states, *targets)}
     if len(devices) > 1:
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
@@ -125,18 +116,25 @@ def check_head(
     return _compute_dtype([weight, *hidden_states, *([] if bias is None else [bias])])
 
 
-def _check_pair(
-    hidden_states: Tensor, labels_shape: torch.Size, hidden_size: int, weight_shape: tuple[int, ...]
-) -> None:
-    if hidden_states.dim() < 2 or hidden_states.shape[-1] != hidden_size:
+def check_like_labels(name: str, value: Any, labels_shape: torch.Size) -> None:
+    """Raise TypeError or ValueError unless this is a tensor of one value, or one row, for each label."""
+    check_tensor(name, value)
+    if value.shape[: len(labels_shape)] != labels_shape or value.dim() > len(labels_shape) + 1:
         raise ValueError(
-            f"hidden_states must be [..., {hidden_size}] to fit the weight {weight_shape}, "
-            f"got shape {tuple(hidden_states.shape)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
+            f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels_shape)}."
         )
-    if labels_shape != hidden_states.shape[:-1]:
+
+
+def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.Size) -> None:
+    if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
         raise ValueError(
-            f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states.shape)} need labels "
-            f"of shape {tuple(hidden_states.shape[:-1])}, got {tuple(labels_shape)}. To predict the next token, "
+            f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
+            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
+        )
+    if labels != hidden_states[:-1]:
+        raise ValueError(
+            f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
+            f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. To predict the next token, "
             "pass both unshortened with shift=True."
         )
 
@@ -152,3 +150,8 @@ def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
             "Cast one side, or run under torch.autocast."
         )
     return dtypes.pop()
+
+
+def check_head(hidden_states: Any, weight: Any, labels: Any, bias: Any = None) -> torch.dtype:
+    check_weight(weight, bias)
+    return check_inputs(hidden_states, weight, bias, labels)

@@ -1,42 +1,39 @@
-"""Where gradients are added up: those of the head block by block, those of hidden states token by token.
+"""Where gradients are accumulated: those of the head block by block, those of hidden states token by token.
 
-N tokens that carry loss, H hidden size, V vocabulary size, R tokens of a block, C columns of it.
+N active tokens, H hidden size, V vocabulary size, R tokens of a block, C columns of it.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.kernels.label_rows import add_to_label_rows_
 from liger_losses.kernels.matmul import matmul_into, start_beside
-
-if TYPE_CHECKING:
-    from liger_losses.chunked.engine.stream import Stream
 
 
 class HeadGradients:
     """Gradients of weight and bias."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.job, self.projection = stream, stream.job, stream.projection
-        weight, bias = stream.weight, stream.bias
+    def __init__(self, opened: OpenCall) -> None:
+        self.opened, self.call, self.projection = opened, opened.call, opened.projection
+        weight, bias = opened.weight, opened.bias
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.at_label: Tensor | None = None
-        if self.job.needs_weight:
-            new = torch.empty if stream.count else torch.zeros  # the first block overwrites it
-            shape = (stream.head_size, weight.shape[1])
-            self.whole_weight = new(shape, dtype=self.job.grad_weight_dtype, device=weight.device)
-            self.whole_weight[stream.vocab_size :].zero_()
-            self.weight = self.whole_weight[: stream.vocab_size]
-        if self.job.needs_bias and bias is not None:
-            self.whole_bias = torch.zeros(stream.head_size, dtype=self.job.logits_dtype, device=bias.device)
-            self.bias = self.whole_bias[: stream.vocab_size]
+        self.label_coefficients: Tensor | None = None
+        if self.call.needs_weight:
+            new = torch.empty if opened.count else torch.zeros  # the first block overwrites it
+            shape = (opened.weight_rows, weight.shape[1])
+            self.whole_weight = new(shape, dtype=self.call.grad_weight_dtype, device=weight.device)
+            self.whole_weight[opened.vocab_size :].zero_()
+            self.weight = self.whole_weight[: opened.vocab_size]
+        if self.call.needs_bias and bias is not None:
+            self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.logits_dtype, device=bias.device)
+            self.bias = self.whole_bias[: opened.vocab_size]
 
     def add(
         self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool, out: Tensor | None = None
@@ -45,79 +42,79 @@ class HeadGradients:
 
         Args:
             grad: ``[R, C]`` in the operand dtype.
-            hidden: ``[R, H]`` of these tokens.
-            columns: which of the vocabulary they are.
+            hidden: ``[R, H]``, the same tokens' hidden states.
+            columns: the C columns of the vocabulary.
             first: whether these are the first tokens whose gradients reach these columns.
             out: ``[R, H]``, to which the product with the head is added.
 
         Returns:
             ``out + grad @ weight[columns]`` if any hidden state needs a gradient. One product over the whole
-            vocabulary is rounded to half precision once; a sum of several is kept wide.
+            vocabulary is rounded to half precision once; a sum of several is accumulated in fp32.
         """
-        job, accumulate = self.job, out is not None
-        if out is None and any(job.needs_hidden):
-            whole = grad.shape[1] == self.stream.vocab_size == self.projection.slab
-            out = hidden.new_empty(hidden.shape, dtype=job.operand_dtype if whole else job.logits_dtype)
-        # Its tiles take longer, so that those of the other fill what its last wave leaves.
-        hidden_is_done = None
+        call, accumulate = self.call, out is not None
+        if out is None and any(call.needs_hidden):
+            whole = grad.shape[1] == self.opened.vocab_size == self.projection.weight_chunk
+            out = hidden.new_empty(hidden.shape, dtype=call.operand_dtype if whole else call.logits_dtype)
+        # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
+        wait = None
         if out is not None:
             product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
-            hidden_is_done = start_beside(grad.device, product)
+            wait = start_beside(grad.device, product)
         try:
             self.add_weight(grad, hidden, columns, first=first)
         finally:
-            if hidden_is_done is not None:
-                hidden_is_done()
+            if wait is not None:
+                wait()
         return out
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
-        """``grad.T @ hidden`` alone, if the weight needs a gradient."""
+        """Add ``grad.T @ hidden`` alone, if the weight needs a gradient."""
         if self.weight is not None:
-            for part in blocks(grad.shape[1], self.projection.slab):
+            for part in blocks(grad.shape[1], self.projection.weight_chunk):
                 target = self.weight[columns.start + part.start : columns.start + part.stop]
                 matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
 
-    def at_labels(self, rows: slice) -> Tensor | None:
-        """Where to leave the coefficients ``[R]`` of these tokens' own labels' terms, for :meth:`results` to add."""
+    def labels_out(self, rows: slice) -> Tensor | None:
+        """Where a block writes the coefficients ``[R]`` of its labels' own terms, which :meth:`results` adds."""
         if self.weight is None:
             return None
-        if self.at_label is None:
-            self.at_label = torch.empty(self.stream.count, device=self.weight.device)
-        return self.at_label[rows]
+        if self.label_coefficients is None:
+            self.label_coefficients = torch.empty(self.opened.count, device=self.weight.device)
+        return self.label_coefficients[rows]
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """``(grad_weight, grad_bias)``."""
-        stream = self.stream
-        if self.weight is not None and self.at_label is not None:
+        """``(grad_weight, grad_bias)``, in the dtypes of weight and bias."""
+        opened, tokens = self.opened, self.call.tokens
+        if self.weight is not None and self.label_coefficients is not None:
             # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
-            for part, hidden, index in stream.job.tokens.sources(stream.flat, stream.job.plan.rows):
+            for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
                 add_to_label_rows_(
                     self.weight,
-                    stream.job.tokens.labels[part],
-                    self.at_label[part],
+                    tokens.labels[part],
+                    self.label_coefficients[part],
                     hidden,
                     index,
-                    backend=self.job.backend,
+                    backend=self.call.backend,
                 )
         return (
-            None if self.weight is None else self.whole_weight.to(stream.weight.dtype),
-            None if self.bias is None or stream.bias is None else self.whole_bias.to(stream.bias.dtype),
+            None if self.weight is None else self.whole_weight.to(opened.weight.dtype),
+            None if self.bias is None or opened.bias is None else self.whole_bias.to(opened.bias.dtype),
         )
 
 
 class HiddenGradients:
-    """Gradients of all hidden states, those without loss included (0)."""
+    """Gradients of all hidden states: 0 for tokens without loss, ``None`` for tensors that need none."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.tokens = stream.job.tokens
+    def __init__(self, opened: OpenCall) -> None:
+        self.tokens = opened.call.tokens
         self.results = [
             torch.zeros(part.shape, dtype=part.dtype, device=part.device) if need else None
-            for part, need in zip(stream.hidden, stream.job.needs_hidden, strict=True)
+            for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
         ]
         self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
 
-    def place(self, rows: slice) -> Tensor | None:
-        """Where gradients ``[R, H]`` of these tokens belong, if that is one place: what was put there is written."""
+    def out_view(self, rows: slice) -> Tensor | None:
+        """The slice ``[R, H]`` of the gradient for these active tokens, or ``None`` if they are scattered."""
         pieces = self.tokens.pieces(rows.start, rows.stop)
         if len(pieces) != 1:
             return None
@@ -126,7 +123,7 @@ class HiddenGradients:
         return None if target is None or self.tokens.indices[part] is not None else target[first:last]
 
     def write(self, rows: slice, values: Tensor | None) -> None:
-        """Gradients ``[R, H]`` of some of the kept tokens; those that were put in their :meth:`place` are there."""
-        place = self.place(rows)
-        if values is not None and (place is None or place.data_ptr() != values.data_ptr()):
+        """Store the gradients ``[R, H]`` of some active tokens, unless they are in their :meth:`out_view` already."""
+        out_view = self.out_view(rows)
+        if values is not None and (out_view is None or out_view.data_ptr() != values.data_ptr()):
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)

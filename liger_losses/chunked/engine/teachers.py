@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
+from liger_losses.chunked.engine.head import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: What becomes of the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
@@ -37,6 +38,10 @@ class Teacher:
     bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def head(self) -> Head:
+        return Head(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
 
     @property
     def vocab_size(self) -> int:

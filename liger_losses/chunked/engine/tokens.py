@@ -1,6 +1,6 @@
-"""Which tokens carry loss: everything else is dropped before the projection.
+"""Which tokens are active: all others are dropped before the projection.
 
-T tokens given, N of them kept, H hidden size.
+T tokens, N of them active, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: in
 
 @dataclass(frozen=True)
 class Tokens:
-    """The kept tokens of one or several tensors of labels, in order.
+    """The active tokens of one or several tensors of labels, in order.
 
     Several tensors (chosen and rejected completions of different lengths, say) are one stream for the engine,
     without being concatenated.
@@ -42,9 +42,10 @@ class Tokens:
     Args:
         labels: ``[N]`` int64, all inside the vocabulary.
         shapes: the shape of each tensor of labels.
-        counts: how many tokens of each are kept.
-        indices: for each, where the kept ones stand in the flattened tensor; ``None`` when all are kept.
-        mask: ``[N]`` bool when tokens without loss were kept (``compact=False``), else ``None``.
+        counts: how many tokens of each tensor are active.
+        indices: for each tensor, the flat positions of its active tokens; ``None`` when all are active.
+        mask: ``[N]`` bool, False for tokens without loss, which ``compact=False`` leaves among the active ones;
+            else ``None``.
     """
 
     labels: Tensor
@@ -68,11 +69,11 @@ class Tokens:
             labels: tensors of any shape, int64.
             vocab_size: labels must be below it.
             ignore_index: the label of a token without loss.
-            compact: drop tokens without loss. It costs one synchronisation with the device; without it they are
-                projected and then masked out.
+            compact: drop tokens without loss, at the cost of one host synchronization; without it they are projected
+                and then masked out.
 
         Raises:
-            ValueError: a label is outside the vocabulary. Found in the same synchronisation; with ``compact=False``
+            ValueError: a label is outside the vocabulary. The same synchronization finds it; with ``compact=False``
                 on a GPU it is a device-side assertion.
         """
         shapes = tuple(part.shape for part in labels)
@@ -99,13 +100,13 @@ class Tokens:
             None if count == part.numel() else torch.nonzero_static(mask, size=count).squeeze(-1)
             for part, mask, count in zip(flat, valid, counts, strict=True)
         )
-        kept_labels = [
+        active = [
             part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
         ]
-        return cls(kept_labels[0] if len(kept_labels) == 1 else torch.cat(kept_labels), shapes, counts, indices, None)
+        return cls(active[0] if len(active) == 1 else torch.cat(active), shapes, counts, indices, None)
 
     def first(self, parts: int) -> Tokens:
-        """Those of the first tensors of labels alone."""
+        """The active tokens of the first ``parts`` tensors of labels."""
         count = sum(self.counts[:parts])
         mask = None if self.mask is None else self.mask[:count]
         return Tokens(self.labels[:count], self.shapes[:parts], self.counts[:parts], self.indices[:parts], mask)
@@ -116,7 +117,7 @@ class Tokens:
         return sum(self.counts)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """``(which tensor, first, last)`` of the kept tokens ``start`` to ``stop``."""
+        """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
         pieces, offset = [], 0
         for segment, count in enumerate(self.counts):
             first, last = max(start - offset, 0), min(stop - offset, count)
@@ -126,7 +127,7 @@ class Tokens:
         return pieces
 
     def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """Rows of the kept tokens ``start`` to ``stop``.
+        """Rows of the active tokens ``start`` to ``stop``.
 
         Args:
             sources: ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
@@ -144,12 +145,12 @@ class Tokens:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def sources(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Where each tensor's kept tokens are: ``(which of the kept tokens, [T, H], rows in it or None for all)``.
+        """``(slice of the active tokens, [T, H], their rows in it or None for all)``, tensor by tensor.
 
         Args:
-            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape. Those whose rows are not contiguous are
-                gathered, so many at a time.
-            size: how many.
+            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape. Tensors whose rows are not contiguous are
+                gathered, ``size`` rows at a time.
+            size: rows of one gathered piece.
         """
         start = 0
         for tensor, index, count in zip(tensors, self.indices, self.counts, strict=True):
@@ -162,9 +163,9 @@ class Tokens:
             start += count
 
     def scatter_(self, targets: Sequence[Tensor | None], start: int, stop: int, values: Tensor) -> None:
-        """Write ``values`` to the rows of the kept tokens ``start`` to ``stop`` of flattened ``targets``.
+        """Write ``values`` to the rows of the active tokens ``start`` to ``stop`` in the flattened ``targets``.
 
-        A target of ``None`` takes nothing.
+        Rows whose target is ``None`` are skipped.
         """
         offset = 0
         for segment, first, last in self.pieces(start, stop):
@@ -177,20 +178,25 @@ class Tokens:
                     target.index_copy_(0, index[first:last], part.to(target.dtype))
             offset += last - first
 
-    def collect(self, values: Tensor) -> Tensor:
-        """From one value per given token ``[T]`` to one per kept token ``[N]``; 0 for masked ones."""
-        kept = self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
-        return self.masked(kept)
+    def gather_all(self, values: Tensor) -> Tensor:
+        """From one value per token ``[T]`` to one per active token ``[N]``; 0 for masked ones."""
+        active = self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
+        return self.masked(active)
+
+    def gather_like_labels(self, values: Tensor) -> Tensor:
+        """From ``[..., k]`` in the shape of the only tensor of labels to one value (or row) per active token."""
+        (shape,) = self.shapes
+        return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
 
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Values of (some of) the kept tokens, 0 for those that carry no loss."""
+        """Values of (some of) the active tokens, with 0 for those that carry no loss."""
         if self.mask is None:
             return values
         mask = self.mask[rows].view(-1, *[1] * (values.dim() - 1))
         return torch.where(mask, values, torch.zeros_like(values))
 
-    def spread(self, values: Tensor) -> Tensor:
-        """From one value (or row) per kept token ``[N]`` to one per given token ``[T]``; 0 for those without loss."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
         if self.mask is not None:
             return self.masked(values)
         if all(index is None for index in self.indices):

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.ops import EngineOptions, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_head, check_range, check_tensor
-from liger_losses.chunked.engine.ops import Statistics, linear_statistics
 from liger_losses.chunked.losses.base import ChunkedLoss
 
 

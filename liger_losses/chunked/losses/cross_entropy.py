@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.engine.ops import Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.losses.base import ChunkedLoss
 
 _REDUCTIONS = ("mean", "sum", "none")

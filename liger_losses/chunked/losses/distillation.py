@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics, linear_divergence_loss, linear_logps, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor
-from liger_losses.chunked.engine.divergence_block import linear_divergence_loss
-from liger_losses.chunked.engine.ops import Statistics, linear_logps, linear_token_loss
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.kernels.autograd import once_differentiable

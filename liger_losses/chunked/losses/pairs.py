@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.checks import check_head, check_tensor
-from liger_losses.chunked.engine.ops import Statistics
 from liger_losses.chunked.losses.completions import (
     CompletionLoss,
     Completions,

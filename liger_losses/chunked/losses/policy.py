@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.engine.ops import EngineOptions, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.processes import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.base import ChunkedLoss
 

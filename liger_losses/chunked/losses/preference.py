@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.checks import check_names, check_range
-from liger_losses.chunked.engine.ops import Statistics
 from liger_losses.chunked.losses.completions import sequence_logps
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 

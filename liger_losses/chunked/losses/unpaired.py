@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.checks import check_device, check_head, check_names, check_range, check_tensor
-from liger_losses.chunked.engine.ops import Statistics
 from liger_losses.chunked.engine.processes import sum_over_processes
 from liger_losses.chunked.losses.completions import CompletionLoss, Completions, as_completions, sequence_logps
 

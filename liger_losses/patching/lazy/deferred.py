@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses.chunked.engine import EngineOptions, linear_statistics
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ops import EngineOptions, linear_statistics
 
 
 class _FormerNames:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.ops import EngineOptions
+from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.plan import default_workspace
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.patching.lazy.registry import implements

@@ -66,7 +66,7 @@ def keep_gathered(module: nn.Module) -> None:
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
-    if not (type(module) is nn.Linear or type(module) is LazyLinear or type(module) is ReducedLinear):
+    if not (type(module) is nn.Linear or type(module) is LazyLinear):
         if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
@@ -167,9 +167,3 @@ def unpatch_head(model: nn.Module) -> int:
         vars(module).pop("only_when_forced", None)
         module.__class__ = nn.Linear
     return len(patched)
-
-
-class ReducedLinear(LazyLinear):
-    """The former name of a :class:`LazyLinear` that is lazy only when forced."""
-
-    only_when_forced = True

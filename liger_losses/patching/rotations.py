@@ -208,8 +208,9 @@ def _release(wrapper: Any, model: int) -> None:
     replaced.models.discard(model)
     if not replaced.models:
         del _REPLACED[wrapper]
+        original = wrapper.__wrapped__
         if replaced.namespace.get(replaced.name) is wrapper:
-            replaced.namespace[replaced.name] = wrapper.__wrapped__
+            replaced.namespace[replaced.name] = original
 
 
 def rotation_of(function: Callable[..., Any]) -> Rotation:

@@ -15,20 +15,8 @@ from liger_losses.chunked.engine import EngineOptions, linear_statistics
 from liger_losses.chunked.engine.head import Head
 
 
-class _FormerNames:
-    """Used until the TRL integration has moved."""
-
-    head: Head
-    weight = property(lambda self: self.head.weight)
-    bias = property(lambda self: self.head.bias)
-    transform = property(lambda self: self.head.transform)
-
-    def under_its_autocast(self) -> Any:
-        return self.under_forward_autocast()  # type: ignore[attr-defined]
-
-
 @dataclass(frozen=True, eq=False)
-class DeferredLogits(_FormerNames):
+class DeferredLogits:
     """Hidden states, the head that multiplies them, and what the model did to the logits since.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.materialize import LazyTensor, materialize_all, true_values, warn_materialized
@@ -98,11 +98,6 @@ class LazyLogits(LazyTensor):
     ) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
-
-    @property
-    def changed(self) -> Tensor | None:
-        """The former name of ``materialized``, until the TRL integration has moved."""
-        return self.materialized
 
     def check(self) -> None:
         """Raise RuntimeError if the logits cannot be computed any more: their tensors, or a view of them, changed."""

@@ -68,10 +68,13 @@ def patch(
     _check_model(model)
     kinds: list[PatchKind] = ([NORMS] if norms else []) + ([GATED_MLPS, EXPERTS] if mlps else [])
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    entries = []
+    entries: list[Entry] = []
     for path, module in model.named_modules():
-        found = (_patch_module(kind, path, module, filter_fn, matches) for kind in kinds)
-        entries.extend([entry for entry in found if entry is not None][:1])
+        for kind in kinds:
+            entry = _patch_module(kind, path, module, filter_fn, matches)
+            if entry is not None:
+                entries.append(entry)
+                break
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:

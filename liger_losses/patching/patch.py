@@ -179,19 +179,15 @@ def _patch_module(
     if result is None:
         key = type(kind), kind.key(module)
         if key not in matches:
-            matches[key] = _match(kind, module), module
+            try:
+                matches[key] = kind.match(module), module
+            except Mismatch as mismatch:
+                matches[key] = str(mismatch), module
         result = matches[key][0]
     if not isinstance(result, str):
         swap(module, result)
         return Entry(path, name, str(result))
     return Entry(path, name, None, result) if kind.is_worth_listing(module) else None
-
-
-def _match(kind: PatchKind, module: nn.Module) -> Replacement | str:
-    try:
-        return kind.match(module)
-    except Mismatch as mismatch:
-        return str(mismatch)
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:

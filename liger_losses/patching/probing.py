@@ -59,9 +59,6 @@ def positional_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
-# --- Copies and their state -------------------------------------------------------------------------------------------
-
-
 def copy_of(
     module: nn.Module,
     generator: torch.Generator,
@@ -128,9 +125,6 @@ def unchanged(case: str, module: nn.Module, without: Collection[str] = ()) -> It
     yield
     if (attributes(module), children_of(module, without)) != before:
         raise Mismatch(f"{case}: it changes its own attributes")
-
-
-# --- Observations, and candidates that must agree with them -----------------------------------------------------------
 
 
 @dataclass

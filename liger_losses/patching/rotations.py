@@ -168,9 +168,6 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
     return Case(name, inputs, observed, function_of, tolerance, tolerance)
 
 
-# --- Replacing them ---------------------------------------------------------------------------------------------------
-
-
 class _Replaced(NamedTuple):
     """Where a function was replaced, by what, and for which models (their ids)."""
 

@@ -25,7 +25,7 @@ class Replacement(Protocol):
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
     """Replace a method of a module, in place."""
-    module.__class__ = _subclass(type(module), replacement)
+    module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
 
 
 def restore(module: nn.Module) -> None:
@@ -57,16 +57,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | None:
-    """Why a module must keep its class, whatever it computes, or ``None``.
-
-    Args:
-        module: the module.
-        bypassed: its submodules, by name, that the replacement would no longer call.
-    """
+    """Why a module, or one of the submodules that would no longer be called, must stay as it is, or ``None``."""
     for name, part in {"": module, **bypassed}.items():
-        whose = f"its {name}'s " if name else "its "
         if "forward" in vars(part):
-            return f"{whose}forward was replaced on the instance"
+            owner = f"its {name}'s" if name else "its"
+            return f"{owner} forward was replaced on the instance"
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:
@@ -82,17 +77,9 @@ def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> 
     return None
 
 
-#: One subclass per class and replacement.
-_SUBCLASSES: dict[tuple[type[nn.Module], Replacement], type[nn.Module]] = {}
-
-
-def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
-    if (original, replacement) not in _SUBCLASSES:
-        _SUBCLASSES[original, replacement] = _make_subclass(original, replacement)
-    return _SUBCLASSES[original, replacement]
-
-
-def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+@functools.cache
+def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
+    """The class with one method replaced; there is one for each class and replacement."""
     method = functools.wraps(getattr(original, replacement.method))(replacement.replace(original))
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -102,22 +89,14 @@ def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[
             return reduced  # of a subclass of it, or of a class with a __reduce__ of its own
         return _new, (original, replacement), *reduced[2:]
 
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {replacement.method: method, "__reduce_ex__": __reduce_ex__}
+    members |= {"_liger_original": original, "_liger_replacement": replacement}
     metaclass: Any = type(original)
-    subclass = metaclass(
-        original.__name__,
-        (original,),
-        {
-            **names,
-            replacement.method: method,
-            "__reduce_ex__": __reduce_ex__,
-            "_liger_original": original,
-            "_liger_replacement": replacement,
-        },
-    )
+    subclass: type[nn.Module] = metaclass(original.__name__, (original,), members)
     return subclass
 
 
 def _new(original: type[nn.Module], replacement: Replacement) -> nn.Module:
-    subclass = _subclass(original, replacement)
+    subclass = _subclass(original, replacement)  # type: ignore[arg-type]
     return subclass.__new__(subclass)

@@ -76,13 +76,7 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
-        """Lazy logits of the dtype that the model's own logits would have.
-
-        Args:
-            deferred: how to compute them.
-            dtype: the dtype to report, and to cast values to.
-            view_of: the tensor with which they would share their memory.
-        """
+        """Lazy logits of the dtype that the model's own would have; ``view_of`` would share its memory with them."""
         deferred = deferred.with_versions()
         # The autograd node gets the tensors as inputs; the copy that it holds must not keep their graph alive.
         detached = deferred.detach()
@@ -112,10 +106,10 @@ class LazyLogits(LazyTensor):
             )
 
     def _find_gradient(self) -> None:
-        """Connect logits that an autograd function returned with the graph.
+        """Connect logits that an autograd function returned, and made without gradients, with the graph.
 
-        They were made without gradients inside of the function. If it only passes gradients back, these are still the
-        logits of the tensors with gradients; if it may do anything else, gradients have to pass through it, by values.
+        If the function only passes gradients back, these are the logits of the tensors before it; if it may do anything
+        else, gradients have to pass through it: the values are computed from this tensor.
         """
         self.made_without_grad = False
         node, output = self.grad_fn, self.output_nr

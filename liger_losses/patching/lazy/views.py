@@ -24,9 +24,6 @@ def _on_rows(lazy: LazyLogits, operation: Callable[[Tensor], Tensor]) -> LazyLog
     return lazy.derive(lazy.deferred.on_rows(operation), is_view=True)
 
 
-# --- Token dimensions -------------------------------------------------------------------------------------------------
-
-
 @implements("view", "reshape")
 def _reshape(lazy: LazyLogits, *shape: Any) -> Any:
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
@@ -84,9 +81,6 @@ def _detach(lazy: LazyLogits) -> Any:
     return lazy.derive(lazy.deferred.detach(), is_view=True)
 
 
-# --- Indices, of tokens and of slices of the vocabulary ---------------------------------------------------------------
-
-
 @implements("__getitem__")
 def _getitem(lazy: LazyLogits, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
@@ -130,9 +124,6 @@ def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
     return _getitem(lazy, tuple(index))
 
 
-# --- Dtypes -----------------------------------------------------------------------------------------------------------
-
-
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
     if not dtype.is_floating_point:
         return NotImplemented
@@ -158,9 +149,6 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if memory_format is not None or (device is not None and device != lazy.device):
         return NotImplemented
     return lazy if dtype is None else _cast(lazy, dtype)
-
-
-# --- Arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def _scale(lazy: LazyLogits, by: float, step: Callable[[Tensor], Tensor]) -> Any:

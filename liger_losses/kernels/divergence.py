@@ -7,26 +7,25 @@ gradient with respect to the student's logits is ``h - p sum(h)``: two sums per 
 
 Close to the teacher, a divergence is a second-order quantity made of first-order terms that cancel. Two rules keep its
 digits: f is written so that no entry is negative (adding multiples of p - q, whose sum is 0, changes nothing), and
-where d is small, f and h are power series in d times a power of q.
+where d is small, f and h are computed as power series in d times a power of q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import _TERMS, FORMS, Divergence, Series, _cosine, terms
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms
+from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, load_logits, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
 _LOWEST = -1e4
-#: Temporaries of the torch twin, in blocks of the slice it works on.
+#: Temporaries of the reference implementation, each as large as the rows it works on.
 TEMPORARIES = 16
 
 
@@ -44,21 +43,23 @@ class Logits(NamedTuple):
     def logits(self) -> Tensor:
         return self.epilogue(self.projected)
 
-    @property
-    def transform(self) -> LogitTransform:
-        return self.epilogue.transform
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.epilogue.bias
+    def for_kernel(self) -> Side:
+        """The argument of the kernels."""
+        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
 
     def log_probs(self) -> Tensor:
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
 
 
 class Coefficients(NamedTuple):
-    """d loss / d statistic of each row, ``[R]``: of the divergence and, with the softmax p1 of the logits at
-    temperature 1, ``hard_p p1 + hard_label onehot(label)``."""
+    """The loss's derivatives for each row, ``[R]`` each.
+
+    Args:
+        divergence: d loss / d divergence.
+        hard_p, hard_label: a hard loss adds ``hard_p p1 + hard_label onehot(label)`` to the gradient with respect to
+            the student's logits at temperature 1, whose softmax is p1; all three or none are given.
+        hard_lse: the log-sum-exp of these logits.
+    """
 
     divergence: Tensor
     hard_p: Tensor | None = None
@@ -84,13 +85,13 @@ def divergence_into(
     """Each row's divergence and, if asked for, the loss's gradient with respect to the student's projections.
 
     Args:
-        value: ``[R]``, where the divergences go.
-        student, teacher: :class:`Logits` of both; both transforms divide by the same temperature.
-        divergence: which.
+        value: ``[R]``, the tensor to write the divergences into.
+        student, teacher: :class:`Logits` of both models, whose transforms have the same temperature.
+        divergence: which divergence.
         out: ``[R, V]`` for the gradient, of any floating-point dtype; it may be the student's ``projected``.
-        coefficients: what the gradient is multiplied by; needed with ``out``.
+        coefficients: the loss's derivatives; needed with ``out``.
         labels: ``[R]`` int64, for the coefficients of a hard loss.
-        scratch: bytes for temporaries of the torch twin; unbounded by default.
+        scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
     Returns:
@@ -110,7 +111,7 @@ def divergence_into(
         )
         if out is not None and grad is not None:
             out[rows].copy_(grad)
-        del grad  # or it would still be there beside the next slice's
+        del grad  # its memory is free before the next slice's temporaries are allocated
     return value
 
 
@@ -122,10 +123,10 @@ def _divergence_torch(
     coefficients: Coefficients | None,
     labels: Tensor | None,
 ) -> Tensor | None:
-    """The reference: the gradient ``[R, V]`` if there are coefficients."""
-    log_p, transform = student.log_probs(), student.transform
+    """The reference implementation: the gradient ``[R, V]`` if there are coefficients."""
+    log_p, transform = student.log_probs(), student.epilogue.transform
     if divergence.form == "cosine":
-        f, grad = _cosine(student.logits(), teacher.logits())
+        f, grad = cosine_terms(student.logits(), teacher.logits())
     else:
         f, h = terms(divergence, log_p, teacher.log_probs())
         grad = h.addcmul_(log_p.exp(), h.sum(1, keepdim=True), value=-1.0)
@@ -145,12 +146,36 @@ def _divergence_torch(
     return transform.chain_(grad, student.logits())
 
 
+class Side(NamedTuple):
+    """One model's :class:`Logits` in a kernel, which gets the log-sum-exp separately: it is a slice of a vector."""
+
+    projected: Tensor
+    stride: int
+    bias: Tensor | None
+    transform: KernelTransform
+
+
+class KernelSeries(NamedTuple):
+    """A divergence's parameters and power series in a kernel; see :func:`_series_argument`."""
+
+    a: float
+    b: float
+    c: float
+    radius: float
+    power: float | None
+    coefficients: Tensor | None
+
+
 @cache
-def _series_on(series: Callable[..., Series], a: float, b: float, c: float, device: torch.device) -> Tensor:
-    """``[2, 9]`` fp32: the coefficients where the kernel reads them."""
-    found = series(a, b, c)
-    padded = [[*part, *[0.0] * (_TERMS - len(part))] for part in (found.f, found.h)]
-    return torch.tensor(padded, dtype=torch.float32, device=device)
+def _series_argument(divergence: Divergence, device: torch.device) -> KernelSeries:
+    """``coefficients`` are nine of f and nine of h in fp32, ``None`` without a series; ``power`` is ``None`` for 1."""
+    series = series_of(divergence)
+    a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
+    power = None if series.power == 1 else float(series.power)
+    coefficients = None
+    if series.radius > 0:
+        coefficients = torch.tensor([series.f, series.h], dtype=torch.float32, device=device)
+    return KernelSeries(a, b, c, series.radius, power, coefficients)
 
 
 #: Entries and warps of a program.
@@ -169,448 +194,195 @@ def _divergence_triton(
     rows, columns = student.projected.shape
     if not rows:
         return
-    own, theirs = student.transform.kernel_arguments(), teacher.transform.kernel_arguments()
-    given = coefficients or Coefficients(value)
-    common = {
-        "value": value,
-        "student": student.projected,
-        "teacher": teacher.projected,
-        "out": out,
-        "student_stride": student.projected.stride(0),
-        "teacher_stride": teacher.projected.stride(0),
-        "out_stride": 0 if out is None else out.stride(0),
-        "student_bias": student.bias,
-        "teacher_bias": teacher.bias,
-        "labels": labels,
-        "divergence_coef": given.divergence.contiguous(),
-        "hard_p": given.hard_p,
-        "hard_label": given.hard_label,
-        "hard_lse": given.hard_lse,
-        "columns": columns,
-        "student_scale": own["scale"],
-        "student_softcap": own["softcap"],
-        "teacher_scale": theirs["scale"],
-        "teacher_softcap": theirs["softcap"],
-        "temperature": float(student.transform.temperature),
-        "GRADIENT": out is not None,
-        "HAS_HARD": given.hard_p is not None,
-        "STUDENT_SCALE": own["HAS_SCALE"],
-        "STUDENT_SOFTCAP": own["HAS_SOFTCAP"],
-        "TEACHER_SCALE": theirs["HAS_SCALE"],
-        "TEACHER_SOFTCAP": theirs["HAS_SOFTCAP"],
-        "STUDENT_BIAS": student.bias is not None,
-        "TEACHER_BIAS": teacher.bias is not None,
-        "BLOCK": min(_BLOCK, triton.next_power_of_2(columns)),
-        "num_warps": _WARPS,
-    }
+    coef, *hard = coefficients or Coefficients(value)
+    common: tuple[Any, ...] = (
+        value,
+        student.for_kernel(),
+        teacher.for_kernel(),
+        out,
+        0 if out is None else out.stride(0),
+        columns,
+        coef.contiguous(),
+        labels,
+        *hard,
+        float(student.epilogue.transform.temperature),
+    )
+    block = min(_BLOCK, triton.next_power_of_2(columns))
     if divergence.form == "cosine":
-        _cosine_kernel[(rows,)](**common)
+        _cosine_kernel[(rows,)](*common, BLOCK=block, num_warps=_WARPS)
         return
-    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
-    series = form.series(*parameters)
+    form = FORMS[divergence.form]
     _divergence_kernel[(rows,)](
-        **common,
-        student_lse=student.lse,
-        teacher_lse=teacher.lse,
-        a=parameters[0],
-        b=parameters[1],
-        c=parameters[2],
-        series=_series_on(form.series, *parameters, value.device),
-        radius=series.radius,
-        power=series.power,
+        *common,
+        student.lse,
+        teacher.lse,
+        _series_argument(divergence, value.device),
         FORM=form.triton,
         BALANCED=form.balanced,
-        SERIES=series.radius > 0,
-        POWER=series.power != 1,
+        BLOCK=block,
+        num_warps=_WARPS,
     )
 
 
 @jit
-def _both_logits(
-    student,
-    teacher,
-    at,
-    inside,
-    student_bias,
-    teacher_bias,
-    student_scale,
-    student_softcap,
-    teacher_scale,
-    teacher_softcap,
-    inverse_temperature,
-    STUDENT_SCALE: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_SCALE: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    STUDENT_BIAS: tl.constexpr,
-    TEACHER_BIAS: tl.constexpr,
-):
-    """A block of either model's logits, 0 outside of the vocabulary."""
-    s = tl.load(student + at, mask=inside, other=0.0)
-    t = tl.load(teacher + at, mask=inside, other=0.0)
-    if STUDENT_BIAS:
-        s += tl.load(student_bias + at, mask=inside, other=0.0).to(tl.float32)
-    if TEACHER_BIAS:
-        t += tl.load(teacher_bias + at, mask=inside, other=0.0).to(tl.float32)
-    s = transform_block(s, student_scale, student_softcap, inverse_temperature, STUDENT_SCALE, STUDENT_SOFTCAP)
-    t = transform_block(t, teacher_scale, teacher_softcap, inverse_temperature, TEACHER_SCALE, TEACHER_SOFTCAP)
-    return s, t
+def _side_logits(side, row, at, inside):
+    """A block of a row's logits."""
+    return load_logits(side.projected + row * side.stride, side.bias, at, inside, side.transform)
 
 
 @jit
-def _projection_gradient(
-    grad,
-    s,
-    at,
-    row,
-    labels,
-    hard_p,
-    hard_label,
-    hard_lse,
-    temperature,
-    scale,
-    softcap,
-    HAS_HARD: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """From the gradient by the student's logits s, with a hard loss's added, to that by its projections."""
-    if HAS_HARD:
+def _terms(s, t, inside, s_lse, t_lse, series, FORM: tl.constexpr):
+    """log p, f and h of a block of both models' logits."""
+    log_p = tl.where(inside, tl.maximum(s - s_lse, -1e4), -1e4)
+    log_q = tl.where(inside, tl.maximum(t - t_lse, -1e4), -1e4)
+    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
+    if series.coefficients is not None:
+        d = log_p - log_q
+        near = tl.abs(d) < series.radius
+        if series.power is not None:
+            q = tl.exp(series.power * log_q)
+        else:
+            q = tl.exp(log_q)
+        # f begins with d^2, h with d.
+        of_f = tl.load(series.coefficients + 8)
+        of_h = tl.load(series.coefficients + 17)
+        for n in tl.static_range(6):
+            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
+            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
+        of_h = of_h * d + tl.load(series.coefficients + 10)
+        f = tl.where(near, q * d * d * of_f, f)
+        h = tl.where(near, q * d * of_h, h)
+    return log_p, f, h
+
+
+@jit
+def _store_gradient(out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, transform):
+    """Add a hard loss's gradient to that with respect to the student's logits s; store it by its projections."""
+    if hard_p is not None:
         p1 = tl.exp(s * temperature - tl.load(hard_lse + row))
         at_label = at == tl.load(labels + row).to(tl.int32)
         hard = p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0)
         grad += temperature * hard
-    if HAS_SOFTCAP:
-        x = s * temperature / softcap
-        grad *= 1 - x * x
-    if HAS_SCALE:
-        grad *= scale / temperature
-    return grad
+    grad = transform_gradient(grad, s, transform)
+    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
-def _terms_t(
-    log_p,
-    log_q,
-    a,
-    b,
-    c,
-    series,
-    radius,
-    power,
-    FORM: tl.constexpr,
-    SERIES: tl.constexpr,
-    POWER: tl.constexpr,
-):
-    """f and h of a block."""
-    f, h = FORM(log_p, log_q, a, b, c)
-    if SERIES:
-        d = log_p - log_q
-        near = tl.abs(d) < radius
-        q = tl.exp(power * log_q) if POWER else tl.exp(log_q)
-        # f begins with d^2, h with d.
-        of_f = tl.load(series + 8)
-        of_h = tl.load(series + 17)
-        for n in tl.static_range(6):
-            of_f = of_f * d + tl.load(series + 7 - n)
-            of_h = of_h * d + tl.load(series + 16 - n)
-        of_h = of_h * d + tl.load(series + 10)
-        f = tl.where(near, q * d * d * of_f, f)
-        h = tl.where(near, q * d * of_h, h)
-    return f, h
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse"]
 
 
-@jit(
-    do_not_specialize_on_alignment=[
-        "value",
-        "student_lse",
-        "teacher_lse",
-        "student_bias",
-        "teacher_bias",
-        "labels",
-        "divergence_coef",
-        "hard_p",
-        "hard_label",
-        "hard_lse",
-    ],
-)
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
 def _divergence_kernel(
     value,
     student,
     teacher,
     out,
-    student_stride,
-    teacher_stride,
     out_stride,
-    student_bias,
-    teacher_bias,
+    columns,
+    coef,
     labels,
-    divergence_coef,
     hard_p,
     hard_label,
     hard_lse,
-    columns,
-    student_scale,
-    student_softcap,
-    teacher_scale,
-    teacher_softcap,
     temperature,
     student_lse,
     teacher_lse,
-    a,
-    b,
-    c,
     series,
-    radius,
-    power,
     FORM: tl.constexpr,
     BALANCED: tl.constexpr,
-    SERIES: tl.constexpr,
-    POWER: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    HAS_HARD: tl.constexpr,
-    STUDENT_SCALE: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_SCALE: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    STUDENT_BIAS: tl.constexpr,
-    TEACHER_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row: its sums from left to right, then its gradient from right to left.
 
-    What was read last is still in the cache when the gradient reads it again. Where the sum of h is known, the
-    gradient's loop takes the sum of f as well.
+    The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
+    is known, the gradient's loop takes the sum of f as well.
     """
     row = tl.program_id(0).to(tl.int64)
-    student += row * student_stride
-    teacher += row * teacher_stride
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
     blocks = tl.cdiv(columns, BLOCK)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
-    if not (BALANCED and GRADIENT):
+    if out is None or not BALANCED:
         for i in range(blocks):
             at = i * BLOCK + tl.arange(0, BLOCK)
-            s, t = _both_logits(
-                student,
-                teacher,
-                at,
-                at < columns,
-                student_bias,
-                teacher_bias,
-                student_scale,
-                student_softcap,
-                teacher_scale,
-                teacher_softcap,
-                1 / temperature,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
-                TEACHER_SCALE,
-                TEACHER_SOFTCAP,
-                STUDENT_BIAS,
-                TEACHER_BIAS,
-            )
-            log_p = tl.where(at < columns, tl.maximum(s - s_lse, -1e4), -1e4)
-            log_q = tl.where(at < columns, tl.maximum(t - t_lse, -1e4), -1e4)
-            f, h = _terms_t(log_p, log_q, a, b, c, series, radius, power, FORM, SERIES, POWER)
+            inside = at < columns
+            s = _side_logits(student, row, at, inside)
+            t = _side_logits(teacher, row, at, inside)
+            log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
-    if GRADIENT:
+    if out is not None:
         out += row * out_stride
         total = tl.sum(h_sum, 0)
-        coef = tl.load(divergence_coef + row)
+        row_coef = tl.load(coef + row)
         for i in range(blocks):
             at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-            s, t = _both_logits(
-                student,
-                teacher,
-                at,
-                at < columns,
-                student_bias,
-                teacher_bias,
-                student_scale,
-                student_softcap,
-                teacher_scale,
-                teacher_softcap,
-                1 / temperature,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
-                TEACHER_SCALE,
-                TEACHER_SOFTCAP,
-                STUDENT_BIAS,
-                TEACHER_BIAS,
-            )
-            log_p = tl.where(at < columns, tl.maximum(s - s_lse, -1e4), -1e4)
-            log_q = tl.where(at < columns, tl.maximum(t - t_lse, -1e4), -1e4)
-            f, h = _terms_t(log_p, log_q, a, b, c, series, radius, power, FORM, SERIES, POWER)
+            inside = at < columns
+            s = _side_logits(student, row, at, inside)
+            t = _side_logits(teacher, row, at, inside)
+            log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
             if BALANCED:
                 f_sum += f
-                grad = coef * h
+                grad = row_coef * h
             else:
-                grad = coef * (h - tl.exp(log_p) * total)
-            grad = _projection_gradient(
-                grad,
-                s,
-                at,
-                row,
-                labels,
-                hard_p,
-                hard_label,
-                hard_lse,
-                temperature,
-                student_scale,
-                student_softcap,
-                HAS_HARD,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
+                grad = row_coef * (h - tl.exp(log_p) * total)
+            _store_gradient(
+                out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, student.transform
             )
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
     tl.store(value + row, tl.sum(f_sum, 0))
 
 
-@jit(
-    do_not_specialize_on_alignment=[
-        "value",
-        "student_bias",
-        "teacher_bias",
-        "labels",
-        "divergence_coef",
-        "hard_p",
-        "hard_label",
-        "hard_lse",
-    ],
-)
+@jit(do_not_specialize_on_alignment=_VECTORS)
 def _cosine_kernel(
     value,
     student,
     teacher,
     out,
-    student_stride,
-    teacher_stride,
     out_stride,
-    student_bias,
-    teacher_bias,
+    columns,
+    coef,
     labels,
-    divergence_coef,
     hard_p,
     hard_label,
     hard_lse,
-    columns,
-    student_scale,
-    student_softcap,
-    teacher_scale,
-    teacher_softcap,
     temperature,
-    GRADIENT: tl.constexpr,
-    HAS_HARD: tl.constexpr,
-    STUDENT_SCALE: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_SCALE: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    STUDENT_BIAS: tl.constexpr,
-    TEACHER_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
     row = tl.program_id(0).to(tl.int64)
-    student += row * student_stride
-    teacher += row * teacher_stride
     blocks = tl.cdiv(columns, BLOCK)
     s_sum = tl.zeros((BLOCK,), tl.float32)
     t_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
         at = i * BLOCK + tl.arange(0, BLOCK)
-        s, t = _both_logits(
-            student,
-            teacher,
-            at,
-            at < columns,
-            student_bias,
-            teacher_bias,
-            student_scale,
-            student_softcap,
-            teacher_scale,
-            teacher_softcap,
-            1 / temperature,
-            STUDENT_SCALE,
-            STUDENT_SOFTCAP,
-            TEACHER_SCALE,
-            TEACHER_SOFTCAP,
-            STUDENT_BIAS,
-            TEACHER_BIAS,
-        )
-        s_sum += s * s
+        inside = at < columns
+        s = _side_logits(student, row, at, inside)
+        t = _side_logits(teacher, row, at, inside)
+        s_sum += s * s  # logits beyond the vocabulary are 0
         t_sum += t * t
     s_scale = 1 / tl.maximum(tl.sqrt(tl.sum(s_sum, 0)), 1e-12)
     t_scale = 1 / tl.maximum(tl.sqrt(tl.sum(t_sum, 0)), 1e-12)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
         at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-        s, t = _both_logits(
-            student,
-            teacher,
-            at,
-            at < columns,
-            student_bias,
-            teacher_bias,
-            student_scale,
-            student_softcap,
-            teacher_scale,
-            teacher_softcap,
-            1 / temperature,
-            STUDENT_SCALE,
-            STUDENT_SOFTCAP,
-            TEACHER_SCALE,
-            TEACHER_SOFTCAP,
-            STUDENT_BIAS,
-            TEACHER_BIAS,
-        )
+        inside = at < columns
+        s = _side_logits(student, row, at, inside)
+        t = _side_logits(teacher, row, at, inside)
         difference = s * s_scale - t * t_scale
         f_sum += difference * difference / 2
     total = tl.sum(f_sum, 0)
-    if GRADIENT:
+    if out is not None:
         out += row * out_stride
-        coef = tl.load(divergence_coef + row)
+        row_coef = tl.load(coef + row)
         for i in range(blocks):
             at = i * BLOCK + tl.arange(0, BLOCK)
-            s, t = _both_logits(
-                student,
-                teacher,
-                at,
-                at < columns,
-                student_bias,
-                teacher_bias,
-                student_scale,
-                student_softcap,
-                teacher_scale,
-                teacher_softcap,
-                1 / temperature,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
-                TEACHER_SCALE,
-                TEACHER_SOFTCAP,
-                STUDENT_BIAS,
-                TEACHER_BIAS,
-            )
+            inside = at < columns
+            s = _side_logits(student, row, at, inside)
+            t = _side_logits(teacher, row, at, inside)
             unit = s * s_scale
-            grad = coef * (unit - t * t_scale - unit * total) * s_scale
-            grad = _projection_gradient(
-                grad,
-                s,
-                at,
-                row,
-                labels,
-                hard_p,
-                hard_label,
-                hard_lse,
-                temperature,
-                student_scale,
-                student_softcap,
-                HAS_HARD,
-                STUDENT_SCALE,
-                STUDENT_SOFTCAP,
+            grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
+            _store_gradient(
+                out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, student.transform
             )
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
     tl.store(value + row, total)

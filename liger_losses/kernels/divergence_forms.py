@@ -1,6 +1,9 @@
-"""The divergences: what is summed over the vocabulary, for torch and for Triton, and how it is close to the teacher.
+"""The divergences: the terms that are summed over the vocabulary, for torch and for Triton.
 
 p is the student's softmax, q the teacher's, d = log p - log q.
+
+A new divergence is two functions ``(log p, log q, a, b, c) -> (f, h)``, one for torch and one for Triton, a row of
+:data:`FORMS`, and a constructor of :class:`Divergence`. f is the term of the divergence, h = df / d log p.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
 
-#: Below it, nothing that is multiplied by a logarithm matters.
+#: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
 #: Logits that are all 0 have no direction.
 _SMALLEST_NORM = 1e-12
@@ -24,7 +27,7 @@ _SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which function of p (the student's) and q (the teacher's) is summed over the vocabulary.
+    """A sum over the vocabulary of a function of the student's softmax p and the teacher's softmax q.
 
     Use the constructors; ``form`` names one of :data:`FORMS`, and a, b, c are its parameters.
     """
@@ -72,45 +75,7 @@ class Divergence:
         return cls("alpha_zero", beta) if alpha == 0 else cls("alpha_beta", alpha, beta)
 
 
-class Series(NamedTuple):
-    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
-
-    power: float
-    f: list[float]
-    h: list[float]
-    radius: float = 0.5
-
-
-#: Of a power series; the rest is below fp32's rounding within the radius.
-_TERMS = 9
-_EXP = [1 / math.factorial(n) for n in range(_TERMS)]
-
-
-def _add(first: list[float], second: list[float]) -> list[float]:
-    return [x + y for x, y in zip_longest(first, second, fillvalue=0.0)]
-
-
-def _subtract(first: list[float], second: list[float]) -> list[float]:
-    return [x - y for x, y in zip_longest(first, second, fillvalue=0.0)]
-
-
-def _multiply(first: list[float], second: list[float]) -> list[float]:
-    pairs = [(i + j, x * y) for i, x in enumerate(first) for j, y in enumerate(second)]
-    return [math.fsum(value for at, value in pairs if at == n) for n in range(_TERMS)]
-
-
-def _divide(first: list[float], second: list[float]) -> list[float]:
-    quotient: list[float] = []
-    for n in range(_TERMS):
-        known = math.fsum(x * second[n - i] for i, x in enumerate(quotient))
-        quotient.append((first[n] - known) / second[0])
-    return quotient
-
-
 # --- The forms --------------------------------------------------------------------------------------------------------
-#
-# Each three times: for torch and for Triton (log p, log q, a, b, c) -> (f, h), as they are written down; and (a, b, c)
-# -> the power s of q, and the coefficients of f / q^s and h / q^s in d, where those would cancel.
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -125,10 +90,6 @@ def _forward_kl_t(log_p, log_q, a, b, c):
     return p - q - q * (log_p - log_q), p - q
 
 
-def _forward_kl_series(a: float, b: float, c: float) -> Series:
-    return Series(1.0, _subtract(_EXP, [1.0, 1.0]), _subtract(_EXP, [1.0]))
-
-
 def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
     p, h = log_p.exp(), log_p.exp() * (log_p - log_q)
     return log_q.exp() - p + h, h
@@ -141,20 +102,15 @@ def _reverse_kl_t(log_p, log_q, a, b, c):
     return tl.exp(log_q) - p + h, h
 
 
-def _reverse_kl_series(a: float, b: float, c: float) -> Series:
-    h = _multiply(_EXP, [0.0, 1.0])
-    return Series(1.0, _subtract(h, _subtract(_EXP, [1.0])), h)
-
-
 def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
     p, q = log_p.exp(), log_q.exp()
-    m = a * q + (1 - a) * p
-    log_m = m.clamp(min=_SMALLEST).log()
+    m = a * q + (1 - a) * p + _SMALLEST  # not a clamp, which complex numbers lack
+    log_m = m.log()
     of_student = p * (log_p - log_m)
     f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
     k = b * (1 - a) - c * a
     h = c * of_student
-    return f, h if k == 0 else h + k * (1 - a) * (p - q) * p / m.clamp(min=_SMALLEST)
+    return f, h if k == 0 else h + k * (1 - a) * (p - q) * p / m
 
 
 @jit
@@ -180,19 +136,6 @@ def _gkd_mixture_t(log_p, log_q, a, b, c):
     return f, c * of_student
 
 
-def _mixture_series(a: float, b: float, c: float) -> Series:
-    m = [a + (1 - a), *((1 - a) * x for x in _EXP[1:])]  # m / q
-    share = _divide([(1 - a) * x for x in _EXP], m)  # (1 - a) p / m, the derivative of log(m / q)
-    log_m = [0.0, *(x / (n + 1) for n, x in enumerate(share[:-1]))]
-    of_student = _multiply(_EXP, _subtract([0.0, 1.0], log_m))
-    f = _add(
-        [b * x for x in _subtract(_subtract(m, [1.0]), log_m)],
-        [c * x for x in _add(of_student, _subtract(m, _EXP))],
-    )
-    bent = _multiply(_subtract(_EXP, [1.0]), share)
-    return Series(1.0, f, _add([c * x for x in of_student], [(b * (1 - a) - c * a) * x for x in bent]))
-
-
 def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
     p = log_p.exp()
     return (p - log_q.exp()).abs() / 2, p * (log_p - log_q).sign() / 2
@@ -203,11 +146,6 @@ def _total_variation_t(log_p, log_q, a, b, c):
     p = tl.exp(log_p)
     d = log_p - log_q
     return tl.abs(p - tl.exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
-
-
-def _total_variation_series(a: float, b: float, c: float) -> Series:
-    """First order itself: it has no power series, and needs none."""
-    return Series(1.0, [0.0], [0.0], radius=0.0)
 
 
 def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -224,12 +162,6 @@ def _alpha_beta_t(log_p, log_q, a, b, c):
     return (b / s * p_s + a / s * tl.exp(s * log_q) - both) / (a * b), (p_s - both) / a
 
 
-def _alpha_beta_series(a: float, b: float, c: float) -> Series:
-    s = a + b
-    f = [0.0, 0.0, *((b / s * s**n - b**n) / (a * b) * x for n, x in enumerate(_EXP[2:], 2))]
-    return Series(s, f, [(s**n - b**n) / a * x for n, x in enumerate(_EXP)], radius=0.5 / max(s, 1.0))
-
-
 def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
     p_a, d = (a * log_p).exp(), log_p - log_q
     return ((a * log_q).exp() - p_a + a * p_a * d) / a**2, p_a * d
@@ -240,13 +172,6 @@ def _alpha_zero_t(log_p, log_q, a, b, c):
     p_a = tl.exp(a * log_p)
     d = log_p - log_q
     return (tl.exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
-
-
-def _alpha_zero_series(a: float, b: float, c: float) -> Series:
-    whole = [a**n * x for n, x in enumerate(_EXP)]  # exp(a d)
-    h = _multiply(whole, [0.0, 1.0])
-    f = _subtract([a * x for x in h], _subtract(whole, [1.0]))
-    return Series(a, [x / a**2 for x in f], h, radius=0.5 / max(a, 1.0))
 
 
 def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -261,14 +186,8 @@ def _beta_zero_t(log_p, log_q, a, b, c):
     return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
 
 
-def _beta_zero_series(a: float, b: float, c: float) -> Series:
-    whole = [a**n * x for n, x in enumerate(_EXP)]
-    f, h = _subtract(whole, [1.0, a]), _subtract(whole, [1.0])
-    return Series(a, [x / a**2 for x in f], [x / a for x in h], radius=0.5 / max(a, 1.0))
-
-
-def _cosine(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Terms of the sum, and its gradient with respect to the student's logits."""
+def cosine_terms(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """The terms of the cosine distance of logits, and its gradient with respect to the student's logits."""
     norms = [logits.norm(dim=1, keepdim=True).clamp(min=_SMALLEST_NORM) for logits in (student, teacher)]
     unit = student / norms[0]
     difference = unit - teacher / norms[1]
@@ -278,34 +197,80 @@ def _cosine(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Form(NamedTuple):
-    """The three of a form, and whether ``sum(h)`` is 0 whatever p and q are."""
+    """A row of :data:`FORMS`.
+
+    Args:
+        torch, triton: ``(log p, log q, a, b, c) -> (f, h)``.
+        balanced: whether ``sum(h)`` is 0 for all p and q.
+        power: the s of ``(a, b, c)`` for which ``f / q^s`` is a function of d alone.
+        smooth: whether this function is a power series in d.
+    """
 
     torch: Callable[..., tuple[Tensor, Tensor]]
     triton: Any
-    series: Callable[[float, float, float], Series]
     balanced: bool = False
+    power: Callable[[float, float, float], float] = lambda a, b, c: 1.0
+    smooth: bool = True
 
 
 #: What a :class:`Divergence` may sum.
 FORMS = {
-    "forward_kl": Form(_forward_kl, _forward_kl_t, _forward_kl_series, balanced=True),
-    "reverse_kl": Form(_reverse_kl, _reverse_kl_t, _reverse_kl_series),
-    "mixture": Form(_mixture, _mixture_t, _mixture_series),
-    "gkd_mixture": Form(_mixture, _gkd_mixture_t, _mixture_series),
-    "total_variation": Form(_total_variation, _total_variation_t, _total_variation_series),
-    "alpha_beta": Form(_alpha_beta, _alpha_beta_t, _alpha_beta_series),
-    "alpha_zero": Form(_alpha_zero, _alpha_zero_t, _alpha_zero_series),
-    "beta_zero": Form(_beta_zero, _beta_zero_t, _beta_zero_series),
+    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True),
+    "reverse_kl": Form(_reverse_kl, _reverse_kl_t),
+    "mixture": Form(_mixture, _mixture_t),
+    "gkd_mixture": Form(_mixture, _gkd_mixture_t),
+    "total_variation": Form(_total_variation, _total_variation_t, smooth=False),
+    "alpha_beta": Form(_alpha_beta, _alpha_beta_t, power=lambda a, b, c: a + b),
+    "alpha_zero": Form(_alpha_zero, _alpha_zero_t, power=lambda a, b, c: a),
+    "beta_zero": Form(_beta_zero, _beta_zero_t, power=lambda a, b, c: a),
 }
 
 
+# --- Close to the teacher -------------------------------------------------------------------------------------------
+
+#: Coefficients of a power series; the rest is below fp32's rounding within the radius.
+TERMS = 9
+#: Points of the circle on which a form is evaluated. The functions are analytic in more than its radius (up to pi).
+_POINTS = 64
+
+
+class Series(NamedTuple):
+    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
+
+    power: float
+    radius: float
+    f: list[float]
+    h: list[float]
+
+
+@cache
+def series_of(divergence: Divergence) -> Series:
+    """The power series of a divergence; its radius is 0 where there is none.
+
+    The coefficients are ``f_n = 1/N sum_k f(d_k) d_k^-n`` on the circle ``d_k = r exp(2 pi i k / N)`` (Cauchy's
+    formula): the reference form, evaluated on complex numbers with q = 1.
+    """
+    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
+    power = form.power(*parameters)
+    if not form.smooth:
+        return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
+    radius = 0.5 / max(power, 1.0)
+    angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
+    d = torch.polar(torch.full_like(angles, 2 * radius), angles)
+    powers = torch.stack([d**-n for n in range(TERMS)])
+    values = form.torch(d, torch.zeros_like(d), *parameters)
+    f, h = ((powers * value).mean(1).real.tolist() for value in values)
+    # Where both models agree, a divergence is 0 and has a minimum: what the sums leave there is rounding.
+    f[0] = f[1] = h[0] = 0.0
+    return Series(power, radius, f, h)
+
+
 def terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """f and h of every entry, for torch."""
-    form = FORMS[divergence.form]
-    f, h = form.torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
-    series = form.series(divergence.a, divergence.b, divergence.c)
-    # In fp64, only where the terms left out are smaller still.
+    """f and h of every entry, in torch."""
+    f, h = FORMS[divergence.form].torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
+    series = series_of(divergence)
     d = log_p - log_q
+    # In fp64 within a smaller radius, where the omitted terms are below its rounding.
     near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
     d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
     return tuple(  # type: ignore[return-value]

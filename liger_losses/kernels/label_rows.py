@@ -1,4 +1,4 @@
-"""The rows of the head that labels point to: read for logits, added to gradients. Never a ``[N, V]`` tensor.
+"""Operations on the rows of the head that the labels index: label logits, and the labels' terms of both gradients.
 
 N tokens, H hidden size, V vocabulary size.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, transform_block
 
@@ -47,8 +48,7 @@ def label_logits(
             bias,
             labels,
             hidden.shape[1],
-            **transform.kernel_arguments(),
-            HAS_BIAS=bias is not None,
+            transform.for_kernel(),
             BLOCK=1024,
         )
     return out
@@ -124,10 +124,11 @@ def add_to_label_rows_(
         sums = grad_weight[present].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
         return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
     if len(labels):
-        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        # Tokens that add nothing (masked ones, of label 0) would be a long sum of zeros: they go last, and no further.
-        nowhere = len(grad_weight)
-        ordered, order = labels.masked_fill(coef == 0, nowhere).sort(stable=True)
+        hidden = with_contiguous_rows(hidden)
+        # Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they are sorted to the end
+        # and skipped.
+        past_end = len(grad_weight)
+        ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
         source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
@@ -139,7 +140,7 @@ def add_to_label_rows_(
             hidden,
             hidden.stride(0),
             len(labels),
-            nowhere,
+            past_end,
             hidden.shape[1],
             BLOCK=block,
             AT_ONCE=4,
@@ -149,22 +150,9 @@ def add_to_label_rows_(
 
 @jit(do_not_specialize_on_alignment=["labels"])
 def _label_logits_kernel(
-    out,
-    hidden,
-    weight,
-    hidden_stride,
-    weight_stride,
-    bias,
-    labels,
-    hidden_size,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
 ):
+    """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     products = tl.zeros((BLOCK,), tl.float32)
@@ -174,16 +162,14 @@ def _label_logits_kernel(
         h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
         products += h * w
-    z = tl.sum(products, 0)
-    if HAS_BIAS:
-        z += tl.load(bias + label).to(tl.float32)
-    tl.store(out + row, transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP))
+    tl.store(out + row, transform_block(tl.sum(products, 0), bias, label, True, transform))
 
 
 @jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])
 def _add_label_rows_kernel(
     out, out_stride, product, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr
 ):
+    """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     s = tl.load(scale + row)
@@ -206,7 +192,7 @@ def _add_to_label_rows_kernel(
     hidden,
     hidden_stride,
     tokens,
-    nowhere,
+    past_end,
     hidden_size,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -215,22 +201,24 @@ def _add_to_label_rows_kernel(
     first = tl.program_id(0)
     label = tl.load(ordered + first)
     before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
-    if (before != label) & (label < nowhere):
+    if (before != label) & (label < past_end):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < hidden_size
         target = grad_weight + label * grad_stride + at
         total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         start = first
-        same = label
-        while same == label:
+        next_label = label
+        while next_label == label:
             members = start + tl.arange(0, AT_ONCE)
-            mine = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
-            row = tl.load(source + members, mask=mine, other=0)
-            c = tl.load(coef + members, mask=mine, other=0.0)
+            same_label = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
+            row = tl.load(source + members, mask=same_label, other=0)
+            c = tl.load(coef + members, mask=same_label, other=0.0)
             h = tl.load(
-                hidden + row[:, None] * hidden_stride + at[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+                hidden + row[:, None] * hidden_stride + at[None, :],
+                mask=same_label[:, None] & inside[None, :],
+                other=0.0,
             )
             total += tl.sum(c[:, None] * h.to(tl.float32), 0)
             start += AT_ONCE
-            same = tl.load(ordered + start, mask=start < tokens, other=-1)
+            next_label = tl.load(ordered + start, mask=start < tokens, other=-1)
         tl.store(target, total.to(grad_weight.dtype.element_ty), mask=inside)

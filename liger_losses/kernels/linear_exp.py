@@ -1,13 +1,13 @@
-"""``exp(logit - offset)`` of ``hidden @ weight.T`` in the product's epilogue: the softmax without a pass of its own.
+"""``exp(logit - offset)`` of ``hidden @ weight.T`` in the product's epilogue: a softmax without a pass of its own.
 
 N tokens, H hidden size, V vocabulary size.
 
 With e = exp(z - offset), one offset per token, and s = sum(e), every gradient of a loss on log-probabilities is a
 product with e itself, because softmax = e / s and 1 / s scales rows:
-``grad_hidden = (g / s) (e @ weight)``, ``grad_weight = e.T @ ((g / s) hidden)``, the labels' own terms apart.
-The offset is the label's logit: it is known before the product, and leaves confident tokens exact, as
-``logp = -log1p(sum of the others' e)``. Tokens whose label is so unlikely that this could overflow are found and
-computed again with their log-sum-exp for an offset, without asking the host.
+``grad_hidden = (g / s) (e @ weight)``, ``grad_weight = e.T @ ((g / s) hidden)``; the labels' own terms are added
+separately. The offset is the label's logit: it is known before the product, and keeps confident tokens exact, as
+``logp = -log1p(sum of the other columns' e)``. If a label is so unlikely that e could overflow, the kernels run again
+with the log-sum-exp as offset; the device decides that, without a synchronization.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiling,
-    aligned,
-    descriptor,
+    output_arguments,
     processors,
     product_arguments,
     project_tile,
+    split_tile,
+    store_tile,
+    tile_counts,
+    with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import partial_sums_where
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
+from liger_losses.kernels.linear_stats import partial_sums
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
 
 _TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
-#: Sums of e beyond this are computed again: e reaches 1e26 where p_label is below 1e-26, and fp32 and bf16 end at 3e38.
+#: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "p_coef", "label_coef", "at_label_out"]
 
 
 class Exponentials(NamedTuple):
-    """What belongs to ``e = exp(z - offset)``: ``[N]`` fp32 each."""
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability: ``[N]`` fp32 each."""
 
     offset: Tensor
     lse: Tensor
@@ -47,7 +50,7 @@ class Exponentials(NamedTuple):
 
     @classmethod
     def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
-        """Where ``lse`` and ``logp`` are the values' own memory, as far as they have it."""
+        """Write ``lse`` and ``logp`` into the tensors of these names; the others are new."""
         offset, logp = torch.empty(2, len(values["lse"]), device=values["lse"].device)
         return cls(offset, values["lse"], values.get("logp", logp))
 
@@ -63,9 +66,9 @@ def linear_exponentials(
     projections: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
-    """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for ``z = transform(hidden @ weight.T + bias)``.
+    """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
-    ``dz`` is what the soft-cap multiplies gradients by at this logit, 1 without one. With ``projections``, ``out`` gets
+    ``dz`` is the soft-cap's derivative at this logit, 1 without one. With ``projections``, ``out`` gets
     ``hidden @ weight.T`` as it is, before bias and transform.
 
     Args:
@@ -74,36 +77,36 @@ def linear_exponentials(
         labels: ``[N]`` int64 in ``[0, V)``.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         epilogue: from projections to logits.
-        found: where they go; new tensors by default.
-        projections: what ``out`` gets.
+        found: the tensors to write the statistics into; new ones by default.
+        projections: write projections into ``out`` instead of exponentials.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
         :class:`Exponentials`, in fp32.
     """
-    transform, bias, _ = epilogue
-    found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
+    statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
-        for mine, reference in zip(
-            found, _exponentials_torch(hidden, weight, labels, out, transform, bias, projections), strict=True
+        for target, value in zip(
+            statistics, _exponentials_torch(hidden, weight, labels, out, epilogue, projections), strict=True
         ):
-            mine.copy_(reference)
-        return found
-    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+            target.copy_(value)
+        return statistics
+    hidden = with_contiguous_rows(hidden)
     label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if not len(hidden):
-        return found
+        return statistics
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
-    common = (hidden, weight, labels, label_logit, out, transform, bias, found, needed)
-    _launch(*common, projections=projections, conditional=False)
-    # What follows returns at once unless `needed` was set: an exception costs neither a synchronisation nor time.
-    sums = partial_sums_where(needed, hidden, weight, labels, epilogue)
-    splits = triton.next_power_of_2(processors(hidden.device))  # the most there are: the same for every N
+    run = _Run(hidden, weight, labels, epilogue, label_logit, statistics, needed)
+    run.launch(out, projections, again=False)
+    # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
+    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
+    splits = triton.next_power_of_2(processors(hidden.device))  # an upper bound that does not depend on N
     _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
-        needed, found.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits
+        needed, statistics.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits
     )
-    _launch(*common, projections=projections, conditional=True)
-    return found
+    # Projections do not depend on the offset: they are not written again.
+    run.launch(None if projections else out, projections, again=True)
+    return statistics
 
 
 def gradient_scales(
@@ -116,17 +119,17 @@ def gradient_scales(
     transform: LogitTransform = LogitTransform(),
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From ``d loss / d z = p_coef p + label_coef onehot`` to what products with exponentials are scaled by.
+    """The factors of products with exponentials, from ``d loss / d z = p_coef p + label_coef onehot``.
 
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
-    there, it is ``at_label``.
+    at the label's, it is ``at_label``.
 
     Args:
         p_coef, label_coef: ``[N]`` fp32, or ``None`` for 0.
         found: what :func:`linear_exponentials` returned.
-        hidden: ``[N, H]``, if it is wanted scaled.
-        at_label: ``[N]`` fp32, where that goes; a new tensor by default.
-        transform: as there.
+        hidden: ``[N, H]``, to be scaled, or ``None``.
+        at_label: ``[N]`` fp32, the tensor to write ``at_label`` into; a new one by default.
+        transform: from projections to logits.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -146,7 +149,7 @@ def gradient_scales(
             scaled.copy_(scale[:, None] * hidden)
         return scale, at_label, scaled
     scale = torch.empty_like(found.lse)
-    hidden = hidden if hidden is None or hidden.stride(1) == 1 else hidden.contiguous()
+    hidden = None if hidden is None else with_contiguous_rows(hidden)
     if len(scale):
         _scales_kernel[(len(scale),)](
             scale,
@@ -158,24 +161,17 @@ def gradient_scales(
             p_coef.contiguous(),
             label_coef.contiguous(),
             *found,
-            **transform.kernel_arguments(),
-            HAS_HIDDEN=hidden is not None,
+            transform.for_kernel(),
             BLOCK=1024,
         )
     return scale, at_label, scaled
 
 
 def _exponentials_torch(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    out: Tensor | None,
-    transform: LogitTransform,
-    bias: Tensor | None,
-    projections: bool,
+    hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensor | None, epilogue: Epilogue, projections: bool
 ) -> Exponentials:
-    """The reference."""
-    projected = hidden.float() @ weight.float().t()
+    """The reference implementation."""
+    projected, (transform, bias, _) = hidden.float() @ weight.float().t(), epilogue
     if out is not None and projections:
         out.copy_(projected)
     logits = transform(projected, None if bias is None else bias.float())
@@ -194,83 +190,71 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
 
 
-def _launch(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    label_logit: Tensor,
-    out: Tensor | None,
-    transform: LogitTransform,
-    bias: Tensor | None,
-    found: Exponentials,
-    needed: Tensor,
-    projections: bool,
-    conditional: bool,
-) -> None:
-    """Exponentials and statistics: with the label's logit as offset, or (where needed) with what ``found`` holds."""
-    tokens = len(hidden)
-    row_tiles, column_tiles = -(-tokens // _TILING.tokens), -(-len(weight) // _TILING.columns)
-    group = _group(row_tiles)
-    lanes = max(1, min(_TILING.programs * processors(hidden.device) // group, column_tiles))
-    partial = torch.empty(lanes, tokens, device=hidden.device)
-    operands = product_arguments(hidden, weight, _TILING)
-    if conditional and projections:
-        out = None  # they are there
-    tma_store = out is not None and operands["TMA"] and aligned(out)
-    _exponentials_kernel[(lanes * group,)](
-        **operands,
-        out=descriptor(out, _TILING.tokens, _TILING.columns // 2) if out is not None and tma_store else out,
-        out_stride=0 if out is None else out.stride(0),
-        bias=bias,
-        labels=labels,
-        offset=found.offset if conditional else label_logit,
-        partial=partial,
-        needed=needed,
-        group=group,
-        lanes=lanes,
-        **transform.kernel_arguments(),
-        HAS_BIAS=bias is not None,
-        CONDITIONAL=conditional,
-        STORE=out is not None,
-        PROJECTIONS=projections,
-        TMA_STORE=tma_store,
-        **_TILING.launch(),
-    )
-    _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
-        partial,
-        label_logit,
-        *found,
-        needed,
-        lanes,
-        tokens,
-        _LARGEST_SUM,
-        CONDITIONAL=conditional,
-        BLOCK=128,
-        LANES=32,
-    )
+class _Run(NamedTuple):
+    """The inputs of the kernels' first run, and of the second, which happens only if the device sets ``needed``."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    epilogue: Epilogue
+    label_logit: Tensor
+    statistics: Exponentials
+    needed: Tensor
+
+    def launch(self, out: Tensor | None, projections: bool, again: bool) -> None:
+        """Exponentials and statistics, from the label's logit as offset, or ``again`` from ``statistics.offset``."""
+        tokens, device = len(self.hidden), self.hidden.device
+        row_tiles, column_tiles = tile_counts(self.hidden, self.weight, _TILING)
+        group = _group(row_tiles)
+        lanes = max(1, min(_TILING.programs * processors(device) // group, column_tiles))
+        partial = torch.empty(lanes, tokens, device=device)
+        _exponentials_kernel[(lanes * group,)](
+            **product_arguments(self.hidden, self.weight, _TILING),
+            **output_arguments(out, _TILING),
+            bias=self.epilogue.bias,
+            labels=self.labels,
+            offset=self.statistics.offset if again else self.label_logit,
+            partial=partial,
+            needed=self.needed if again else None,
+            group=group,
+            lanes=lanes,
+            transform=self.epilogue.transform.for_kernel(),
+            PROJECTIONS=projections,
+        )
+        _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
+            partial,
+            self.label_logit,
+            *self.statistics,
+            self.needed,
+            lanes,
+            tokens,
+            None if again else _LARGEST_SUM,
+            BLOCK=128,
+            LANES=32,
+        )
 
 
 def _group(row_tiles: int) -> int:
-    """Row tiles that walk the vocabulary together: about as many as the tiling says, and groups as even as can be."""
+    """Row tiles that walk the vocabulary together: about the tiling's number, in groups as even as possible."""
     sizes = range(min(row_tiles, _TILING.group // 2 + 1), min(row_tiles, 2 * _TILING.group) + 1)
     return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _TILING.group)), default=1)
 
 
 @jit
 def log1p(x):
-    """``log(1 + x)``, exact for small x: what 1 + x rounds away is divided out (Kahan's)."""
+    """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 
 
 @jit
 def expm1(x):
-    """``exp(x) - 1`` for x <= 0, exact for small x (Kahan's)."""
+    """``exp(x) - 1`` for x <= 0, exact for small x (Kahan's method)."""
     u = tl.exp(x)
     return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
 
 
-@jit(do_not_specialize=["lanes", "tokens", "limit"], do_not_specialize_on_alignment=_VECTORS)
+@jit(do_not_specialize=["lanes", "tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
     partial,
     label_logit,
@@ -281,12 +265,15 @@ def _row_statistics_kernel(
     lanes,
     tokens,
     limit,
-    CONDITIONAL: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """From what the lanes left, sums over all columns but the label's, to log-sum-exp and log-probability."""
-    if CONDITIONAL:  # noqa: SIM102, as `and` would not keep them apart here
+    """Log-sum-exp and log-probability from the lanes' sums over all columns but the label's.
+
+    The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
+    The second run has no limit and reads the offsets.
+    """
+    if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
         if tl.load(needed) == 0:
             return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -297,7 +284,7 @@ def _row_statistics_kernel(
         mask = (lane < lanes)[:, None] & inside[None, :]
         rest += tl.sum(tl.load(partial + lane[:, None] * tokens + rows[None, :], mask=mask, other=0.0), 0)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    if CONDITIONAL:
+    if limit is None:
         used = tl.load(offset + rows, mask=inside, other=0.0)
         log_total = tl.where(used == z, log1p(rest), tl.log(rest + tl.exp(z - used)))
     else:
@@ -312,7 +299,7 @@ def _row_statistics_kernel(
 
 @jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Where there is none, the log-sum-exp becomes the offset; ``sums`` are (maximum, sum) of each split."""
+    """Replace NaN offsets by the log-sum-exp; ``sums`` are (maximum, sum of exponentials) of each split."""
     if tl.load(needed) != 0:
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         split = tl.arange(0, SPLITS)
@@ -339,12 +326,7 @@ def _scales_kernel(
     offset,
     lse,
     logp,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_HIDDEN: tl.constexpr,
+    transform,
     BLOCK: tl.constexpr,
 ):
     """One program per token."""
@@ -354,17 +336,13 @@ def _scales_kernel(
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)
+    if transform.factor is not None:
+        s *= transform.factor
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
-    if HAS_SOFTCAP:
-        t = (row_logp + row_lse) / (softcap * inverse_temperature)
-        at_label *= 1 - t * t
-    if HAS_SCALE:
-        s *= scale * inverse_temperature
-        at_label *= scale * inverse_temperature
     tl.store(scale_out + row, s)
-    tl.store(at_label_out + row, at_label)
-    if HAS_HIDDEN:
+    tl.store(at_label_out + row, transform_gradient(at_label, row_logp + row_lse, transform))
+    if hidden is not None:
         for start in range(0, hidden_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < hidden_size
@@ -393,31 +371,21 @@ def _exponentials_kernel(
     needed,
     group,
     lanes,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CONDITIONAL: tl.constexpr,
-    STORE: tl.constexpr,
+    transform,
     PROJECTIONS: tl.constexpr,
-    TMA: tl.constexpr,
-    TMA_STORE: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
 
-    Exponentials are taken and stored in two halves of a tile, which takes fewer registers.
+    Exponentials are taken and stored in two halves of a tile.
     """
     program = tl.program_id(0)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     in_group = group * column_tiles
     tiles = tl.cdiv(tl.cdiv(tokens, BLOCK_N), group) * in_group
-    if CONDITIONAL:
+    if needed is not None:
         tiles = tiles * tl.load(needed)
     sums = tl.zeros((BLOCK_N,), tl.float32)
     for tile in tl.range(program, tiles, group * lanes, flatten=True):
@@ -427,48 +395,28 @@ def _exponentials_kernel(
             sums = tl.zeros((BLOCK_N,), tl.float32)
         first_column = column_tile * BLOCK_V
         z = project_tile(
-            hidden,
-            weight,
-            hidden_stride,
-            weight_stride,
-            first_row,
-            first_column,
-            tokens,
-            vocab_size,
-            hidden_size,
-            TMA,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
-        )
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
+            BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
         rows = first_row + tl.arange(0, BLOCK_N)
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
-        left, right = tl.split(tl.permute(tl.reshape(z, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1)))
+        left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
-            z = left if half == 0 else right
-            x = z
-            if HAS_BIAS:
-                z += tl.load(bias + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
-            z = transform_block(z, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
+            x = left if half == 0 else right
+            z = transform_block(x, bias, columns, columns < vocab_size, transform)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
-            if HAS_SOFTCAP:
-                t = z / (softcap * inverse_temperature)
-                e *= tl.where(z > float("-inf"), 1 - t * t, 0.0)
+            if transform.cap is not None:
+                tanh = z / transform.cap
+                e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x
-            if STORE:
-                if TMA_STORE:
-                    out.store([first_row, start], e.to(out.dtype))
-                else:
-                    pointers = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-                    inside = (rows < tokens)[:, None] & (columns < vocab_size)[None, :]
-                    tl.store(pointers, e.to(out.dtype.element_ty), mask=inside)
+            if out is not None:
+                store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
         tl.store(partial + program // group * tokens + rows, sums, mask=rows < tokens)

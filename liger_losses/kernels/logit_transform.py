@@ -1,4 +1,4 @@
-"""What a model does to the projection before the softmax: bias, scale, soft-cap, temperature."""
+"""How projections become logits: bias, scale, soft-cap and temperature."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class LogitTransform:
     with ``softcap(x) = softcap * tanh(x / softcap)`` where a soft-cap is given.
 
     Args:
-        temperature: what the logits are divided by, after everything else (> 0).
-        logit_scale: what the projection is multiplied by (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``).
+        temperature: divisor of the logits, applied last (> 0).
+        logit_scale: factor of the projection (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``).
         softcap: Gemma's ``final_logit_softcapping`` (> 0) or ``None``.
 
     Raises:
+        TypeError: ``temperature`` or ``softcap`` is not a number.
         ValueError: a number is out of its range.
     """
 
@@ -42,7 +43,7 @@ class LogitTransform:
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale!r}.")
 
     def __call__(self, projected: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits ``[R, C]`` of a projection ``[R, C]``; the projection itself where there is nothing to do."""
+        """Logits ``[R, C]`` of projections ``[R, C]``, which are returned themselves where there is nothing to do."""
         logits = projected if bias is None else projected + bias
         factor = self.logit_scale / (self.softcap or self.temperature)
         if factor != 1.0:
@@ -54,32 +55,28 @@ class LogitTransform:
 
     @property
     def factor(self) -> float:
-        """``d logits / d projection`` where the soft-cap is flat: what every gradient is multiplied by."""
+        """``d logits / d projection`` where the soft-cap is flat."""
         return self.logit_scale / self.temperature
 
     def slope(self, logits: Tensor) -> Tensor:
-        """What the soft-cap multiplies gradients by besides: ``1 - tanh^2``, and tanh is what the logits still hold."""
+        """The soft-cap's derivative ``1 - tanh^2``, computed from the logits; 1 without a soft-cap."""
         if self.softcap is None:
             return torch.ones_like(logits)
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
 
     def chain_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """From d loss / d logits to d loss / d projection, in place."""
+        """Turn d loss / d logits into d loss / d projection, in place."""
         if self.softcap is not None:
             grad.mul_(self.slope(logits))
         if self.factor != 1.0:
             grad.mul_(self.factor)
         return grad
 
-    def kernel_arguments(self) -> dict[str, float | bool]:
-        """What :func:`transform_block` takes besides the projection."""
-        return {
-            "scale": self.logit_scale,
-            "softcap": self.softcap or 1.0,
-            "inverse_temperature": 1.0 / self.temperature,
-            "HAS_SCALE": self.factor != 1.0,
-            "HAS_SOFTCAP": self.softcap is not None,
-        }
+    def for_kernel(self) -> KernelTransform:
+        """The transform as a kernel argument."""
+        if self.softcap is None:
+            return KernelTransform(float(self.factor) if self.factor != 1.0 else None, None)
+        return KernelTransform(float(self.factor), float(self.softcap / self.temperature))
 
 
 class Epilogue(NamedTuple):
@@ -105,11 +102,43 @@ class Epilogue(NamedTuple):
         return self.transform(projected, self.bias)
 
 
+class KernelTransform(NamedTuple):
+    """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
+
+    Args:
+        factor: ``logit_scale / temperature``; ``None`` for 1 without a cap.
+        cap: ``softcap / temperature``, or ``None``.
+    """
+
+    factor: float | None
+    cap: float | None
+
+
 @jit
-def transform_block(x, scale, softcap, inverse_temperature, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Logits of a block of projections, in a kernel."""
-    if HAS_SOFTCAP:
-        x = softcap * inverse_temperature * (2 * tl.sigmoid(2 * scale / softcap * x) - 1)
-    elif HAS_SCALE:
-        x = x * (scale * inverse_temperature)
+def transform_block(x, bias, columns, inside, transform):
+    """Logits of projections ``x [..., C]`` (or one of them): ``bias`` is a pointer or None, read at ``columns [C]``."""
+    if bias is not None:
+        x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if transform.cap is not None:
+        x = transform.cap * (2 * tl.sigmoid(2 * transform.factor / transform.cap * x) - 1)
+    elif transform.factor is not None:
+        x = x * transform.factor
     return x
+
+
+@jit
+def load_logits(projected, bias, columns, inside, transform):
+    """Logits at ``columns`` of a row whose projections begin at ``projected``."""
+    x = tl.load(projected + columns, mask=inside, other=0.0)
+    return transform_block(x, bias, columns, inside, transform)
+
+
+@jit
+def transform_gradient(grad, logits, transform):
+    """From d loss / d logits to d loss / d projections."""
+    if transform.cap is not None:
+        tanh = logits / transform.cap
+        grad *= 1 - tanh * tanh
+    if transform.factor is not None:
+        grad *= transform.factor
+    return grad

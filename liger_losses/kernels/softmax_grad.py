@@ -6,18 +6,17 @@ R rows (tokens), C columns (a slice of the vocabulary, or all of it), V the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, load_logits, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
 
-@dataclass(frozen=True)
-class SoftmaxGradient:
+class SoftmaxGradient(NamedTuple):
     """Coefficients of one row's gradient with respect to its logits, each ``[R]`` or ``None`` for 0.
 
     ``d loss / d z = p * (p_coef + p_logp_coef log p + p_squared_coef p) + label_coef onehot(label)
@@ -58,8 +57,11 @@ class SoftmaxGradient:
 
     def rows(self, start: int, stop: int) -> SoftmaxGradient:
         """The coefficients of rows ``start`` to ``stop``."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return SoftmaxGradient(**{k: v[start:stop] if v is not None else None for k, v in named.items()})
+        return SoftmaxGradient(*(None if value is None else value[start:stop] for value in self))
+
+    def contiguous(self) -> SoftmaxGradient:
+        """The coefficients as kernels read them."""
+        return SoftmaxGradient(*(None if value is None else value.contiguous() for value in self))
 
 
 def _mean_logp_coefficients(g: Tensor, values: Mapping[str, Tensor], class_weight: Tensor | None) -> dict[str, Tensor]:
@@ -119,26 +121,19 @@ def softmax_gradient_into(
     if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if grad_bias is None else projected
-        _gradient_triton(target, projected, lse, labels, coefficients, first_column, vocab_size, *epilogue)
+        _gradient_triton(target, projected, lse, labels, coefficients, epilogue, first_column, vocab_size)
         if grad_bias is not None:
             grad_bias += projected.sum(0, dtype=grad_bias.dtype)
             for rows in row_slices(projected, scratch):
                 out[rows].copy_(projected[rows].to(out.dtype))
         return out
     for rows in row_slices(projected, scratch):
-        grad = _gradient_torch(
-            projected[rows],
-            lse[rows],
-            labels[rows],
-            coefficients.rows(rows.start, rows.stop),
-            first_column,
-            vocab_size,
-            *epilogue,
-        )
+        part = coefficients.rows(rows.start, rows.stop)
+        grad = _gradient_torch(projected[rows], lse[rows], labels[rows], part, epilogue, first_column, vocab_size)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
         out[rows].copy_(grad)
-        del grad  # or it would still be there beside the next slice's
+        del grad  # its memory is free before the next slice's temporaries are allocated
     return out
 
 
@@ -147,15 +142,13 @@ def _gradient_torch(
     lse: Tensor,
     labels: Tensor,
     c: SoftmaxGradient,
+    epilogue: Epilogue,
     first_column: int,
     vocab_size: int,
-    transform: LogitTransform,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
 ) -> Tensor:
-    """The reference: a new tensor ``[R, C]``."""
+    """The reference implementation: a new tensor ``[R, C]``."""
     width = projected.shape[1]
-    logits = transform(projected, bias)
+    logits = epilogue(projected)
     log_p = logits - lse[:, None]
     if c.p_logp_coef is None and c.p_squared_coef is None:
         grad = log_p.exp_()
@@ -175,8 +168,8 @@ def _gradient_torch(
     if c.uniform_coef is not None:
         grad.add_(c.uniform_coef[:, None], alpha=1.0 / vocab_size)
     if c.class_coef is not None:
-        assert class_weight is not None
-        grad.addcmul_(c.class_coef[:, None], class_weight[None, :], value=1.0 / vocab_size)
+        assert epilogue.class_weight is not None
+        grad.addcmul_(c.class_coef[:, None], epilogue.class_weight[None, :], value=1.0 / vocab_size)
     if c.label_coef is not None:
         column = labels - first_column
         inside = (column >= 0) & (column < width)
@@ -184,7 +177,7 @@ def _gradient_torch(
         # Gather, add, scatter: one write per row, so the result never depends on the order of threads.
         at_label = grad.gather(1, column) + torch.where(inside, c.label_coef, 0.0)[:, None]
         grad.scatter_(1, column, at_label)
-    return transform.chain_(grad, logits)
+    return epilogue.transform.chain_(grad, logits)
 
 
 def _gradient_triton(
@@ -192,104 +185,93 @@ def _gradient_triton(
     projected: Tensor,
     lse: Tensor,
     labels: Tensor,
-    c: SoftmaxGradient,
+    coefficients: SoftmaxGradient,
+    epilogue: Epilogue,
     first_column: int,
     vocab_size: int,
-    transform: LogitTransform,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
 ) -> None:
     rows, columns = projected.shape
-    if not rows:
-        return
-    given = {f.name: getattr(c, f.name) for f in fields(c)}
-    _gradient_kernel[(rows,)](
-        out,
-        out.stride(0),
-        projected,
-        projected.stride(0),
-        lse,
-        labels,
-        bias,
-        class_weight,
-        *(None if value is None else value.contiguous() for value in given.values()),
-        first_column,
-        columns,
-        1.0 / vocab_size,
-        **transform.kernel_arguments(),
-        HAS_BIAS=bias is not None,
-        **{f"HAS_{name.removesuffix('_coef').upper()}": value is not None for name, value in given.items()},
-        BLOCK=min(4096, triton.next_power_of_2(columns)),
-        num_warps=8,
+    if rows:
+        _gradient_kernel[(rows,)](
+            out,
+            out.stride(0),
+            projected,
+            projected.stride(0),
+            lse,
+            labels,
+            epilogue.bias,
+            epilogue.class_weight,
+            *coefficients.contiguous(),
+            first_column,
+            columns,
+            1.0 / vocab_size,
+            epilogue.transform.for_kernel(),
+            BLOCK=min(4096, triton.next_power_of_2(columns)),
+            num_warps=8,
+        )
+
+
+@jit
+def _load_coefficient(pointer, rows, valid, AXIS: tl.constexpr):
+    value = 0.0
+    if pointer is not None:
+        value = tl.load(pointer + rows, mask=valid, other=0.0)
+        if AXIS == 1:
+            value = value[:, None]
+    return value
+
+
+@jit
+def load_coefficients(coefficients, rows, valid, inverse_vocab_size, AXIS: tl.constexpr):
+    """The rows' values of the six pointers of a :class:`SoftmaxGradient`, 0 for one that is None.
+
+    Of one row (``AXIS`` 0), or ``[R, 1]`` of a tile's (``AXIS`` 1).
+    """
+    p, p_logp, p_squared, label, uniform, classes = coefficients
+    return (
+        _load_coefficient(p, rows, valid, AXIS),
+        _load_coefficient(p_logp, rows, valid, AXIS),
+        _load_coefficient(p_squared, rows, valid, AXIS),
+        _load_coefficient(label, rows, valid, AXIS),
+        _load_coefficient(uniform, rows, valid, AXIS) * inverse_vocab_size,
+        _load_coefficient(classes, rows, valid, AXIS) * inverse_vocab_size,
     )
 
 
 @jit
-def gradient_block(
-    z,
-    lse,
-    at_label,
-    class_weight,
-    p_coef,
-    p_logp_coef,
-    p_squared_coef,
-    label_coef,
-    uniform_coef,
-    class_coef,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_P_LOGP: tl.constexpr,
-    HAS_P_SQUARED: tl.constexpr,
-    HAS_LABEL: tl.constexpr,
-    HAS_UNIFORM: tl.constexpr,
-    HAS_CLASS: tl.constexpr,
-):
-    """Gradient of a block of logits ``z`` with respect to projections; everything else broadcasts against them."""
+def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, values, transform):
+    """d loss / d projections of a block of logits ``z``, with which ``columns``, ``lse`` and ``label`` broadcast.
+
+    ``coefficients`` are pointers, which say what is absent; ``values`` is what :func:`load_coefficients` returned.
+    """
+    _p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef = coefficients
+    p_value, p_logp_value, p_squared_value, label_value, uniform_value, class_value = values
     log_p = z - lse
     grad = tl.exp(log_p)
-    if HAS_P_LOGP or HAS_P_SQUARED:
+    if p_logp_coef is not None or p_squared_coef is not None:
         p = grad
-        grad = p * p_coef
-        if HAS_P_LOGP:
+        grad = p * p_value
+        if p_logp_coef is not None:
             # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
-            grad += p * p_logp_coef * tl.maximum(log_p, -1e4)
-        if HAS_P_SQUARED:
-            grad += p * p_squared_coef * p
+            grad += p * p_logp_value * tl.maximum(log_p, -1e4)
+        if p_squared_coef is not None:
+            grad += p * p_squared_value * p
     else:
-        grad *= p_coef
-    if HAS_UNIFORM:
-        grad += uniform_coef
-    if HAS_CLASS:
-        grad += class_coef * class_weight
-    if HAS_LABEL:
-        grad += tl.where(at_label, label_coef, 0.0)
-    if HAS_SOFTCAP:
-        t = z / (softcap * inverse_temperature)
-        grad *= 1 - t * t
-    if HAS_SCALE:
-        grad *= scale * inverse_temperature
-    return grad
+        grad *= p_value
+    if uniform_coef is not None:
+        grad += uniform_value
+    if class_coef is not None:
+        grad += class_value * tl.load(class_weight + columns, mask=inside, other=0.0)
+    if label_coef is not None:
+        grad += tl.where(columns == label, label_value, 0.0)
+    return transform_gradient(grad, z, transform)
 
 
-@jit(
-    do_not_specialize=["first_column"],
-    do_not_specialize_on_alignment=[
-        "lse",
-        "labels",
-        "bias",
-        "class_weight",
-        "p_coef",
-        "p_logp_coef",
-        "p_squared_coef",
-        "label_coef",
-        "uniform_coef",
-        "class_coef",
-    ],
-)
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+GRADIENT_VECTORS = ["lse", "labels", "bias", "class_weight", *SoftmaxGradient._fields]
+
+
+@jit(do_not_specialize=["first_column"], do_not_specialize_on_alignment=GRADIENT_VECTORS)
 def _gradient_kernel(
     out,
     out_stride,
@@ -308,60 +290,20 @@ def _gradient_kernel(
     first_column,
     columns,
     inverse_vocab_size,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_P_LOGP: tl.constexpr,
-    HAS_P_SQUARED: tl.constexpr,
-    HAS_LABEL: tl.constexpr,
-    HAS_UNIFORM: tl.constexpr,
-    HAS_CLASS: tl.constexpr,
+    transform,
     BLOCK: tl.constexpr,
 ):
     """One program per row, from left to right: a row of ``out`` may begin where its row of projections does."""
     row = tl.program_id(0).to(tl.int64)
     row_lse = tl.load(lse + row)
     label = (tl.load(labels + row) - first_column).to(tl.int32)
-    p_c = tl.load(p_coef + row) if HAS_P else 0.0
-    p_logp_c = tl.load(p_logp_coef + row) if HAS_P_LOGP else 0.0
-    p_squared_c = tl.load(p_squared_coef + row) if HAS_P_SQUARED else 0.0
-    label_c = tl.load(label_coef + row) if HAS_LABEL else 0.0
-    uniform_c = tl.load(uniform_coef + row) * inverse_vocab_size if HAS_UNIFORM else 0.0
-    class_c = tl.load(class_coef + row) * inverse_vocab_size if HAS_CLASS else 0.0
+    coefficients = (p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef)
+    values = load_coefficients(coefficients, row, True, inverse_vocab_size, 0)
     for start in range(0, columns, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < columns
-        x = tl.load(projected + row * row_stride + offsets, mask=inside, other=0.0)
-        if HAS_BIAS:
-            x += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(x, scale, softcap, inverse_temperature, HAS_SCALE, HAS_SOFTCAP)
-        grad = gradient_block(
-            z,
-            row_lse,
-            offsets == label,
-            tl.load(class_weight + offsets, mask=inside, other=0.0) if HAS_CLASS else 0.0,
-            p_c,
-            p_logp_c,
-            p_squared_c,
-            label_c,
-            uniform_c,
-            class_c,
-            scale,
-            softcap,
-            inverse_temperature,
-            HAS_SCALE,
-            HAS_SOFTCAP,
-            HAS_P,
-            HAS_P_LOGP,
-            HAS_P_SQUARED,
-            HAS_LABEL,
-            HAS_UNIFORM,
-            HAS_CLASS,
-        )
-        # A narrower `out` overwrites what lies to the left of this block, and part of it: all must have been read.
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        z = load_logits(projected + row * row_stride, bias, at, inside, transform)
+        grad = gradient_block(z, at, inside, row_lse, label, class_weight, coefficients, values, transform)
+        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
         tl.debug_barrier()
-        tl.store(out + row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)

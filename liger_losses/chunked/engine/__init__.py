@@ -1,6 +1,6 @@
 """Hidden states -> per-token statistics and gradients: the only code that sees logits."""
 
-from liger_losses.chunked.engine.call import Statistics
+from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
     linear_divergence,
@@ -9,7 +9,6 @@ from liger_losses.chunked.engine.ops import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine.options import EngineOptions
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.engine.tokens import Tokens
 

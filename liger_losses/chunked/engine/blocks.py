@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,113 +25,114 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 Upstream = Mapping[str, Tensor]
 
 
-class Block(Protocol):
-    """One block of tokens: it is filled, gives statistics, and gives gradients once the loss's are known.
+class Part(NamedTuple):
+    """Some of the active tokens.
 
-    ``hidden`` is ``[R, H]`` in the operand dtype, ``rows`` which of the active tokens these are.
+    Args:
+        rows: which of them.
+        hidden: ``[R, H]``, their hidden states in the operand dtype.
+        values: ``[R]`` each, memory of their statistics, by name.
     """
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None) -> None:
-        """Write the tokens' statistics into ``values``, ``[R]`` each.
+    rows: slice
+    hidden: Tensor
+    values: dict[str, Tensor]
+
+
+class Block:
+    """The memory of one part at a time: it is filled, gives statistics, and gives gradients once the loss's are known.
+
+    Args:
+        opened: the call and its tensors.
+        rows: the largest number of tokens of a part.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        self.opened, self.call, self.vocab_size = opened, opened.call, opened.vocab_size
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        """Compute the part's statistics into its ``values``.
 
         ``upstream`` is given where it is known before any statistic: a block may then take both at once.
         """
+        raise NotImplementedError
 
-    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
+    def refill(self, part: Part, upstream: Upstream) -> None:
         """Restore what :meth:`gradients` needs, the statistics being known from an earlier pass."""
+        raise NotImplementedError
 
     def gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        out_view: Tensor | None = None,
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
         It can be called once per fill. ``out_view`` is memory that the result may be written to.
         """
+        raise NotImplementedError
 
     def wait(self) -> None:
-        """Make the caller's stream wait for the work that the block started on another."""
+        """Make the caller's stream wait for the work that the block started on another; a no-op where there is none."""
 
 
-class LogitBlock:
+class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
-        self.opened, self.call = opened, opened.call
-        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.logits_dtype)
+        super().__init__(opened, rows)
+        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.work.logits_dtype)
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
-        call, projected = self.call, self._project(hidden)
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        call, projected = self.call, self._project(part.hidden)
         computed = softmax_statistics(
             projected,
-            call.tokens.labels[rows],
+            call.tokens.labels[part.rows],
             call.block_names - {"selected_logps"},
             self.opened.epilogue,
             scratch=call.plan.scratch,
             backend=call.backend,
         )
         if call.query.selected is not None:
-            columns = call.query.selected[rows]
+            columns = call.query.selected[part.rows]
             bias = None if self.opened.bias is None else self.opened.bias[columns]
             logits = call.transform(projected.gather(1, columns), bias)
             computed["selected_logps"] = logits - computed["lse"][:, None]
-        for name, value in values.items():
-            value.copy_(computed[name])
+        for name, value in computed.items():
+            part.values[name].copy_(value)
 
-    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
-        self._project(hidden)
+    def refill(self, part: Part, upstream: Upstream) -> None:
+        self._project(part.hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        projected = self.projections[: len(hidden), : self.opened.vocab_size]
-        return self.opened.projection.into(projected, hidden, 0, self.opened.vocab_size)
-
-    def wait(self) -> None:
-        """No-op: nothing runs on another stream."""
+        projected = self.projections[: len(hidden), : self.vocab_size]
+        return self.opened.projection.into(projected, hidden, 0, self.vocab_size)
 
     def gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        out_view: Tensor | None = None,
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
-        columns = slice(0, self.opened.vocab_size)
+        columns = slice(0, self.vocab_size)
         selected = upstream.get("selected_logps")
         if selected is not None:
             # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
             others = {name: g for name, g in upstream.items() if name != "selected_logps"}
             upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
-        coefficients = SoftmaxGradient.of(upstream, values, self.call.query.class_weight)
-        grad = projection_gradient(self.opened, self.projections, rows, columns, values, coefficients, head_grads.bias)
+        coefficients = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight)
+        grad = projection_gradient(self.opened, self.projections, part, columns, coefficients, head_grads.bias)
         if selected is not None:
-            self._add_selected(grad, rows, values, coefficients, selected, head_grads.bias)
-        return head_grads.add(grad, hidden, columns, first=rows.start == 0)
+            self._add_selected(grad, part, coefficients, selected, head_grads.bias)
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
 
     def _add_selected(
-        self,
-        grad: Tensor,
-        rows: slice,
-        values: Mapping[str, Tensor],
-        coefficients: SoftmaxGradient,
-        upstream: Tensor,
-        grad_bias: Tensor | None,
+        self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None
     ) -> None:
         """Write the gradient at the selected columns anew, ``upstream [R, k]`` included: nothing is rounded twice."""
         call = self.call
         assert call.query.selected is not None
         assert coefficients.p_coef is not None
-        columns, logps = call.query.selected[rows], values["selected_logps"]
-        slope = call.transform.slope(logps + values["lse"][:, None]) * call.transform.factor
+        columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
+        slope = call.transform.slope(logps + part.values["lse"][:, None]) * call.transform.factor
         total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
-            at_label = columns == call.tokens.labels[rows, None]
+            at_label = columns == call.tokens.labels[part.rows, None]
             total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
         grad.scatter_(1, columns, (total * slope).to(grad.dtype))
         if grad_bias is not None:
@@ -150,9 +151,8 @@ def _sum_repeated(columns: Tensor, values: Tensor) -> Tensor:
 def projection_gradient(
     opened: OpenCall,
     projections: Tensor,
-    rows: slice,
+    part: Part,
     columns: slice,
-    values: Mapping[str, Tensor],
     coefficients: SoftmaxGradient,
     grad_bias: Tensor | None,
 ) -> Tensor:
@@ -160,12 +160,12 @@ def projection_gradient(
 
     A half-precision row overwrites the first half of its own fp32 row, so that no second buffer is needed.
     """
-    call, count, width = opened.call, rows.stop - rows.start, columns.stop - columns.start
+    call, count, width = opened.call, len(part.hidden), columns.stop - columns.start
     return softmax_gradient_into(
-        projections.view(call.operand_dtype)[:count, :width],
+        projections.view(call.work.operand_dtype)[:count, :width],
         projections[:count, :width],
-        values["lse"],
-        call.tokens.labels[rows],
+        part.values["lse"],
+        call.tokens.labels[part.rows],
         coefficients,
         opened.epilogue.columns(columns),
         first_column=columns.start,
@@ -176,7 +176,7 @@ def projection_gradient(
     )
 
 
-class ExponentialBlock:
+class ExponentialBlock(Block):
     """``exp(logit - offset)`` in half precision, for losses of ``logp`` and ``lse``.
 
     The softmax is a multiple of it by row, so both products are taken with it as it is; see
@@ -184,29 +184,26 @@ class ExponentialBlock:
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
-        self.opened, self.call = opened, opened.call
+        super().__init__(opened, rows)
         self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None = None) -> None:
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened = self.call, self.opened
-        exponentials = self.exponentials[: len(hidden), : opened.vocab_size]
+        exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
         self.offsets = linear_exponentials(
-            hidden,
+            part.hidden,
             opened.weight,
-            call.tokens.labels[rows],
+            call.tokens.labels[part.rows],
             exponentials,
             opened.epilogue,
-            found=Exponentials.into(values),
+            found=Exponentials.into(part.values),
             backend=call.backend,
         )
         if any(call.needs_hidden) and call.strategy != "resident":
-            self._start_product(exponentials, hidden)
-
-    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
-        raise NotImplementedError("a second pass of exponentials walks tiles of the vocabulary instead of blocks")
+            self._start_product(exponentials, part.hidden)
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
@@ -220,17 +217,11 @@ class ExponentialBlock:
             self.wait_for_product = None
 
     def gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        out_view: Tensor | None = None,
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         assert self.offsets is not None
-        call, columns = self.call, slice(0, self.opened.vocab_size)
-        coefficients = SoftmaxGradient.of(upstream, values, call.query.class_weight)
+        call, hidden, columns = self.call, part.hidden, slice(0, self.vocab_size)
+        coefficients = SoftmaxGradient.of(upstream, part.values, call.query.class_weight)
         exponentials = self.exponentials[: len(hidden), columns]
         if any(call.needs_hidden) and self.product is None:
             self._start_product(exponentials, hidden)
@@ -240,12 +231,12 @@ class ExponentialBlock:
                 coefficients.label_coef,
                 self.offsets,
                 hidden if call.needs_weight else None,
-                head_grads.labels_out(rows),
+                head_grads.labels_out(part.rows),
                 transform=call.transform,
                 backend=call.backend,
             )
             if scaled is not None:
-                head_grads.add_weight(exponentials, scaled, columns, first=rows.start == 0)
+                head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
         finally:
             self.wait()
         product, self.product = self.product, None
@@ -257,6 +248,6 @@ class ExponentialBlock:
             scale,
             at_label,
             self.opened.weight,
-            call.tokens.labels[rows],
+            call.tokens.labels[part.rows],
             backend=call.backend,
         )

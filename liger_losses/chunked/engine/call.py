@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.plan import Plan
-from liger_losses.chunked.engine.projection import Projection
+from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
+from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
+from liger_losses.chunked.engine.plan import Plan, Workload, make_plan
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
+from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.softmax_stats import STATISTICS
 
 
 class Statistics(NamedTuple):
@@ -36,6 +41,59 @@ class Statistics(NamedTuple):
     argmax: Any = None
     selected_logps: Any = None
     divergence: Any = None
+
+
+#: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
+STRATEGIES = {
+    "statistics": "nothing needs a gradient: statistics only. 2",
+    "one_pass": "separable loss: loss and gradients of a block while its logits exist. 6 (4)",
+    "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
+    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H], saved for backward. 4",
+    "two_pass": "coupled loss: statistics first, then every block again, once the upstream gradients are known. 8 (6)",
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to stream; no option changes a result beyond rounding.
+
+    Args:
+        ignore_index: the label of tokens without loss.
+        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
+            they are projected and their results multiplied by 0: their hidden states must be finite.
+        workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
+        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
+        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
+            costs a buffer of the weight's size.
+        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
+            the environment variable ``LIGER_LOSSES_BACKEND``.
+        strategy: force one of :data:`STRATEGIES` (for tests and measurements).
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+
+    ignore_index: int = -100
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
+    strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
+        for name in ("workspace", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if self.accum_dtype not in (None, torch.float32):
+            raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
+        if self.backend is not None:
+            check_names([self.backend], BACKENDS, "backend")
+        if self.strategy is not None:
+            check_names([self.strategy], STRATEGIES, "strategy")
 
 
 @dataclass(frozen=True)
@@ -91,6 +149,11 @@ class Query:
         """Whether blocks must hold whole rows of fp32 logits."""
         return self.selected is not None or self.comparison is not None
 
+    def linear_metrics(self, transform: LogitTransform) -> frozenset[str]:
+        """The metrics linear in the hidden states: without a soft-cap, the mean logit is ``h . mean_v W_v``."""
+        linear = "mean_logit" in self.metrics and "mean_logit" not in self.statistics and transform.softcap is None
+        return frozenset(["mean_logit"]) if linear else frozenset()
+
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
         selected, weights = self.selected, self.token_weights
@@ -118,61 +181,44 @@ class Call:
         query: what is asked, with per-token tensors of the active tokens.
         transform: from projections to logits.
         tokens: the active ones.
+        work: dtypes, and what blocks hold.
         plan: sizes of the blocks.
-        strategy: one of :data:`liger_losses.chunked.engine.options.STRATEGIES`.
-        operand_dtype: dtype of the products' operands.
+        strategy: one of :data:`STRATEGIES`.
         grad_weight_dtype: dtype in which the weight's gradient is accumulated.
         backend: ``torch`` or ``triton``.
-        gathers: whether hidden states are copied before they are multiplied.
-        fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
-        exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
         needs_hidden, needs_weight, needs_bias: what needs a gradient.
     """
 
     query: Query
     transform: LogitTransform
     tokens: Tokens
+    work: Workload
     plan: Plan
     strategy: str
-    operand_dtype: torch.dtype
     grad_weight_dtype: torch.dtype
     backend: str
-    gathers: bool
-    fused: bool
-    exponentials: bool
     needs_hidden: tuple[bool, ...]
     needs_weight: bool
     needs_bias: bool
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         """The names that the user gets, differentiable ones first."""
         return self.query.statistics + self.query.metrics
 
     @cached_property
+    def linear_metrics(self) -> frozenset[str]:
+        """The metrics that no block has to compute."""
+        return self.query.linear_metrics(self.transform)
+
+    @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        return frozenset({*self.query.statistics, *self.query.metrics, "lse"}) - linear_metrics(
-            self.query, self.transform
-        )
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
-        return torch.promote_types(torch.float32, self.operand_dtype)
+        return frozenset({*self.outputs, "lse"}) - self.linear_metrics
 
     def open(self, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> OpenCall:
         """The call with the tensors that autograd tracks."""
         return OpenCall(self, weight, bias, hidden_states)
-
-
-def linear_metrics(query: Query, transform: LogitTransform) -> frozenset[str]:
-    """The metrics that are linear in the hidden states, so that no block has to compute them.
-
-    Without a soft-cap, the mean logit is ``hidden_states @ weight.mean(0)``.
-    """
-    linear = "mean_logit" in query.metrics and "mean_logit" not in query.statistics and transform.softcap is None
-    return frozenset(["mean_logit"]) if linear else frozenset()
 
 
 class OpenCall:
@@ -197,7 +243,7 @@ class OpenCall:
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        self.projection = Projection(self.weight, call.operand_dtype, call.plan.weight_chunk)
+        self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk)
         self.epilogue = Epilogue(call.transform, self.bias, call.query.class_weight)
 
 
@@ -207,3 +253,171 @@ def _flat(hidden_states: Tensor) -> Tensor:
         return hidden_states.view(-1, hidden_states.shape[-1])
     except RuntimeError:
         return hidden_states
+
+
+_DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "argmax")
+
+
+def make_call(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> tuple[Call, tuple[Tensor, ...]]:
+    """Check the inputs, select the active tokens, and decide how to run.
+
+    Args:
+        hidden_states: ``[..., H]``, or a sequence of such tensors.
+        head: what projects them.
+        labels: ``[...]`` int64, or a sequence of such tensors, or :class:`Tokens`.
+        query: what is asked.
+        options: how to stream.
+
+    Returns:
+        The call, and the tensors of hidden states.
+    """
+    alone = not isinstance(hidden_states, (list, tuple))
+    hidden = (hidden_states,) if alone else tuple(hidden_states)
+    if not isinstance(labels, Tokens):
+        labels = (labels,) if alone else tuple(labels)
+    compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
+    shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
+    vocab_size = _check_query(query, head, hidden, shapes)
+    tokens = labels
+    if not isinstance(tokens, Tokens):
+        tokens = Tokens.select(
+            labels, vocab_size=vocab_size, ignore_index=options.ignore_index, compact=options.compact
+        )
+
+    wide = torch.promote_types(torch.float32, compute_dtype)
+    backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
+    operand = operand_dtype(compute_dtype, head.weight.device, backend)
+    grad = torch.is_grad_enabled()
+    needs_hidden = tuple(grad and part.requires_grad for part in hidden)
+    needs_weight = grad and head.weight.requires_grad
+    needs_bias = grad and head.bias is not None and head.bias.requires_grad
+    fused_products = can_fuse(head.weight, operand, backend)
+    fused = fused_products and not needs_bias and not query.needs_logits
+    computed = {*query.statistics, *query.metrics} - query.linear_metrics(head.transform)
+    # fp16 cannot hold exponentials of every size.
+    exponentials = fused and operand == torch.bfloat16 and computed <= {"logp", "lse"}
+    temporaries = 4 if backend == "torch" or (needs_bias and query.comparison is None) else 0
+    work = Workload(
+        tokens=tokens.count,
+        hidden_size=head.hidden_size,
+        vocab_size=vocab_size,
+        operand_dtype=operand,
+        weight_dtype=head.weight.dtype,
+        device=head.weight.device,
+        temporaries=TEMPORARIES if temporaries and query.comparison is not None else temporaries,
+        gathers=_gathers(hidden, tokens, operand),
+        fused=fused,
+        exponentials=exponentials,
+        fused_products=fused_products,
+        teacher_row_bytes=_teacher_row_bytes(query, vocab_size, operand),
+    )
+    plan = make_plan(work, options.workspace, options.chunk_size)
+    grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
+    strategy = "statistics"
+    if any(needs_hidden) or needs_weight or needs_bias:
+        # A half-precision grad_weight must not be rounded many times.
+        few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
+        # fp16 gradients underflow without the loss scale, which is only known in backward.
+        one_pass = query.separable and torch.float16 not in (compute_dtype, operand) and few_roundings
+        frozen_head = not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1
+        possible = _strategies(plan, one_pass, frozen_head, needs_weight)
+        strategy = possible[0]
+        if options.strategy is not None:
+            check_names([options.strategy], possible, "strategy for these inputs")
+            strategy = options.strategy
+    if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
+        # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
+        grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+    call = Call(
+        query=query.of_active_tokens(tokens, work.logits_dtype),
+        transform=head.transform,
+        tokens=tokens,
+        work=work,
+        plan=plan,
+        strategy=strategy,
+        grad_weight_dtype=grad_weight_dtype,
+        backend=backend,
+        needs_hidden=needs_hidden,
+        needs_weight=needs_weight,
+        needs_bias=needs_bias,
+    )
+    return call, hidden
+
+
+def _check_query(query: Query, head: Head, hidden: Sequence[Tensor], shapes: Sequence[torch.Size]) -> int:
+    """Raise TypeError or ValueError for a query that does not fit; return the number of columns it is about."""
+    check_vector("class_weight", query.class_weight, head.weight)
+    names: tuple[str, ...] = _DIFFERENTIABLE
+    metrics: tuple[str, ...] = STATISTICS
+    vocab_size = head.vocab_size
+    if query.selected is not None:
+        names = ("selected_logps", "logp", "lse")
+    if query.comparison is not None:
+        names, metrics = ("divergence", "logp"), ("entropy",)
+        vocab_size = _check_comparison(query, head, hidden[0])
+    beside = "" if query.selected is None else " beside selected_logps"
+    check_names(query.statistics, names, f"differentiable statistic{beside}")
+    check_names(query.metrics, metrics, "statistic")
+    if query.selected is not None:
+        _check_selected(query.selected, shapes)
+    for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
+        check_like_labels(name, value, shapes[0])
+    return vocab_size
+
+
+def _check_comparison(query: Query, head: Head, hidden_states: Tensor) -> int:
+    comparison = query.comparison
+    assert comparison is not None
+    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
+        raise TypeError(f"teacher must be a Teacher or TeacherLogits, got {type(comparison.teacher).__name__}.")
+    if not isinstance(comparison.divergence, Divergence):
+        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
+    heads = {"student": head}
+    if isinstance(comparison.teacher, Teacher):
+        heads["teacher"] = comparison.teacher.head
+    for whose, either in heads.items():
+        if either.transform.temperature != 1.0:
+            raise ValueError(
+                f"the temperature of the {whose}'s transform must be 1, got {either.transform.temperature}; give "
+                "temperature= instead, which divides both models' logits."
+            )
+    comparison.teacher.check(hidden_states[..., 0], head.weight)
+    return min(head.vocab_size, comparison.teacher.vocab_size)
+
+
+def _check_selected(selected: Any, shapes: Sequence[torch.Size]) -> None:
+    check_tensor("selected", selected)
+    if len(shapes) != 1:
+        raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
+    shape = shapes[0]
+    if selected.dtype != torch.int64 or selected.dim() != len(shape) + 1 or selected.shape[:-1] != shape:
+        raise ValueError(
+            f"selected must be int64 columns [..., k] for each label of {tuple(shape)}, got {selected.dtype} of "
+            f"{tuple(selected.shape)}."
+        )
+
+
+def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:
+    """Whether hidden states are copied before they are multiplied."""
+    (first, *more), (index, *_) = hidden, tokens.indices
+    dense = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
+    return bool(more) or index is not None or not dense or first.dtype != operand
+
+
+def _teacher_row_bytes(query: Query, vocab_size: int, operand: torch.dtype) -> int:
+    """Bytes of a teacher's hidden state, gathered and cast, or of its logits; 0 without a teacher."""
+    if query.comparison is None:
+        return 0
+    teacher, item = query.comparison.teacher, torch.promote_types(torch.float32, operand).itemsize
+    if isinstance(teacher, TeacherLogits):
+        return vocab_size * item
+    return teacher.head.hidden_size * (operand.itemsize + item)
+
+
+def _strategies(plan: Plan, one_pass: bool, frozen_head: bool, needs_weight: bool) -> list[str]:
+    """The strategies that are exact for these inputs and fit the workspace, the cheapest first."""
+    allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
+    single = [name for name, possible in allowed.items() if possible]
+    return [*single, "two_pass"] if plan.tall_blocks or not needs_weight else ["two_pass", *single]

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import Upstream
+from liger_losses.chunked.engine.blocks import Block, Part, Upstream
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
+from liger_losses.chunked.engine.head import Projection, can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.projection import Projection, can_fuse
 from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
@@ -32,7 +32,7 @@ class _Model:
     fused: bool
 
 
-class DivergenceBlock:
+class DivergenceBlock(Block):
     """Half-precision gradients ``[R, V]``, from fp32 logits of student and teacher.
 
     The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
@@ -40,16 +40,16 @@ class DivergenceBlock:
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
-        self.opened, self.call = opened, opened.call
+        super().__init__(opened, rows)
         call, comparison = opened.call, opened.call.query.comparison
         assert comparison is not None
-        self.comparison, self.rows, self.vocab_size = comparison, rows, opened.vocab_size
+        self.comparison, self.rows = comparison, rows
         shape = min(call.plan.part_rows, rows), padded(self.vocab_size)
-        self.logits = [opened.weight.new_empty(shape, dtype=call.logits_dtype) for _ in range(2)]
+        self.logits = [opened.weight.new_empty(shape, dtype=call.work.logits_dtype) for _ in range(2)]
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         soft = replace(call.transform, temperature=comparison.temperature)
-        fused = can_fuse(opened.weight, call.operand_dtype, call.backend)
+        fused = can_fuse(opened.weight, call.work.operand_dtype, call.backend)
         self.student = _Model(opened.projection, Epilogue(soft, opened.bias), fused)
         self.teacher_epilogue, self.teacher = self._teacher()
 
@@ -61,61 +61,47 @@ class DivergenceBlock:
         head = teacher.head.detach().columns(slice(0, self.vocab_size))
         bias = None if head.bias is None else head.bias.contiguous()
         epilogue = Epilogue(replace(head.transform, temperature=temperature), bias)
-        projection = Projection(head.weight, call.operand_dtype, call.plan.weight_chunk)
+        projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
         states = teacher.hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
-        return epilogue, _Model(projection, epilogue, can_fuse(head.weight, call.operand_dtype, call.backend))
+        return epilogue, _Model(projection, epilogue, can_fuse(head.weight, call.work.operand_dtype, call.backend))
 
-    def fill(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor], upstream: Upstream | None) -> None:
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         if upstream is not None and self.gradient is None:
-            width = padded(self.vocab_size)
-            self.gradient = hidden.new_empty(self.rows, width, dtype=self.call.operand_dtype)
+            self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
             if self.call.needs_bias:
-                self.grad_bias = hidden.new_empty(self.vocab_size, dtype=self.call.logits_dtype)
+                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.work.logits_dtype)
         if self.grad_bias is not None:
             self.grad_bias.zero_()
-        for part in blocks(len(hidden), self.call.plan.part_rows):
-            tokens = slice(rows.start + part.start, rows.start + part.stop)
-            self._fill_part(
-                tokens,
-                hidden[part],
-                {name: value[part] for name, value in values.items()},
-                None if upstream is None else {name: g[part] for name, g in upstream.items()},
-                None if upstream is None or self.gradient is None else self.gradient[part, : self.vocab_size],
-            )
+        for at in blocks(len(part.hidden), self.call.plan.part_rows):
+            rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
+            smaller = Part(rows, part.hidden[at], {name: value[at] for name, value in part.values.items()})
+            if upstream is None or self.gradient is None:
+                self._fill_part(smaller)
+            else:
+                out = self.gradient[at, : self.vocab_size]
+                self._fill_part(smaller, {name: g[at] for name, g in upstream.items()}, out)
 
-    def refill(self, rows: slice, hidden: Tensor, upstream: Upstream) -> None:
-        values = {n: hidden.new_empty(len(hidden), dtype=self.call.logits_dtype) for n in self.call.block_names}
-        self.fill(rows, hidden, values, upstream)
-
-    def wait(self) -> None:
-        """No-op: nothing runs on another stream."""
+    def refill(self, part: Part, upstream: Upstream) -> None:
+        # Backward must not write to the statistics that forward saved.
+        self.fill(
+            part._replace(values={name: torch.empty_like(value) for name, value in part.values.items()}), upstream
+        )
 
     def gradients(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        out_view: Tensor | None = None,
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         assert self.gradient is not None
         columns = slice(0, self.vocab_size)
         if self.grad_bias is not None and head_grads.bias is not None:
             head_grads.bias += self.grad_bias
-        return head_grads.add(self.gradient[: len(hidden), columns], hidden, columns, first=rows.start == 0)
+        grad = self.gradient[: len(part.hidden), columns]
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
 
-    def _fill_part(
-        self,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream | None,
-        out: Tensor | None,
-    ) -> None:
-        """Statistics of some tokens into ``values``, and with ``upstream`` their gradient ``[R, V]`` into ``out``."""
-        call, labels, student = self.call, self.call.tokens.labels[rows], self.student
+    def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
+        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, V]`` into ``out``."""
+        call, student, (rows, hidden, values) = self.call, self.student, part
+        labels = call.tokens.labels[rows]
         student_logits, teacher_logits = (part[: len(hidden), : self.vocab_size] for part in self.logits)
         hard_lse, lse = values["lse"], values["lse"]
         soft = {"lse": lse}
@@ -161,7 +147,7 @@ class DivergenceBlock:
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
         tokens, teacher = self.call.tokens, self.comparison.teacher
         if self.teacher is not None:
-            hidden = tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.operand_dtype)
+            hidden = tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
             self._compute_logits(out, {"lse": lse}, self.teacher, hidden, labels)
             return
         assert isinstance(teacher, TeacherLogits)

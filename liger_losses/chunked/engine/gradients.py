@@ -32,7 +32,7 @@ class HeadGradients:
             self.whole_weight[opened.vocab_size :].zero_()
             self.weight = self.whole_weight[: opened.vocab_size]
         if self.call.needs_bias and bias is not None:
-            self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.logits_dtype, device=bias.device)
+            self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.work.logits_dtype, device=bias.device)
             self.bias = self.whole_bias[: opened.vocab_size]
 
     def add(
@@ -54,7 +54,7 @@ class HeadGradients:
         call, accumulate = self.call, out is not None
         if out is None and any(call.needs_hidden):
             whole = grad.shape[1] == self.opened.vocab_size == self.projection.weight_chunk
-            out = hidden.new_empty(hidden.shape, dtype=call.operand_dtype if whole else call.logits_dtype)
+            out = hidden.new_empty(hidden.shape, dtype=call.work.operand_dtype if whole else call.work.logits_dtype)
         # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
         wait = None
         if out is not None:
@@ -127,3 +127,14 @@ class HiddenGradients:
         out_view = self.out_view(rows)
         if values is not None and (out_view is None or out_view.data_ptr() != values.data_ptr()):
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)
+
+
+class Gradients:
+    """All gradients of a call."""
+
+    def __init__(self, opened: OpenCall) -> None:
+        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """``(grad_weight, grad_bias, *grad_hidden)``."""
+        return *self.head.results(), *self.hidden.results

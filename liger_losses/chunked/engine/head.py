@@ -1,15 +1,21 @@
-"""Whatever multiplies hidden states into logits is a :class:`Head`. H hidden size, V vocabulary size."""
+"""Whatever multiplies hidden states into logits is a :class:`Head`; and the products with it.
+
+T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_weight
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,3 +120,101 @@ def _say_what_to_pass(module: nn.Module) -> str:
             "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
         )
     return f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead."
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``hidden_states @ weight.T``.
+
+    Args:
+        weight: ``[V, H]``.
+        operand_dtype: dtype that both operands of a product are cast to.
+        weight_chunk: rows of the weight that are cast at once; V when no cast is needed.
+    """
+
+    weight: Tensor
+    operand_dtype: torch.dtype
+    weight_chunk: int
+
+    def weight_chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """``(first, last, weight[first:last])`` in the operand dtype, over vocabulary rows ``start`` to ``stop``."""
+        for first in range(start, stop, self.weight_chunk):
+            last = min(first + self.weight_chunk, stop)
+            yield first, last, self.weight[first:last].to(self.operand_dtype)
+
+    def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """``hidden @ weight[start:stop].T``.
+
+        Args:
+            out: ``[T, stop - start]``, fp32 or fp64.
+            hidden: ``[T, H]`` in the operand dtype.
+        """
+        for first, last, weight in self.weight_chunks(start, stop):
+            matmul_into(out[:, first - start : last - start], hidden, weight.t())
+        return out
+
+    def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
+        """``grad @ weight[start : start + C]``: the gradient of the hidden states.
+
+        Args:
+            out: ``[T, H]``.
+            grad: ``[T, C]`` in the operand dtype.
+            accumulate: add to ``out`` instead of overwriting it.
+        """
+        for first, last, weight in self.weight_chunks(start, start + grad.shape[1]):
+            matmul_into(out, grad[:, first - start : last - start], weight, accumulate=accumulate or first > start)
+        return out
+
+
+def can_fuse(weight: Tensor, operand: torch.dtype, backend: str) -> bool:
+    """Whether one Triton kernel can compute both the product with this weight and its epilogue."""
+    return backend == "triton" and weight.dtype == operand and operand in HALF_DTYPES and weight.stride(1) == 1
+
+
+def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
+    """The dtype of the products' operands: half precision on CUDA, and fp32 where CPU libraries would round products.
+
+    Triton's kernels multiply half precision on the CPU too, in their interpreter.
+    """
+    if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
+        return torch.float32
+    return compute_dtype
+
+
+#: Entries of the weight that are cast at once.
+_CAST_AT_ONCE = 2**22
+
+
+class MeanLogit:
+    """The mean logit without the logits: ``1/V sum_v z_v = factor (h . 1/V sum_v W_v + 1/V sum_v b_v)``.
+
+    It is exact where there is no soft-cap. In half precision, the mean row enters the product as the sum of three
+    half-precision rows, which hold its digits.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, factor: float, operand_dtype: torch.dtype) -> None:
+        mean = _mean_row(weight, torch.promote_types(torch.float32, operand_dtype))
+        self.factor, self.bias = factor, None if bias is None else bias.mean()
+        # fp16 holds the digits of numbers up to 1 only.
+        self.unit = mean.abs().amax().clamp(min=torch.finfo(mean.dtype).tiny)
+        rest, parts = mean / self.unit, []
+        for _ in range(3 if operand_dtype in HALF_DTYPES else 1):
+            parts.append(rest.to(operand_dtype))
+            rest = rest - parts[-1]
+        self.rows = torch.stack(parts, 1)
+
+    def into(self, out: Tensor, hidden: Tensor) -> None:
+        """Write the mean logits ``[R]`` of ``hidden [R, H]``, in the operand dtype, into ``out``."""
+        product = out.new_empty(len(hidden), self.rows.shape[1])
+        mean = matmul_into(product, hidden, self.rows).sum(1) * self.unit
+        out.copy_((mean if self.bias is None else mean + self.bias) * self.factor)
+
+
+def _mean_row(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight.mean(0)`` in ``dtype``, without a copy of the weight in it."""
+    if weight.dtype == dtype or weight.device.type != "cpu":
+        return weight.mean(0, dtype=dtype)
+    total = weight.new_zeros(weight.shape[1], dtype=dtype)
+    for part in weight.split(max(1, _CAST_AT_ONCE // weight.shape[1])):
+        total += part.sum(0, dtype=dtype)
+    return total / len(weight)

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.call import Call, Comparison, Query, Statistics
+from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Query, Statistics, make_call
 from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.functions import LinearTokenLoss, compute_statistics
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.options import EngineOptions
-from liger_losses.chunked.engine.strategy import make_call
+from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.scale import scale_
 
 
 def linear_statistics(
@@ -264,7 +264,7 @@ def _names(names: Iterable[str] | str) -> tuple[str, ...]:
 def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
     call, hidden = make_call(hidden_states, head, labels, query, options)
-    return _by_tensor(call, compute_statistics(call, head, hidden))
+    return _by_tensor(call, _compute_statistics(call, head, hidden))
 
 
 def _separable_loss(
@@ -273,9 +273,9 @@ def _separable_loss(
     """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
     call, hidden = make_call(hidden_states, head, labels, query, options)
     if call.strategy == "one_pass":
-        loss, *outputs = LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
+        loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
         return loss, _by_tensor(call, dict(zip(call.outputs, outputs, strict=True)))[0]
-    values = compute_statistics(call, head, hidden)
+    values = _compute_statistics(call, head, hidden)
     active = {name: call.tokens.gather([value], 0, call.tokens.count) for name, value in values.items()}
     detached = _by_tensor(call, {name: value.detach() for name, value in values.items()})[0]
     if call.query.token_weights is not None:
@@ -296,3 +296,85 @@ def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:
     """From statistics ``[T]`` of all tokens to those of each tensor of labels, in its shape."""
     parts = {name: call.tokens.split(value) for name, value in values.items()}
     return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(call.tokens.shapes))]
+
+
+def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
+    if call.strategy != "statistics":
+        return dict(zip(call.outputs, _LinearStatistics.apply(call, head.weight, head.bias, *hidden), strict=True))
+    with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
+        values, _ = Stream(call.open(head.weight, head.bias, hidden)).statistics()
+    return {name: call.tokens.scatter(values[name]) for name in call.outputs}
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """Statistics in forward; in backward the gradient of any function of them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.block, ctx.unit_gradient = call, None, None
+        with torch.autocast(weight.device.type, enabled=False):
+            stream = Stream(call.open(weight, bias, hidden))
+            if call.strategy == "frozen_head":
+                values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
+            else:
+                values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
+        needed = {name: values[name] for name in ("lse", *call.query.statistics)}
+        ctx.saved_names = tuple(needed)
+        # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
+        ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
+        outputs = [call.tokens.scatter(values[name]) for name in call.outputs]
+        # Users may change an output in place; what backward needs must not change with it.
+        outputs = [out.clone() if any(out is v for v in values.values()) else out for out in outputs]
+        ctx.mark_non_differentiable(*outputs[len(call.query.statistics) :])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        weight, bias, *rest, _ = ctx.saved_tensors
+        hidden, saved = rest[: len(call.needs_hidden)], rest[len(call.needs_hidden) :]
+        values = dict(zip(ctx.saved_names, saved, strict=True))
+        gradients = {
+            name: call.tokens.gather_all(g)
+            for name, g in zip(call.query.statistics, upstream, strict=False)
+            if g is not None
+        }
+        with torch.autocast(weight.device.type, enabled=False):
+            stream = Stream(call.open(weight, bias, hidden))
+            if ctx.unit_gradient is not None:
+                return None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
+            # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
+            block, ctx.block = ctx.block, None
+            return None, *stream.gradients(values, gradients, block)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    """A separable loss and its gradients in forward; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with torch.autocast(weight.device.type, enabled=False):
+            loss, values, gradients = Stream(call.open(weight, bias, [hidden])).token_loss()
+        ctx.call, ctx.gradients = call, gradients
+        ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
+        outputs = tuple(call.tokens.scatter(values[name]) for name in call.outputs)
+        ctx.mark_non_differentiable(*outputs)
+        return loss, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        gradients, ctx.gradients = ctx.gradients, None
+        if upstream is None:
+            return None, None, None, None
+        if gradients is None:
+            # The first backward scaled them in place and returned them: a second one computes them again.
+            weight, bias, hidden, _ = ctx.saved_tensors
+            with torch.autocast(weight.device.type, enabled=False):
+                gradients = Stream(call.open(weight, bias, [hidden])).token_loss()[-1]
+        return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

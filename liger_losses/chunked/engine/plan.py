@@ -5,8 +5,8 @@ N active tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,29 +30,29 @@ MAX_EXPONENTIAL_BLOCKS = 32
 #: pass, whose blocks are taller, is faster then.
 MIN_BLOCK_OUTPUTS = 2**20
 
-#: Two heads: the default number of tokens whose gradients share a product, the parts that their logits are computed
-#: in, the default workspace, and the tokens of a kernel's tile.
-TWO_HEADS_ROWS = 2048
-TWO_HEADS_PARTS = 4
-TWO_HEADS_WORKSPACE = 1228 * MiB
+#: With a teacher: the default number of tokens whose gradients share a product, the parts that their logits are
+#: computed in, the default workspace, and the tokens of a kernel's tile.
+TEACHER_ROWS = 2048
+TEACHER_PARTS = 4
+TEACHER_WORKSPACE = 1228 * MiB
 TILE = 128
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan depends on.
+    """What the sizes of blocks depend on.
 
     Args:
         tokens, hidden_size, vocab_size: N, H, V.
         operand_dtype: dtype of the products' operands.
         weight_dtype: dtype of the weight, whose rows are cast where it differs.
         device: where everything is.
-        temporaries: how many temporaries of one row each the elementwise work needs, 0 for fused kernels.
+        temporaries: how many temporaries of a row the elementwise work needs; 0 for fused kernels.
         gathers: whether hidden states are copied before they are multiplied, and their gradients scattered.
-        fused: whether tiles of the gradient pass hold half-precision gradients only.
-        exponentials: whether blocks of whole rows hold half-precision exponentials only.
-        fused_products: with two heads, whether the student's product runs in a Triton kernel.
-        teacher_row_bytes: with two heads, the bytes that the teacher adds to a row of its logits; 0 for one head.
+        fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
+        exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
+        fused_products: with a teacher, whether the student's product runs in a Triton kernel.
+        teacher_row_bytes: with a teacher, the bytes that it adds to a row of its logits; else 0.
     """
 
     tokens: int
@@ -68,28 +68,44 @@ class Workload:
     fused_products: bool = False
     teacher_row_bytes: int = 0
 
-    @property
-    def operand_bytes(self) -> int:
-        return self.operand_dtype.itemsize
+    @cached_property
+    def logits_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
+        return torch.promote_types(torch.float32, self.operand_dtype)
 
     @property
-    def logit_bytes(self) -> int:
-        return torch.promote_types(torch.float32, self.operand_dtype).itemsize
+    def tile_hidden_bytes(self) -> int:
+        """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
+        item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
+        return self.hidden_size * (item + 2 * operand * self.gathers if self.fused else 8 + operand + 2 * item)
 
     @property
-    def columns(self) -> int:
-        """Columns of a row in memory."""
-        return padded(self.vocab_size)
+    def row_bytes(self) -> int:
+        """Bytes of one token in a block of whole rows."""
+        item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
+        if self.teacher_row_bytes:
+            hidden_bytes = self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
+            return padded(self.vocab_size) * operand + hidden_bytes
+        if self.exponentials:  # 1024: the partial sums of the kernel's programs
+            return padded(self.vocab_size) * operand + self.tile_hidden_bytes + self.hidden_size * operand + 1024
+        return padded(self.vocab_size) * item + self.hidden_size * (8 + operand + 2 * item)
 
     @property
-    def casts(self) -> bool:
-        """Whether rows of the weight are cast before they are multiplied."""
-        return self.operand_dtype != self.weight_dtype
+    def part_bytes(self) -> int:
+        """With a teacher, bytes of one token's logits of both models."""
+        logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
+        return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
 
-    @property
-    def least_scratch(self) -> int:
-        """Bytes of one row's temporaries."""
-        return self.temporaries * self.columns * self.logit_bytes
+    def default_workspace(self) -> int:
+        """Bytes that keep the device busy."""
+        if self.teacher_row_bytes:
+            largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
+            return min(largest, TEACHER_WORKSPACE)
+        if not self.exponentials:
+            return default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
+        long_enough = int(FULL_BLOCK_FLOPS / (6 * self.hidden_size * self.vocab_size))
+        full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // self.row_bytes))
+        return min(full_rows * self.row_bytes, 1536 * MiB)
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class Plan:
 
     Args:
         rows: tokens in a block of whole rows (the statistics pass, the one-pass strategies).
-        part_rows: with two heads, tokens of a block whose logits exist at the same time.
+        part_rows: with a teacher, tokens of a block whose logits exist at the same time.
         tile_rows: tokens in a tile of the gradient pass.
         tile_columns: columns of the vocabulary in such a tile.
         scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any.
@@ -124,10 +140,10 @@ def padded(columns: int) -> int:
     return -(-columns // 64) * 64
 
 
-def blocks(total: int, size: int) -> Iterator[slice]:
+def blocks(total: int, size: int) -> list[slice]:
     """Slices of at most ``size`` that cover ``range(total)``."""
     size = max(size, 1)
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:
@@ -147,111 +163,51 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
-    return (_plan_two_heads if work.teacher_row_bytes else _plan_one_head)(work, workspace, chunk_size)
-
-
-def _plan_one_head(work: Workload, workspace: int | None, chunk_size: int | None) -> Plan:
-    item, operand, tokens, hidden_size = work.logit_bytes, work.operand_bytes, work.tokens, work.hidden_size
-    # Each row's hidden state (gathered, cast or scaled), its gradient, and that gradient in the result's dtype.
-    hidden_bytes = hidden_size * (8 + operand + 2 * item)
-    tile_hidden_bytes = hidden_size * (item + 2 * operand * work.gathers) if work.fused else hidden_bytes
-    row_bytes = work.columns * item + hidden_bytes
-    if work.exponentials:
-        # 1024: the partial sums of the kernel's programs.
-        row_bytes = work.columns * operand + tile_hidden_bytes + hidden_size * operand + 1024
-    given = workspace is not None
-    if workspace is None:
-        workspace = default_workspace(work.vocab_size, item, work.device)
-        if work.exponentials:
-            long_enough = int(FULL_BLOCK_FLOPS / (6 * hidden_size * work.vocab_size))
-            full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // row_bytes))
-            workspace = min(full_rows * row_bytes, 1536 * MiB)
-
+    item, operand, tokens = work.logits_dtype.itemsize, work.operand_dtype.itemsize, work.tokens
+    columns, teacher = padded(work.vocab_size), work.teacher_row_bytes > 0
+    row_bytes, part_bytes = work.row_bytes, work.part_bytes
+    least_scratch = work.temporaries * columns * item
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    vectors = tokens * (32 if work.fused else 16) * item
-    least = row_bytes + work.least_scratch + vectors + work.casts * hidden_size * (operand + item)
-    if given and workspace < least:
+    vectors = tokens * (32 if work.fused else 16) * item if workspace is not None else 0
+    # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
+    casts = work.operand_dtype != work.weight_dtype
+    cast_bytes = (1 + teacher) * casts * work.hidden_size * (operand + item)
+    least = row_bytes + part_bytes + least_scratch + vectors + cast_bytes
+    if workspace is not None and workspace < least:
+        models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
         raise ValueError(
-            f"workspace={workspace} bytes is too small for {tokens} tokens over a vocabulary of {work.vocab_size} and "
-            f"a hidden size of {hidden_size}: give at least {least} bytes, or leave it out."
+            f"workspace={workspace} bytes is too small for {tokens} tokens of {models} a vocabulary of "
+            f"{work.vocab_size}: give at least {least} bytes, or leave it out."
         )
-    budget = max(workspace, least) - vectors if given else max(workspace, least)
-    scratch, weight_chunk = _scratch_and_weight_chunk(work, budget)
-    budget -= scratch + (weight_chunk * hidden_size * (operand + item) if work.casts else 0)
+    budget = max(workspace or work.default_workspace(), least) - vectors
+    scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
+    scratch = max(min(budget // 8, scratch_limit), least_scratch) if work.temporaries else 0
+    weight_chunk = min(max(1, budget // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
+    budget -= scratch + weight_chunk * cast_bytes
 
-    rows = max(1, min(budget // row_bytes, max(tokens, 1)))
-    if chunk_size is not None:
-        rows = min(rows, chunk_size)
-    resident = tokens * row_bytes <= budget and chunk_size is None
-
-    if work.fused and not given:
-        budget = max(min(budget, DEFAULT_TILES - vectors), 16 * MiB)
-    tile_rows, tile_columns = _tile(tokens, budget, tile_hidden_bytes, operand if work.fused else item)
+    part = 0
+    if teacher:
+        part = _whole_tiles(budget // (TEACHER_PARTS * row_bytes + part_bytes))
+        if part < TILE <= budget // (2 * part_bytes):
+            part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+    rows = max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1)))
+    rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
+    resident = tokens * row_bytes <= budget and chunk_size is None and not teacher
     rows = _even(tokens, rows)
+    if work.fused and workspace is None:
+        budget = max(min(budget, DEFAULT_TILES - tokens * 32 * item), 16 * MiB)
+    tile_rows, tile_columns = _tile(tokens, budget, work.tile_hidden_bytes, operand if work.fused else item)
+    most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=rows,
+        part_rows=_even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
-        tile_columns=min(tile_columns, work.columns),
+        tile_columns=min(tile_columns, columns),
         scratch=scratch,
         weight_chunk=weight_chunk,
         resident=resident,
-        few_blocks=tokens <= rows * (MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS),
-        tall_blocks=rows >= tokens or rows * hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
-    )
-
-
-def _scratch_and_weight_chunk(work: Workload, budget: int) -> tuple[int, int]:
-    """Bytes for temporaries, and rows of the weight to cast at once, for up to an eighth of the budget each."""
-    limit = (4 if work.device.type == "cpu" else 96) * MiB
-    scratch = max(min(budget // 8, limit), work.least_scratch) if work.temporaries else 0
-    if not work.casts:
-        return scratch, work.vocab_size
-    # A chunk is cast once, and its part of grad_weight is computed wide before it is rounded.
-    bytes_per_row = work.hidden_size * (work.operand_bytes + work.logit_bytes)
-    return scratch, min(max(1, budget // 8 // bytes_per_row), work.vocab_size)
-
-
-def _plan_two_heads(work: Workload, workspace: int | None, chunk_size: int | None) -> Plan:
-    """Blocks that hold half-precision gradients ``[rows, V]``, and both models' logits ``[part_rows, V]``."""
-    item, operand, tokens, hidden_size = work.logit_bytes, work.operand_bytes, work.tokens, work.hidden_size
-    # Hidden states (gathered or cast), their gradient, and that once more where it is accumulated wide or cast.
-    row_bytes = work.columns * operand
-    row_bytes += hidden_size * (3 * operand if work.fused_products else 8 + operand + 2 * item)
-    part_bytes = 2 * work.columns * item + work.teacher_row_bytes + 4096  # 4096: the partial sums of the programs
-    available = workspace or default_workspace(work.vocab_size, item, work.device)
-    scratch, weight_chunk = _scratch_and_weight_chunk(work, available)
-    fixed = scratch
-    if work.casts:
-        fixed += 2 * weight_chunk * hidden_size * (operand + item)
-    if workspace is not None:
-        fixed += tokens * 16 * item  # labels, positions, statistics and their weights
-    least = row_bytes + part_bytes + fixed
-    if workspace is not None and workspace < least:
-        raise ValueError(
-            f"workspace={workspace} bytes is too small for {tokens} tokens of a student and a teacher over a "
-            f"vocabulary of {work.vocab_size}: give at least {least} bytes, or leave it out."
-        )
-    largest = TWO_HEADS_ROWS * row_bytes + TWO_HEADS_ROWS // TWO_HEADS_PARTS * part_bytes + fixed
-    budget = max(workspace or min(largest, TWO_HEADS_WORKSPACE), least) - fixed
-    part = _whole_tiles(budget // (TWO_HEADS_PARTS * row_bytes + part_bytes))
-    if part < TILE <= budget // (2 * part_bytes):
-        part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
-    rows = _whole_tiles(max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1))))
-    if chunk_size is not None:
-        rows = min(rows, chunk_size)
-    rows = _even(tokens, rows)
-    part = _even(rows, max(1, min(part, rows)))
-    return Plan(
-        rows=rows,
-        part_rows=part,
-        tile_rows=rows,
-        tile_columns=work.columns,
-        scratch=scratch,
-        weight_chunk=weight_chunk,
-        resident=False,
-        few_blocks=True,
-        tall_blocks=True,
+        few_blocks=tokens <= rows * most_blocks or teacher,
+        tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
     )
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import Block, ExponentialBlock, LogitBlock, Upstream, projection_gradient
-from liger_losses.chunked.engine.call import OpenCall, Statistics, linear_metrics
+from liger_losses.chunked.engine.blocks import Block, ExponentialBlock, LogitBlock, Part, Upstream, projection_gradient
+from liger_losses.chunked.engine.call import OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
-from liger_losses.chunked.engine.gradients import HeadGradients, HiddenGradients
-from liger_losses.chunked.engine.mean_logit import MeanLogit
+from liger_losses.chunked.engine.gradients import Gradients, HeadGradients, HiddenGradients
+from liger_losses.chunked.engine.head import MeanLogit
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
@@ -31,80 +31,71 @@ class Stream:
     """The passes over all active tokens of a call."""
 
     def __init__(self, opened: OpenCall) -> None:
-        self.opened, self.call = opened, opened.call
-        self.count = opened.count
-        self.mean_logit = MeanLogit(opened) if linear_metrics(opened.call.query, opened.call.transform) else None
+        self.opened, self.call, self.count = opened, opened.call, opened.count
+        self.mean_logit: MeanLogit | None = None
+        if "mean_logit" in self.call.linear_metrics:
+            factor, dtype = self.call.transform.factor, self.call.work.operand_dtype
+            self.mean_logit = MeanLogit(opened.weight, opened.bias, factor, dtype)
 
     # --- Whole passes ------------------------------------------------------------------------------------------
 
     def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Block | None]:
         """The statistics ``[N]`` of every active token, and with ``keep_block`` one block that holds all of them."""
         values = self._empty_statistics()
-        if not keep_block and self.call.fused:
-            for rows, hidden in self._hidden_blocks(self._fused_rows()):
-                self._fused_statistics(rows, hidden, _rows_of(values, rows))
+        if not keep_block and self.call.work.fused:
+            for part in self._parts(self._fused_rows(), values):
+                self._fill(None, part)
             return values, None
         size = self.count if keep_block else self.call.plan.rows
         block = self._block(size)
-        for rows, hidden in self._hidden_blocks(size):
-            self._fill(block, rows, hidden, _rows_of(values, rows))
+        for part in self._parts(size, values):
+            self._fill(block, part)
         return values, block if keep_block else None
 
-    def gradients(
-        self, values: Mapping[str, Tensor], upstream: Upstream, kept: Block | None
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``: from the block of all tokens if it was kept, else recomputed.
 
         ``upstream`` is d loss / d statistic, ``[N]`` each.
         """
-        head_grads, hidden_grads = HeadGradients(self.opened), HiddenGradients(self.opened)
+        grads = Gradients(self.opened)
         if kept is None and not self.call.query.needs_logits:
-            self._gradients_by_tiles(values, upstream, head_grads, hidden_grads)
-            return *head_grads.results(), *hidden_grads.results
+            self._gradients_by_tiles(values, upstream, grads)
+            return grads.results()
         size = self.call.plan.rows if kept is None else self.count
         block = self._block(size) if kept is None else kept
-        for rows, hidden in self._hidden_blocks(size):
-            wanted = _rows_of(upstream, rows)
+        for part in self._parts(size, values):
+            wanted = _rows_of(upstream, part.rows)
             if kept is None:
-                block.refill(rows, hidden, wanted)
-            self._write_gradients(block, rows, hidden, _rows_of(values, rows), wanted, head_grads, hidden_grads)
-        return *head_grads.results(), *hidden_grads.results
+                block.refill(part, wanted)
+            self._write_gradients(block, part, wanted, grads)
+        return grads.results()
 
-    def _gradients_by_tiles(
-        self,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        hidden_grads: HiddenGradients,
-    ) -> None:
+    def _gradients_by_tiles(self, values: dict[str, Tensor], upstream: Upstream, grads: Gradients) -> None:
         """Recomputed tiles walk the vocabulary, so that grad_weight is written once per ``tile_rows`` tokens."""
         plan, tiles = self.call.plan, self._tiles()
         coefficients = SoftmaxGradient.of(upstream, values, self.call.query.class_weight)
-        for rows, hidden in self._hidden_blocks(plan.tile_rows):
-            out, tile_values = None, _rows_of(values, rows)
-            tile_coefficients = coefficients.rows(rows.start, rows.stop)
+        for part in self._parts(plan.tile_rows, values):
+            out, part_coefficients = None, coefficients.rows(part.rows.start, part.rows.stop)
             for columns in blocks(self.opened.vocab_size, plan.tile_columns):
-                grad = self._tile_gradient(
-                    tiles, rows, columns, hidden, tile_values, tile_coefficients, head_grads.bias
-                )
-                out = head_grads.add(grad, hidden, columns, first=rows.start == 0, out=out)
-            hidden_grads.write(rows, out)
+                grad = self._tile_gradient(tiles, part, columns, part_coefficients, grads.head.bias)
+                out = grads.head.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out)
+            grads.hidden.write(part.rows, out)
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
         (statistic,) = self.call.query.statistics
         values, head_grads = self._empty_statistics(), HeadGradients(self.opened)
         dtype = self.opened.hidden_states[0].dtype
-        for part in self.opened.hidden_states:
-            dtype = torch.promote_types(dtype, part.dtype)
+        for tensor in self.opened.hidden_states:
+            dtype = torch.promote_types(dtype, tensor.dtype)
         unit_gradient = self.opened.weight.new_empty(self.count, self.opened.weight.shape[1], dtype=dtype)
         block = self._block(self.call.plan.rows)
-        for rows, hidden in self._hidden_blocks(self.call.plan.rows):
-            block_values, out_view = _rows_of(values, rows), unit_gradient[rows]
+        for part in self._parts(self.call.plan.rows, values):
+            out_view = unit_gradient[part.rows]
             try:
-                self._fill(block, rows, hidden, block_values)
-                ones = {statistic: torch.ones_like(block_values["lse"])}
-                gradient = block.gradients(rows, hidden, block_values, ones, head_grads, out_view)
+                self._fill(block, part)
+                ones = {statistic: torch.ones_like(part.values["lse"])}
+                gradient = block.gradients(part, ones, head_grads, out_view)
             except BaseException:
                 block.wait()
                 raise
@@ -123,92 +114,77 @@ class Stream:
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         values, weights = self._empty_statistics(), self.call.query.token_weights
-        losses = torch.empty(self.count, dtype=self.call.logits_dtype, device=self.opened.weight.device)
+        losses = torch.empty(self.count, dtype=self.call.work.logits_dtype, device=self.opened.weight.device)
         block, grads = self._block(self.call.plan.rows), None
-        for rows, hidden in self._hidden_blocks(self.call.plan.rows):
-            block_values, known = _rows_of(values, rows), None if weights is None else _rows_of(weights, rows)
+        for part in self._parts(self.call.plan.rows, values):
+            known = None if weights is None else _rows_of(weights, part.rows)
             try:
-                self._fill(block, rows, hidden, block_values, known)
-                losses[rows], upstream = self._token_losses(rows, block_values, known)
+                self._fill(block, part, known)
+                losses[part.rows], upstream = self._token_losses(part, known)
                 # Allocated once the first block is queued, so that the device need not wait for it.
-                grads = grads or (HeadGradients(self.opened), HiddenGradients(self.opened))
-                self._write_gradients(block, rows, hidden, block_values, upstream, *grads)
+                grads = grads or Gradients(self.opened)
+                self._write_gradients(block, part, upstream, grads)
             except BaseException:
                 block.wait()  # its memory is about to be freed
                 raise
-        head_grads, hidden_grads = grads or (HeadGradients(self.opened), HiddenGradients(self.opened))
-        return losses.sum(), values, (*head_grads.results(), *hidden_grads.results)
+        return losses.sum(), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _hidden_blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """``(rows, hidden [R, H])`` of at most ``size`` active tokens at a time, in the operand dtype."""
+    def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
+        """The active tokens, ``size`` or fewer at a time."""
         for rows in blocks(self.count, size):
             hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
-            yield rows, hidden.to(self.call.operand_dtype)
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), _rows_of(values, rows))
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
-        if not self.call.gathers:
+        if not self.call.work.gathers:
             return self.count
         parts = -(-self.count // self.call.plan.tile_rows)
         return -(-self.count // max(parts, 1))
 
     def _block(self, rows: int) -> Block:
-        rows = min(rows, self.count)
+        kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
         if self.call.query.comparison is not None:
-            return DivergenceBlock(self.opened, rows)
-        return ExponentialBlock(self.opened, rows) if self.call.exponentials else LogitBlock(self.opened, rows)
+            kind = DivergenceBlock
+        return kind(self.opened, min(rows, self.count))
 
-    def _fill(
-        self, block: Block, rows: slice, hidden: Tensor, values: dict[str, Tensor], upstream: Upstream | None = None
-    ) -> None:
-        """All of the tokens' statistics into ``values``."""
+    def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
+        """Compute all of the part's statistics, without logits in memory where there is no block."""
         if self.mean_logit is not None:
-            self.mean_logit.into(values["mean_logit"], hidden)
-        block.fill(rows, hidden, {name: values[name] for name in self.call.block_names}, upstream)
+            self.mean_logit.into(part.values["mean_logit"], part.hidden)
+        if block is not None:
+            block.fill(part, upstream)
+        else:
+            self._fused_statistics(part)
 
-    def _write_gradients(
-        self,
-        block: Block,
-        rows: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        upstream: Upstream,
-        head_grads: HeadGradients,
-        hidden_grads: HiddenGradients,
-    ) -> None:
-        out_view = hidden_grads.out_view(rows)
-        hidden_grads.write(rows, block.gradients(rows, hidden, values, upstream, head_grads, out_view))
+    def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
+        out_view = grads.hidden.out_view(part.rows)
+        grads.hidden.write(part.rows, block.gradients(part, upstream, grads.head, out_view))
 
     def _tiles(self) -> Tensor:
         """Memory of the gradient pass's tiles: half-precision gradients, or the fp32 projections they overwrite."""
         plan, call = self.call.plan, self.call
-        dtype = call.operand_dtype if call.fused else call.logits_dtype
+        dtype = call.work.operand_dtype if call.work.fused else call.work.logits_dtype
         rows, columns = min(plan.tile_rows, self.count), padded(min(plan.tile_columns, self.opened.vocab_size))
         return torch.empty(rows, columns, dtype=dtype, device=self.opened.weight.device)
 
     def _tile_gradient(
-        self,
-        tiles: Tensor,
-        rows: slice,
-        columns: slice,
-        hidden: Tensor,
-        values: Mapping[str, Tensor],
-        coefficients: SoftmaxGradient,
-        grad_bias: Tensor | None,
+        self, tiles: Tensor, part: Part, columns: slice, coefficients: SoftmaxGradient, grad_bias: Tensor | None
     ) -> Tensor:
         """d loss / d projection ``[R, C]`` in the operand dtype, recomputed."""
         opened, call, width = self.opened, self.call, columns.stop - columns.start
-        if not call.fused:
-            opened.projection.into(tiles[: len(hidden), :width], hidden, columns.start, columns.stop)
-            return projection_gradient(opened, tiles, rows, columns, values, coefficients, grad_bias)
+        tile = tiles[: len(part.hidden), :width]
+        if not call.work.fused:
+            opened.projection.into(tile, part.hidden, columns.start, columns.stop)
+            return projection_gradient(opened, tiles, part, columns, coefficients, grad_bias)
         return linear_softmax_gradient_into(
-            tiles[: len(hidden), :width],
-            hidden,
+            tile,
+            part.hidden,
             opened.weight[columns],
-            values["lse"],
-            call.tokens.labels[rows],
+            part.values["lse"],
+            call.tokens.labels[part.rows],
             coefficients,
             opened.epilogue.columns(columns),
             first_column=columns.start,
@@ -216,38 +192,34 @@ class Stream:
             backend=call.backend,
         )
 
-    def _fused_statistics(self, rows: slice, hidden: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Statistics whose logits never reach memory, into ``values``."""
-        opened, call = self.opened, self.call
-        labels, names = call.tokens.labels[rows], call.block_names
-        if self.mean_logit is not None:
-            self.mean_logit.into(values["mean_logit"], hidden)
+    def _fused_statistics(self, part: Part) -> None:
+        """Statistics whose logits never reach memory."""
+        opened, names, backend = self.opened, self.call.block_names, self.call.backend
+        labels = self.call.tokens.labels[part.rows]
         if names <= {"logp", "lse"}:
-            found = Exponentials.into(values)
-            linear_exponentials(hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=call.backend)
+            found = Exponentials.into(part.values)
+            linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
             return
         computed = linear_softmax_statistics(
-            hidden, opened.weight, labels, names, opened.epilogue, backend=call.backend
+            part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend
         )
         for name in names:
-            values[name].copy_(computed[name])
+            part.values[name].copy_(computed[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token."""
 
         def empty(name: str) -> Tensor:
-            dtype = torch.int64 if name == "argmax" else self.call.logits_dtype
+            dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
             selected = self.call.query.selected if name == "selected_logps" else None
             shape = (self.count,) if selected is None else selected.shape
             return torch.empty(shape, dtype=dtype, device=self.opened.weight.device)
 
         return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs))}
 
-    def _token_losses(
-        self, rows: slice, values: Mapping[str, Tensor], weights: Upstream | None
-    ) -> tuple[Tensor, Upstream]:
+    def _token_losses(self, part: Part, weights: Upstream | None) -> tuple[Tensor, Upstream]:
         """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
-        call, query = self.call, self.call.query
+        tokens, query, (rows, _, values) = self.call.tokens, self.call.query, part
         if weights is not None:
             total = sum((weight * values[name] for name, weight in weights.items()), torch.zeros_like(values["lse"]))
             return total, weights
@@ -256,17 +228,17 @@ class Stream:
             leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}
             named = {**leaves, **{name: values[name] for name in query.metrics}}
             inputs = _rows_of(query.token_inputs, rows)
-            result = query.token_loss(Statistics(**named), call.tokens.labels[rows], **inputs)
+            result = query.token_loss(Statistics(**named), tokens.labels[rows], **inputs)
             losses, derivatives = result if isinstance(result, tuple) else (result, None)
             if losses.shape != (rows.stop - rows.start,):
                 count = rows.stop - rows.start
                 raise ValueError(f"token_loss must return one value per token, [{count}], got {tuple(losses.shape)}.")
-            losses = call.tokens.masked(losses, rows)
+            losses = tokens.masked(losses, rows)
             if derivatives is not None:
-                return losses.detach(), {n: call.tokens.masked(g.detach(), rows) for n, g in derivatives.items()}
+                return losses.detach(), {n: tokens.masked(g.detach(), rows) for n, g in derivatives.items()}
             if not losses.requires_grad:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)
         # Masked again: where a loss is not finite, not even 0 times its derivative is.
         pairs = zip(leaves, upstream, strict=True)
-        return losses.detach(), {name: call.tokens.masked(g, rows) for name, g in pairs if g is not None}
+        return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}

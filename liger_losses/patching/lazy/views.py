@@ -37,7 +37,7 @@ def _reshape(lazy: LazyLogits, *shape: Any) -> Any:
     return _on_rows(lazy, lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
 
-#: The dimensions that an operation touches. The one that is not among permute's is the last then.
+#: From an operation's arguments to the dimensions that it touches; for permute, those that must not be the last.
 _DIMS: dict[str, Callable[..., tuple[int, ...]]] = {
     "flatten": lambda start_dim=0, end_dim=-1: (start_dim, end_dim),
     "split": lambda size, dim=0: (dim,),

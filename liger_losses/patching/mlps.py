@@ -14,21 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.kernels.plain import is_plain
+from liger_losses.patching import probing
 from liger_losses.patching.gates import CASES, Gate, case_of, inner_values, match_gate
 from liger_losses.patching.kinds import PatchKind
-from liger_losses.patching.probing import (
-    REQUIRED,
-    Case,
-    Mismatch,
-    Observed,
-    attributes,
-    children_of,
-    copy_of,
-    isolated,
-    positional_defaults,
-    random,
-    unchanged,
-)
+from liger_losses.patching.probing import Case, Mismatch
 
 
 @dataclass(frozen=True)
@@ -78,11 +67,11 @@ class _GatedMLPs(PatchKind):
         down = [child.in_features for child in linears.values()]
         if not any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner)):
             return False
-        return sum(default is REQUIRED for default in positional_defaults(module.forward).values()) == 1
+        return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
 
     def match(self, module: nn.Module) -> GatedMLP:
         """Runs copies whose linear layers return given values."""
-        with isolated():
+        with probing.isolated():
             observations = [found for case in CASES if (found := _observe(module, *case)) is not None]
             inner, down, _ = observations[0]
             if any(names != [inner, down] for *names, _ in observations):
@@ -92,7 +81,7 @@ class _GatedMLPs(PatchKind):
     def key(self, module: nn.Module) -> Any:
         """The linear layers count by their sizes only."""
         linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
-        return type(module), tuple(linears.items()), children_of(module, linears), attributes(module)
+        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
 
     def bypassed(self, module: nn.Module) -> dict[str, nn.Module]:
         """All submodules but the linear layers."""
@@ -106,7 +95,7 @@ class _GatedMLPs(PatchKind):
 
     def is_worth_listing(self, module: nn.Module) -> bool:
         """Modules whose forward takes one argument and no more."""
-        return len(positional_defaults(module.forward)) == 1
+        return len(probing.positional_defaults(module.forward)) == 1
 
 
 GATED_MLPS = _GatedMLPs()
@@ -157,10 +146,10 @@ def _observe(
         key: _Recorder(child, calls, inner_values(leading, child.out_features, dtype, generator).requires_grad_())
         for key, child in _linears(module).items()
     }
-    copy = copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
+    copy = probing.copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
     copy.train(training)
     state = torch.get_rng_state()
-    with unchanged(name, copy, recorders):
+    with probing.unchanged(name, copy, recorders):
         try:
             x, output = _call(copy, recorders.values(), leading, dtype, generator)
         except Mismatch:
@@ -178,12 +167,12 @@ def _observe(
     product, leaves = down.input, [recorder.values for recorder in inner]
     if product is None or not product.requires_grad:
         raise Mismatch(f"{name}: no gradient reaches its inner layers")
-    upstream = random(product.shape, torch.Generator().manual_seed(7), product.dtype)
+    upstream = probing.random(product.shape, torch.Generator().manual_seed(7), product.dtype)
     *grads, of_input, of_output = torch.autograd.grad(product, [*leaves, x, down.values], upstream, allow_unused=True)
     if of_input is not None or of_output is not None:
         raise Mismatch(f"{name}: the last layer is given more than the product")
     names = {recorder: key for key, recorder in recorders.items()}
-    case = case_of(name, [leaf.detach() for leaf in leaves], Observed(product.detach(), list(grads)))
+    case = case_of(name, [leaf.detach() for leaf in leaves], probing.Observed(product.detach(), list(grads)))
     return tuple(names[recorder] for recorder in inner), names[down], case
 
 
@@ -198,7 +187,7 @@ def _call(
     for size in sorted({recorder.in_features for recorder in recorders}):
         for recorder in recorders:
             recorder.calls.clear()
-        x = random((*leading, size), generator, dtype).requires_grad_()
+        x = probing.random((*leading, size), generator, dtype).requires_grad_()
         try:
             return x, copy(x)
         except Exception as error:
@@ -214,7 +203,7 @@ def _check_same(what: str, actual: Any, expected: Tensor) -> None:
         raise Mismatch(f"{what} is changed")
     if not actual.requires_grad:
         raise Mismatch(f"{what} does not pass gradients on")
-    upstream = random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
+    upstream = probing.random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
     (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
     if grad is None or not torch.equal(grad, upstream):
         raise Mismatch(f"{what} does not pass gradients on")

@@ -15,22 +15,9 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.patching import probing
 from liger_losses.patching.kinds import PatchKind
-from liger_losses.patching.probing import (
-    REQUIRED,
-    Case,
-    Functions,
-    Mismatch,
-    copy_of,
-    first_match,
-    floats_of,
-    isolated,
-    observe,
-    positional_defaults,
-    random,
-    shape_of,
-    unchanged,
-)
+from liger_losses.patching.probing import Case, Mismatch
 
 #: Operations that autocast runs in fp32 on a GPU, whatever their input.
 _CAST_BY_AUTOCAST = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
@@ -116,7 +103,7 @@ class _Norms(PatchKind):
         """No children or buffers, and at most two parameters, vectors of one size."""
         if module._modules or module._buffers:
             return False
-        shapes = [shape_of(p) for p in module._parameters.values() if p is not None]
+        shapes = [probing.shape_of(p) for p in module._parameters.values() if p is not None]
         return len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
 
     def match(self, module: nn.Module) -> Norm:
@@ -139,24 +126,24 @@ NORMS = _Norms()
 
 def _tensor_arguments(module: nn.Module) -> list[str]:
     """The arguments that may be tensors: the required ones, and a second one that may be None."""
-    defaults = positional_defaults(module.forward)
-    required = [name for name, default in defaults.items() if default is REQUIRED]
+    defaults = probing.positional_defaults(module.forward)
+    required = [name for name, default in defaults.items() if default is probing.REQUIRED]
     if not 1 <= len(required) <= 2:
         raise Mismatch(f"its forward takes {len(required)} arguments")
     return required + [name for name in list(defaults)[1:2] if defaults[name] is None]
 
 
 def _match(module: nn.Module, gate: str | None) -> Norm:
-    functions = Functions()
-    with isolated():
-        norm = first_match(_candidates(module, gate), _cases(module, gate, functions))
+    functions = probing.Functions()
+    with probing.isolated():
+        norm = probing.first_match(_candidates(module, gate), _cases(module, gate, functions))
     return replace(norm, cast_by_autocast=bool(functions.called & _CAST_BY_AUTOCAST))
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     # The module's own numbers first, then the constants in the code of some models.
-    for eps in dict.fromkeys([*floats_of(module), 1e-5, 1e-6]):
+    for eps in dict.fromkeys([*probing.floats_of(module), 1e-5, 1e-6]):
         if not 0 <= eps < 1:
             continue
         if len(names) == 2:
@@ -193,23 +180,23 @@ _CASES = {
 }
 
 
-def _cases(module: nn.Module, gate: str | None, functions: Functions) -> Iterator[Case]:
+def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) -> Iterator[Case]:
     for name, (leading, dtype, parameter_dtype, training) in _CASES.items():
         generator = torch.Generator().manual_seed(11)
-        copy = copy_of(module, generator).to(parameter_dtype).train(training)
+        copy = probing.copy_of(module, generator).to(parameter_dtype).train(training)
         if not training:
             with torch.no_grad():
                 for parameter in copy.parameters():
                     parameter.mul_(100)  # so that a clamp of the output shows
         parameters = dict(copy.named_parameters())
-        with unchanged(name, copy):
+        with probing.unchanged(name, copy):
             for size in _sizes(module):
                 inputs = [_rows(leading, size, dtype, generator, 100 if gate is None else 10)]
                 if gate is not None:
-                    inputs.append(random(inputs[0].shape, generator, dtype) * 3)
+                    inputs.append(probing.random(inputs[0].shape, generator, dtype) * 3)
                 try:
                     with functions:
-                        observed = observe(copy, inputs, list(parameters.values()))
+                        observed = probing.observe(copy, inputs, list(parameters.values()))
                 except Mismatch as mismatch:
                     failure = mismatch
                     continue
@@ -241,7 +228,7 @@ def _sizes(module: nn.Module) -> list[int]:
     """The parameters' size; without parameters, the sizes among the attributes, and any other."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return list(shape_of(parameter))
+            return list(probing.shape_of(parameter))
     numbers: list[int] = []
     for value in vars(module).values():
         for number in value if isinstance(value, (tuple, list)) else [value]:
@@ -256,7 +243,7 @@ def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: to
     The larger the spike, the harder is the gradient of a gate that is applied before the norm.
     """
     scales = torch.tensor(_SCALES).repeat(2)
-    rows = random((*leading, len(scales), size), generator) * scales[:, None]
+    rows = probing.random((*leading, len(scales), size), generator) * scales[:, None]
     rows += 0.5 * scales[:, None]
     rows[..., len(_SCALES) :, size // 3] *= spike
     return rows.to(dtype)

@@ -20,16 +20,8 @@ from torch import Tensor, nn
 
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rope import rope
-from liger_losses.patching.probing import (
-    REQUIRED,
-    Case,
-    Mismatch,
-    first_match,
-    isolated,
-    observe,
-    positional_defaults,
-    random,
-)
+from liger_losses.patching import probing
+from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import original_class
 
 
@@ -85,10 +77,10 @@ def match(function: Callable[..., Any]) -> Rotation:
     Raises:
         Mismatch: there is no kernel for it; the message says why.
     """
-    defaults = positional_defaults(function)
+    defaults = probing.positional_defaults(function)
     names = list(defaults)
     tensors = names.index("cos") if "cos" in names else 0
-    needs_more = any(defaults[name] is REQUIRED for name in names[tensors + 2 :])
+    needs_more = any(defaults[name] is probing.REQUIRED for name in names[tensors + 2 :])
     if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or needs_more:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
     candidates = (
@@ -100,12 +92,12 @@ def match(function: Callable[..., Any]) -> Rotation:
             (False, True),
         )
     )
-    with isolated():
+    with probing.isolated():
         unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
         cases = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
         if not any(case is not None and case.name in _ANGLES_PER_SEQUENCE for case in cases):
             raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-        return first_match(candidates, [case for case in cases if case is not None])
+        return probing.first_match(candidates, [case for case in cases if case is not None])
 
 
 _F32, _B16 = torch.float32, torch.bfloat16
@@ -130,11 +122,11 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
     """The outputs of a function, q above k; ``None`` if it fails, as no model calls it so then."""
     width, batch, dtype, angle_dtype = _CASES[name]
     generator = torch.Generator().manual_seed(17)
-    q, k = (random((2, heads, 5, 16), generator, dtype) * 3 for heads in (4, 2))
+    q, k = (probing.random((2, heads, 5, 16), generator, dtype) * 3 for heads in (4, 2))
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
     # Random cos and sin: a function that reads only a part of them, which real ones would not show, does not match.
-    cos, sin = (random((batch, 5, width), generator, angle_dtype) for _ in range(2))
+    cos, sin = (probing.random((batch, 5, width), generator, angle_dtype) for _ in range(2))
     options = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
 
     def call(*inputs: Tensor) -> Tensor:
@@ -159,7 +151,7 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
 
     inputs = (q, k)[:tensors]
     try:
-        observed = observe(call, inputs)
+        observed = probing.observe(call, inputs)
     except Mismatch as mismatch:
         if mismatch.__cause__ is not None:
             return None

@@ -81,25 +81,24 @@ def _tma(device: torch.device) -> str:
         return "used" if has_tma(device) else "none, loads through pointers: the same results, more slowly"
 
 
-def trl_seams() -> Iterator[str]:
+def trl_patch_points() -> Iterator[str]:
     """Whether what ``liger_losses.trl.enable()`` replaces is where it is expected; nothing is replaced.
 
     Returns:
         The lines.
     """
-    from liger_losses.trl.patch_points import SEAMS, TESTED
+    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED
 
     try:
         importlib.import_module("trl")
     except ImportError as error:
         yield f'not usable ({error}); pip install "liger-losses[trl]"'
         return
-    places = [(seam, seam.find()) for seam in SEAMS]
-    found = [seam.covers for seam, place in places if place.replacement is not None]
-    absent = [place.absent for _, place in places if place.absent]
-    missing = [place.missing for _, place in places if place.missing]
-    covered = dict.fromkeys(name for name in found if " in trl." not in name)
-    yield f"{len(found)} of {len(SEAMS)} seams are there: {', '.join(covered)}"
+    targets = [(point, point.find()) for point in PATCH_POINTS]
+    found = [point.feature for point, target in targets if target.replacement is not None]
+    absent = [target.absent for _, target in targets if target.absent]
+    missing = [target.missing for _, target in targets if target.missing]
+    yield f"{len(found)} of {len(PATCH_POINTS)} patch points are there: {', '.join(dict.fromkeys(found))}"
     yield from (f"not there, and not needed: {line}" for line in absent)
     yield from (f"MISSING: {line}" for line in missing)
     verdict = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     args = parser.parse_args(arguments)
-    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_seams())):
+    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_patch_points())):
         print(f"\n{title}", *lines, sep="\n  ")
     if args.model is None:
         return 0

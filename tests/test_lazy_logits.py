@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from liger_losses.chunked.engine import linear_logps
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
-from liger_losses.patching.lazy_head import LazyLinear, patch_head, unpatch_head
+from liger_losses.patching.lazy_head import LazyLinear, force_lazy_head, make_head_lazy, patch_head, unpatch_head
 
 B, T, H, V = 3, 5, 8, 13
 
@@ -556,3 +557,36 @@ def test_ddp_passes_them_on_without_their_values(tmp_path):
                 torch.testing.assert_close(found, expected)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_head_of_lazy_logits_is_that_of_the_engine():
+    """Scale, soft-cap, bias and slices of the vocabulary are in it, and the values are still the model's own."""
+    hidden, weight, bias, labels = problem()
+    lazy = 3.0 * torch.tanh(lazy_linear(hidden, weight, bias)[..., :7] * 0.5 / 3.0)
+    head = lazy.deferred.head
+    assert (head.transform.logit_scale, head.transform.softcap) == (pytest.approx(0.5), 3.0)
+    labels = labels.clamp(0, 6)
+    found = linear_logps(hidden, head, labels)
+    torch.testing.assert_close(found, true_values(lazy).log_softmax(-1).gather(-1, labels[..., None])[..., 0])
+    # A scale that no head has is the values' business.
+    with pytest.warns(RuntimeWarning, match="mul, called in .* needs the values"):
+        assert type(lazy * -1.0) is torch.Tensor
+
+
+def test_heads_that_are_lazy_only_when_forced():
+    model, x = Model(nn.Linear(H, V)), torch.randn(B, T, H)
+    (change,) = make_head_lazy(model, only_when_forced=True)
+    assert (change.path, change.replaced_by, change.reason) == ("lm_head", "LazyLinear", "")
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other(x)) is torch.Tensor
+        with force_lazy_head(), torch.no_grad():
+            assert isinstance(other(x), LazyLogits)
+        assert make_head_lazy(other, only_when_forced=True) == []
+        assert unpatch_head(other) == 0  # it belongs to whoever forces it
+    # patch_head makes it lazy everywhere, and that stays so.
+    assert [c.replaced_by for c in patch_head(model)] == ["LazyLinear"]
+    assert make_head_lazy(model, only_when_forced=True) == []
+    assert isinstance(model(x), LazyLogits)
+    assert unpatch_head(model) == 1
+    assert type(model.lm_head) is nn.Linear
+    assert "only_when_forced" not in vars(model.lm_head)

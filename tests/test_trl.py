@@ -20,7 +20,7 @@ datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from liger_losses.patching.swap import replacement_of  # noqa: E402
 from liger_losses.trl import disable, enable, enabled  # noqa: E402
-from liger_losses.trl.patch_points import SEAMS  # noqa: E402
+from liger_losses.trl.patch_points import PATCH_POINTS  # noqa: E402
 
 STEPS = 3
 
@@ -540,13 +540,11 @@ def test_what_was_enabled_stays_where_kernels_cannot_come(monkeypatch):
     import trl.trainer.sft_trainer as sft_trainer
     from trl.trainer.base_trainer import _BaseTrainer
 
-    import liger_losses.trl.patch_points as seams
+    from liger_losses.trl import enabling
 
     enable()
     ours = sft_trainer.add_fused_lm_head
-    known = seams._seams
-    missing = replace(SEAMS[0], name="gone")
-    monkeypatch.setattr(seams, "_seams", lambda kernels: [*known(kernels), *[missing] * kernels])
+    monkeypatch.setattr(enabling, "KERNELS", replace(PATCH_POINTS[0], name="gone"))
     with pytest.raises(RuntimeError, match=r"sft_trainer\.gone"):
         enable(kernels=True)
     assert sft_trainer.add_fused_lm_head is ours
@@ -565,7 +563,7 @@ def test_another_trl_is_refused_whole(monkeypatch):
     monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model: None, raising=False)
     with pytest.raises(RuntimeError, match="takes no temperature"):
         enable()
-    assert all("trl" in seam.module for seam in SEAMS)
+    assert all("trl" in point.module for point in PATCH_POINTS)
 
 
 def forward_outputs(model, ids, labels, outputs, add, **options):
@@ -684,13 +682,13 @@ def test_models_it_cannot_serve_are_refused():
 
 def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
     from liger_losses.patching.lazy_head import LazyLinear
-    from liger_losses.trl.experimental import lazy_head
+    from liger_losses.trl.experimental import with_lazy_heads
 
     class Quantised(torch.nn.Linear):
         pass
 
     class Trainer:
-        @lazy_head
+        @with_lazy_heads
         def __init__(self, model, teacher_model):
             self.model, self.teacher_model = model, teacher_model
 

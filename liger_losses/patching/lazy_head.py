@@ -13,48 +13,52 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from liger_losses.patching.lazy import lazy_linear
-from liger_losses.patching.zero import kept_whole
+from liger_losses.patching.zero import gathered
 
-_LAZILY = ContextVar("lazily", default=False)
+_FORCED = ContextVar("force_lazy_head", default=False)
 
 
 @contextlib.contextmanager
 def force_lazy_head() -> Iterator[None]:
-    """Heads are lazy in this block, with or without gradients."""
-    token = _LAZILY.set(True)
+    """Within this context, lazy heads return :class:`~liger_losses.patching.lazy.LazyLogits` even under ``no_grad``."""
+    token = _FORCED.set(True)
     try:
         yield
     finally:
-        _LAZILY.reset(token)
-
-
-class ReducedLinear(nn.Linear):
-    """``nn.Linear`` whose output is lazy under :func:`lazily`, by those who reduce it before it is seen."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _lazily(self, input) if _LAZILY.get() else super().forward(input)
+        _FORCED.reset(token)
 
 
 class LazyLinear(nn.Linear):
-    """``nn.Linear`` whose output is computed when its values are needed; at once in evaluation without gradients."""
+    """``nn.Linear`` that returns lazy logits while training, and ordinary logits in evaluation without gradients.
+
+    Attributes:
+        only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
+            the logits before anybody else sees them.
+    """
+
+    only_when_forced = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (_LAZILY.get() or (torch.is_grad_enabled() and (self.training or input.requires_grad))):
-            return super().forward(input)
-        return _lazily(self, input)
+        lazy = _FORCED.get()
+        if not lazy and not self.only_when_forced:
+            lazy = torch.is_grad_enabled() and (self.training or input.requires_grad)
+        return _lazy_forward(self, input) if lazy else super().forward(input)
 
 
 @torch.compiler.disable
-def _lazily(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
-    """Outside of compiled graphs, which end here: what follows is small."""
-    if hasattr(layer.weight, "full_tensor"):  # not gathered by now: other processes have parts of the logits
+def _lazy_forward(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
+    """The lazy forward, outside of compiled graphs, which end here: what follows is small."""
+    if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return F.linear(hidden_states, layer.weight, layer.bias)
     keep_gathered(layer)
-    return lazy_linear(hidden_states, kept_whole(layer.weight), kept_whole(layer.bias))
+    return lazy_linear(hidden_states, gathered(layer.weight), gathered(layer.bias))
 
 
 def keep_gathered(module: nn.Module) -> None:
-    """Of ``fully_shard``: a unit whose weights are used after its own forward keeps them until its backward."""
+    """Tell a ``fully_shard`` unit to keep its weights from its forward to its backward: lazy logits need them between.
+
+    Any other module is left as it is.
+    """
     keep: Any = getattr(module, "set_reshard_after_forward", None)
     if keep is not None:
         keep(False, recurse=False)
@@ -62,7 +66,7 @@ def keep_gathered(module: nn.Module) -> None:
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
-    if not (type(module) is nn.Linear or type(module) is ReducedLinear):
+    if not (type(module) is nn.Linear or type(module) is LazyLinear):
         if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
@@ -78,8 +82,15 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
-class Change(NamedTuple):
-    """What became of one module: its path in the model, and either what it is now or why it was left."""
+class HeadChange(NamedTuple):
+    """One layer of a head that was made lazy or left as it is.
+
+    Attributes:
+        path: the layer's name in the model.
+        module: the layer.
+        replaced_by: the name of its new class, or ``None`` if it was left.
+        reason: why it was left.
+    """
 
     path: str
     module: nn.Module
@@ -88,7 +99,7 @@ class Change(NamedTuple):
 
 
 def head_layers(model: nn.Module) -> list[nn.Module]:
-    """The output embedding; under an adapter, the linear layers in it that are as wide as the vocabulary."""
+    """The output embedding; under an adapter, the linear layers inside it that are as wide as the vocabulary."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
     if not isinstance(head, nn.Module):
@@ -101,40 +112,58 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
     return [*inner] or [head]
 
 
-def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[Change]:
+def make_head_lazy(
+    model: nn.Module,
+    *,
+    only_when_forced: bool = False,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> list[HeadChange]:
     """Make the output embedding return lazy logits.
 
-    Under an adapter (PEFT's ``lora.Linear``, say), these are the linear layers as wide as the vocabulary in it: their
-    sum is a product of its own.
+    Under an adapter (PEFT's ``lora.Linear``, say), all linear layers as wide as the vocabulary become lazy: the sum of
+    their outputs is again one product.
 
     Args:
         model: with ``get_output_embeddings``, as transformers' models have it.
-        filter_fn: ``(module, path) -> bool``; what it refuses is left.
+        only_when_forced: logits are lazy within :func:`force_lazy_head` only. A head that is lazy already stays as it
+            is; without this option, one that is lazy only when forced becomes lazy everywhere.
+        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
 
     Returns:
-        What was done, or why nothing was.
+        The layers that were changed, and those that were left with the reason; nothing about layers that were lazy.
     """
     layers = head_layers(model)
     if not layers:
-        return [Change("", model, None, "the model has no output embedding (get_output_embeddings() gives none)")]
-    names = {id(module): name for name, module in model.named_modules()}
-    found = []
+        return [HeadChange("", model, None, "the model has no output embedding (get_output_embeddings() gives none)")]
+    changes = []
     for module in layers:
-        path = names.get(id(module), "")
-        if type(module) is LazyLinear:
+        if isinstance(module, LazyLinear) and (only_when_forced or not module.only_when_forced):
             continue
+        path = next((name for name, other in model.named_modules() if other is module), "")
         reason = unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
             reason = "filter_fn"
         if reason is None:
             module.__class__ = LazyLinear
-        found.append(Change(path, module, None if reason else "LazyLinear", reason or ""))
-    return found
+            vars(module)["only_when_forced"] = only_when_forced
+        changes.append(HeadChange(path, module, None if reason else "LazyLinear", reason or ""))
+    return changes
+
+
+def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[HeadChange]:
+    """:func:`make_head_lazy` for all of training, whether forced or not."""
+    return make_head_lazy(model, filter_fn=filter_fn)
+
+
+def is_patched_head(module: nn.Module) -> bool:
+    """Whether :func:`patch_head` made this layer lazy; one that is lazy only when forced belongs to its trainer."""
+    return type(module) is LazyLinear and not module.only_when_forced
 
 
 def unpatch_head(model: nn.Module) -> int:
-    """Make every lazy head an ``nn.Linear`` again; how many there were."""
-    lazy = [module for module in model.modules() if type(module) is LazyLinear]
-    for module in lazy:
-        module.__class__ = nn.Linear  # type: ignore[assignment]
-    return len(lazy)
+    """Make every patched head an ``nn.Linear`` again; returns how many there were."""
+    patched = [module for module in model.modules() if is_patched_head(module)]
+    for module in patched:
+        vars(module).pop("only_when_forced", None)
+        module.__class__ = nn.Linear
+    return len(patched)

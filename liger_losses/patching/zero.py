@@ -1,8 +1,8 @@
-"""Weights that DeepSpeed's ZeRO-3 splits among processes, for what needs them after their module's own forward.
+"""Weights partitioned by DeepSpeed's ZeRO-3, for code that uses them after their module's forward has returned.
 
-DeepSpeed gathers the weights of a module for that module's forward, and again for its backward, which does not come by
-where logits are lazy. Its parameters say what they are: ``ds_id``, ``ds_status``, ``all_gather`` and ``partition`` are
-theirs.
+DeepSpeed gathers a module's weights for that module's forward and again for its backward, but lazy logits use them in
+between, and no backward of the module runs. DeepSpeed marks its parameters with ``ds_id`` and ``ds_status`` and gives
+them the methods ``all_gather`` and ``partition``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 
-def kept_whole(tensor: Tensor | None) -> Any:
-    """A parameter as it is; or, of ZeRO-3, its values, which stay in memory as long as this tensor does.
+def gathered(parameter: Tensor | None) -> Any:
+    """A parameter's values that stay in memory as long as the returned tensor does.
 
     Args:
-        tensor: of a module whose forward runs, in which it is whole.
+        parameter: of a module whose forward is running, so that it is gathered now. One that ZeRO-3 does not manage
+            is returned as it is.
     """
-    return _Whole.apply(tensor) if hasattr(tensor, "ds_id") else tensor
+    return _Gathered.apply(parameter) if hasattr(parameter, "ds_id") else parameter
 
 
-class _Whole(torch.autograd.Function):
-    """The values as a tensor of their own; DeepSpeed gets its gradient while the parameter is whole, as it expects."""
+class _Gathered(torch.autograd.Function):
+    """The values as a tensor of their own. Backward gathers the parameter again: DeepSpeed's hooks expect it whole."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -37,12 +38,12 @@ class _Whole(torch.autograd.Function):
         absent = [p for p in (ctx.parameter,) if p.ds_status.name != "AVAILABLE"]
         if absent:
             absent[0].all_gather(param_list=absent)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_split, absent))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_repartition, absent))
         return gradient
 
 
-def _split(parameters: Sequence[Any]) -> None:
-    """Once backward has ended, unless DeepSpeed has, or a module holds them still: the embedding, if it is the head."""
-    there = [p for p in parameters if p.ds_status.name == "AVAILABLE" and not p.ds_active_sub_modules]
-    if there:
-        there[0].partition(param_list=there, has_been_updated=False)
+def _repartition(parameters: Sequence[Any]) -> None:
+    """Partition again after backward, except what DeepSpeed partitioned itself or a submodule (tied weights) uses."""
+    whole = [p for p in parameters if p.ds_status.name == "AVAILABLE" and not p.ds_active_sub_modules]
+    if whole:
+        whole[0].partition(param_list=whole, has_been_updated=False)

@@ -1,4 +1,7 @@
-"""What replaces the divergences of TRL's distillation trainers: one pass over the heads that there are."""
+"""Replacements of the divergences in TRL's distillation trainers. They run in one pass over the head.
+
+B batch size, T tokens of a sequence, N active tokens, H and Ht the hidden sizes, V vocabulary size, K columns.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.engine.teachers import Teacher
+from liger_losses.chunked.engine import (
+    Head,
+    Statistics,
+    Teacher,
+    TeacherLogits,
+    linear_divergence_loss,
+    linear_token_loss,
+)
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.trl.engine_inputs import IGNORE_INDEX, teacher_of
 
-IGNORED = -100
+
+def mean_divergence(
+    hidden_states: Tensor,
+    head: Head,
+    teacher: Teacher | TeacherLogits,
+    mask: Tensor,
+    beta: float,
+    *,
+    temperature: float = 1.0,
+    divisor: Tensor | int | None = None,
+    metrics: tuple[str, ...] = (),
+) -> tuple[Tensor, Statistics]:
+    """The generalized JSD between student and teacher, summed over active tokens and divided by their number.
+
+    Args:
+        hidden_states: ``[B, T, H]``, the student's.
+        head, teacher: the student's head; the teacher of the same tokens.
+        mask: ``[B, T]``, True for active tokens.
+        beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
+        temperature: what both models' logits are divided by.
+        divisor: instead of the number of active tokens.
+        metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
+    """
+    divisor = mask.sum().clamp(min=1) if divisor is None else torch.as_tensor(divisor, device=mask.device)
+    return linear_divergence_loss(
+        hidden_states,
+        head,
+        torch.where(mask, 0, IGNORE_INDEX),
+        teacher,
+        generalized_jsd(beta),
+        {"divergence": mask.float() / divisor},
+        metrics=metrics,
+        temperature=temperature,
+    )
 
 
 def chunked_divergence_loss(
@@ -32,54 +75,34 @@ def chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean generalised JSD over completion tokens, as TRL's function of this signature has it.
+    """Replaces TRL's ``_chunked_divergence_loss``: the mean generalized JSD over completion tokens.
 
     Args:
-        student_hidden_states: ``[B, T, H]``.
-        teacher_hidden_states: ``[B, T, Ht]``.
-        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``.
-        completion_mask: ``[B, T]``, nonzero where there is loss.
-        beta: 0 for the forward KL, 1 for the reverse KL, else the JSD's (the ``gkd`` convention).
-        num_items_in_batch: what to divide by, instead of the number of tokens with loss.
-        student_lm_head_bias, teacher_lm_head_bias: ``[V]``.
-        student_logit_scale, teacher_logit_scale, student_final_logit_softcapping, teacher_final_logit_softcapping: of
-            both heads.
-        temperature: of both softmaxes.
+        student_hidden_states, teacher_hidden_states: ``[B, T, H]``, ``[B, T, Ht]``.
+        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``.
+        completion_mask: ``[B, T]``, nonzero for active tokens.
+        beta, temperature: as in :func:`mean_divergence`.
+        num_items_in_batch: the divisor, instead of the number of active tokens.
 
     Returns:
-        The loss, the summed entropy of the student in nats (without gradient), the number of tokens.
+        The loss; and without gradient the summed entropy of the student in nats, and the number of active tokens.
     """
-    valid = completion_mask != 0
-    count = valid.sum()
-    divisor: Any = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    weights = valid.float() / torch.as_tensor(divisor, device=valid.device)
-    labels = torch.where(valid, 0, IGNORED)
-    student, teacher = (
-        _whole(t, like)
-        for t, like in (
-            (student_lm_head_weight, student_hidden_states),
-            (teacher_lm_head_weight, teacher_hidden_states),
-        )
-    )
-    loss, found = linear_divergence_loss(
+    transform = LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping)
+    student = _gathered_head(student_hidden_states, student_lm_head_weight, student_lm_head_bias, transform)
+    transform = LogitTransform(1.0, teacher_logit_scale, teacher_final_logit_softcapping)
+    teacher = _gathered_head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias, transform)
+    mask = completion_mask != 0
+    loss, statistics = mean_divergence(
         student_hidden_states,
         student,
-        labels,
-        Teacher(
-            teacher_hidden_states,
-            teacher,
-            _whole(teacher_lm_head_bias, teacher_hidden_states),
-            teacher_logit_scale,
-            teacher_final_logit_softcapping,
-        ),
-        generalized_jsd(beta),
-        {"divergence": weights},
-        metrics=("entropy",),
+        teacher_of(teacher_hidden_states, teacher),
+        mask,
+        beta,
         temperature=temperature,
-        bias=_whole(student_lm_head_bias, student_hidden_states),
-        transform=LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping),
+        divisor=num_items_in_batch,
+        metrics=("entropy",),
     )
-    return loss, found.entropy.sum(), count
+    return loss, statistics.entropy.sum(), mask.sum()
 
 
 def chunked_jsd_loss(
@@ -98,67 +121,64 @@ def chunked_jsd_loss(
     num_teachers: int,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The summed generalised JSD from teachers' log-probabilities of some columns, as TRL's function of this signature.
+    """Replaces TRL's ``_chunked_jsd_loss``: the summed generalized JSD to teachers' log-probabilities of K columns.
 
     Args:
-        hidden_valid: ``[N, H]``, of tokens that carry loss.
-        lm_head_weight: ``[V, H]``.
-        lm_head_bias: ``[V]``.
-        logit_scale, final_logit_softcapping: of the head.
-        target_ids: ``[N, K]``, the columns.
-        teacher_target_logps: ``[N, K]``, the teachers' log-probabilities.
-        valid_candidate_mask: ``[N, K]``, which of the columns are there.
-        beta: as in :func:`chunked_divergence_loss`.
-        temperature: of the student's softmax.
-        add_tail_bucket: whether all other columns are one more, or the softmaxes are over these alone.
-        teacher_id_idx: ``[N]``, whose log-probabilities they are.
-        num_teachers: how many teachers there are.
-        chunk_size: of no use here.
+        hidden_valid, lm_head_weight, lm_head_bias: ``[N, H]`` of active tokens, ``[V, H]``, ``[V]``.
+        logit_scale, final_logit_softcapping, temperature: of the student's logits.
+        target_ids, teacher_target_logps: ``[N, K]``, the columns and the teachers' log-probabilities of them.
+        valid_candidate_mask: ``[N, K]``, False for padding among the columns.
+        beta: as in :func:`mean_divergence`.
+        add_tail_bucket: pool the probability of all other columns into one more; otherwise softmaxes over K columns.
+        teacher_id_idx, num_teachers: ``[N]``, the index of each token's teacher, and their number.
+        chunk_size: ignored; the engine chooses its block sizes.
 
     Returns:
-        The loss; and, without gradient, it again, the summed entropy of the student, that of the teachers, in nats,
-        and for each teacher its tokens, their loss and their teacher's entropy, summed: ``[3 num_teachers]``.
+        The loss; and without gradient the loss again, the summed entropies of the student and of the teachers in nats,
+        and for each teacher the sums over its tokens of 1, of their loss and of its entropy: ``[3 num_teachers]``.
     """
     divergence, tail = generalized_jsd(beta), "bucket" if add_tail_bucket else "renormalize"
 
-    def there(logps: Tensor, mask: Tensor) -> Tensor:
+    def masked(logps: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, logps, float("-inf"))
 
     def token_loss(statistics: Statistics, labels: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        return sparse_divergence(there(statistics.selected_logps, mask), teacher, divergence, tail)
+        return sparse_divergence(masked(statistics.selected_logps, mask), teacher, divergence, tail)
 
-    teacher = there(teacher_target_logps.float(), valid_candidate_mask)
-    if autocast_dtype(hidden_valid.device) is None:  # which has a rule for dtypes that differ
+    teacher = masked(teacher_target_logps.float(), valid_candidate_mask)
+    if autocast_dtype(hidden_valid.device) is None:  # autocast has a rule of its own for dtypes that differ
         dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
         hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
         lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)
-    loss, found = linear_token_loss(
+    loss, statistics = linear_token_loss(
         hidden_valid,
-        lm_head_weight,
+        Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping)),
         torch.zeros_like(target_ids[:, 0]),
         token_loss,
         ("selected_logps",),
         metrics=("entropy",),
         token_inputs={"teacher": teacher, "mask": valid_candidate_mask},
         selected=target_ids.clamp(min=0),
-        bias=lm_head_bias,
-        transform=LogitTransform(temperature, logit_scale, final_logit_softcapping),
     )
     with torch.no_grad():
-        student = there(found.selected_logps, valid_candidate_mask)
+        student = masked(statistics.selected_logps, valid_candidate_mask)
         divergences = sparse_divergence(student, teacher, divergence, tail)
         log_q = distribution(teacher, tail)
-        entropy = -torch.where(log_q > float("-inf"), log_q.exp() * log_q, 0.0).sum(-1)
+        entropies = -torch.where(log_q > float("-inf"), log_q.exp() * log_q, 0.0).sum(-1)
         per_teacher = divergences.new_zeros(num_teachers, 3)
         if teacher_id_idx is not None:
-            of_each = torch.stack([torch.ones_like(entropy), divergences, entropy], -1)
-            is_its = torch.arange(num_teachers, device=teacher_id_idx.device)[:, None] == teacher_id_idx
-            per_teacher = is_its.to(of_each) @ of_each
-    return loss, divergences.sum(), found.entropy.sum(), entropy.sum(), per_teacher.flatten()
+            per_token = torch.stack([torch.ones_like(entropies), divergences, entropies], -1)
+            teachers = torch.arange(num_teachers, device=teacher_id_idx.device)[:, None]
+            per_teacher = (teachers == teacher_id_idx).to(per_token) @ per_token
+    return loss, divergences.sum(), statistics.entropy.sum(), entropies.sum(), per_teacher.flatten()
 
 
-def _whole(parameter: Any, hidden_states: Tensor) -> Any:
-    """A parameter that FSDP has sharded, gathered, in the hidden states' dtype: mixed precision leaves it in fp32."""
-    if parameter is None or not hasattr(parameter, "full_tensor"):
-        return parameter
-    return parameter.full_tensor().to(hidden_states.dtype)
+def _gathered_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Head:
+    """A head whose parameters FSDP may have sharded: gathered, in the hidden states' dtype as FSDP's own all-gather."""
+
+    def gathered(parameter: Any) -> Any:
+        if not hasattr(parameter, "full_tensor"):
+            return parameter
+        return parameter.full_tensor().to(hidden_states.dtype)
+
+    return Head(gathered(weight), gathered(bias), transform)

@@ -1,6 +1,9 @@
-"""TRL's experimental trainers, which take losses of ``model(...).logits``: their models' heads become lazy.
+"""Lazy logits in TRL's experimental trainers, which compute their losses from ``model(...).logits``.
 
-What they do with logits by helpers of TRL's own (which never look at a tensor's class) is answered here.
+Decorators of trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and would get the
+values of lazy logits, so each has an *answer* here: a function with the parameters and the result of TRL's, which
+computes with the engine, or returns ``NotImplemented`` where TRL's own function is to run.
+B batch size, T tokens of a sequence, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -16,84 +19,48 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses.chunked.engine import linear_divergence, linear_divergence_loss
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
-from liger_losses.patching.lazy import DeferredLogits, LazyLogits, allow_materialization
-from liger_losses.patching.lazy_head import force_lazy_head, patch_head
+from liger_losses.patching.lazy import DeferredLogits, allow_materialization
+from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from liger_losses.trl.divergences import mean_divergence
+from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, teacher_of
 
-IGNORED = -100
 
+def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
+    """A trainer's ``__init__`` that also makes the heads of its models lazy, or raises TypeError if it cannot.
 
-def lazy_head(init: Callable[..., None]) -> Callable[..., None]:
-    """A trainer's ``__init__``, after which the heads of its models are lazy."""
+    A reference or teacher model whose head cannot be lazy computes its logits, with a warning.
+    """
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        reason = _make_lazy(self.model)
-        if reason:
-            raise TypeError(f"{reason}: train it outside of liger_losses.trl.enable().")
-        for role in ("ref_model", "teacher_model"):
-            reason = _make_lazy(getattr(self, role, None))
-            if reason:
-                warnings.warn(f"{reason}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
+        for role in ("model", "ref_model", "teacher_model"):
+            model = getattr(self, role, None)
+            changes = make_head_lazy(model) if isinstance(model, torch.nn.Module) else []
+            reasons = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
+            if not reasons:
+                continue
+            message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
+            if role == "model":
+                raise TypeError(f"{message}: train it outside of liger_losses.trl.enable().")
+            warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 
     return wrapped
 
 
-def _make_lazy(model: Any) -> str:
-    """Why it cannot be done, if it cannot."""
-    changes = patch_head(model) if isinstance(model, torch.nn.Module) else []
-    wrong = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
-    return f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(wrong)})" if wrong else ""
+def with_forced_lazy_heads(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in which heads are lazy without gradients too, as for a teacher."""
+    return force_lazy_head()(method)
 
 
-def within_lazily(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in which heads are lazy without gradients too: a teacher's."""
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with force_lazy_head():
-            return method(*args, **kwargs)
-
-    return wrapped
-
-
-def _statistics(
-    logits: LazyLogits, index: Tensor, names: tuple[str, ...], temperature: float, mask: Tensor | None
-) -> Any:
-    labels = index if mask is None else torch.where(mask != 0, index, IGNORED)
-    scaled = logits / temperature if temperature != 1.0 else logits
-    return scaled.deferred.statistics(labels, names)  # type: ignore[attr-defined]
-
-
-def _is_lazy(logits: Any) -> bool:
-    """Whether these are logits that the engine knows how to compute."""
-    if isinstance(logits, LazyLogits):
-        logits.check()
-    lazy = isinstance(logits, LazyLogits) and logits.changed is None and not logits.deferred.normalized
-    return lazy and logits.deferred.transform is not None
-
-
-def _is_answered(logits: Tensor, index: Tensor) -> bool:
-    """Whether there is one index per row of logits that are still lazy."""
-    return _is_lazy(logits) and index.shape == logits.shape[:-1]
-
-
-#: Which tokens carry loss, where a trainer's helpers are not told.
+#: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.
 _LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
 
 
-def _scored(logits: Tensor) -> Tensor:
-    """Labels that only say which tokens count."""
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    mask = _LOSS_MASK.get()
-    return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORED)
-
-
 def with_loss_mask(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SDFT's and SDPO's loss, whose divergences are only of tokens that carry loss then."""
+    """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone."""
 
     @functools.wraps(method)
     def wrapped(self: Any, model: Any, inputs: Any, distillation_logits: Any) -> Tensor:
@@ -106,187 +73,169 @@ def with_loss_mask(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapped
 
 
-def selective_log_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """TRL's function, with an answer for lazy logits."""
+def _masked_labels(logits: Tensor) -> Tensor:
+    """Labels ``[B, T]`` that say which tokens are active, and nothing else."""
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    mask = _LOSS_MASK.get()
+    return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+
+def with_answer(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of TRL that runs only where ``answer`` (see the module) returns ``NotImplemented``."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Tensor:
-        if not _is_answered(logits, index):
-            return original(logits, index, temperature=temperature, row_mask=row_mask)
-        return _statistics(logits, index, ("logp",), temperature, row_mask).logp  # type: ignore[arg-type]
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = answer(**signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs) if result is NotImplemented else result
 
     return wrapped
 
 
-def selective_log_softmax_and_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """TRL's function, with an answer for lazy logits."""
-
-    @functools.wraps(original)
-    def wrapped(
-        logits: Tensor,
-        index: Tensor,
-        entropy_requires_grad: bool = True,
-        temperature: float = 1.0,
-        row_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if not _is_answered(logits, index):
-            return original(logits, index, entropy_requires_grad, temperature, row_mask)
-        found = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)  # type: ignore[arg-type]
-        return found.logp, found.entropy if entropy_requires_grad else found.entropy.detach()
-
-    return wrapped
+def _deferred(logits: Tensor) -> DeferredLogits | None:
+    """As :func:`deferred_logits`, but ``None`` for log-probabilities too."""
+    deferred = deferred_logits(logits)
+    return None if deferred is None or deferred.normalized else deferred
 
 
-def entropy_from_logits(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """TRL's function, with an answer for lazy logits."""
-
-    @functools.wraps(original)
-    def wrapped(logits: Tensor, chunk_size: int = 128) -> Tensor:
-        if not _is_lazy(logits):
-            return original(logits, chunk_size)
-        return _statistics(logits, _scored(logits), ("entropy",), 1.0, None).entropy  # type: ignore[arg-type]
-
-    return wrapped
+def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
+    deferred = _deferred(logits)
+    return TeacherLogits(logits) if deferred is None else teacher_of(deferred.hidden_states, deferred.head)
 
 
-def generalized_jsd_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The loss of GKD, GOLD and IW-OPD, with an answer for a lazy student and the whole vocabulary.
+def _statistics(
+    logits: Tensor, index: Tensor, names: tuple[str, ...], temperature: float = 1.0, mask: Tensor | None = None
+) -> Any:
+    """Statistics of the softmax at ``index`` ``[B, T]``, or ``None`` if the engine cannot compute them."""
+    if _deferred(logits) is None or index.shape != logits.shape[:-1]:
+        return None
+    deferred = _deferred(logits if temperature == 1.0 else logits / temperature)
+    labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
+    return None if deferred is None else deferred.statistics(labels, names)
 
-    What is of some columns alone (``top_k``) takes them from lazy logits by itself.
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Any:
+    """Answers for one column of each token: the log-probabilities ``[B, T]`` of ``index``."""
+    statistics = _statistics(logits, index, ("logp",), temperature, row_mask)
+    return NotImplemented if statistics is None else statistics.logp
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> Any:
+    """Answers with the log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
+    statistics = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)
+    if statistics is None:
+        return NotImplemented
+    return statistics.logp, statistics.entropy if entropy_requires_grad else statistics.entropy.detach()
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
+    """Answers with the entropies ``[B, T]`` of active tokens."""
+    statistics = None if _deferred(logits) is None else _statistics(logits, _masked_labels(logits), ("entropy",))
+    return NotImplemented if statistics is None else statistics.entropy
+
+
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    num_items_in_batch: Tensor | int | None = None,
+    **options: Any,
+) -> Any:
+    """The loss of GKD, GOLD and IW-OPD: answers where it is a scalar and over the whole vocabulary.
+
+    With ``top_k``, TRL's function runs: its ``gather`` of lazy logits is fused already.
+    """
+    student = _deferred(student_logits)
+    scalar = reduction in ("batchmean", "sum") or num_items_in_batch is not None
+    partial = options.get("top_k") or options.get("logits_are_probs")
+    if student is None or labels is None or not scalar or partial:
+        return NotImplemented
+    divisor = 1 if num_items_in_batch is None and reduction == "sum" else num_items_in_batch
+    with student.under_forward_autocast():
+        loss, _ = mean_divergence(
+            student.hidden_states,
+            student.head,
+            _teacher(teacher_logits),
+            labels != IGNORE_INDEX,
+            beta,
+            temperature=temperature,
+            divisor=divisor,
+        )
+    return loss
+
+
+def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Any:
+    """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the whole vocabulary."""
+    student = _deferred(student_logits)
+    if student is None:
+        return NotImplemented
+    with student.under_forward_autocast():
+        return linear_divergence(
+            student.hidden_states,
+            student.head,
+            _masked_labels(student_logits),
+            _teacher(teacher_logits),
+            generalized_jsd(distillation_alpha),
+        ).divergence
+
+
+def topk_self_distillation(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    distillation_topk: int,
+    distillation_alpha: float,
+    distillation_add_tail: bool,
+) -> Any:
+    """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the student's k most probable columns.
+
+    TRL's function would not materialize lazy logits either, but it would compute the gradients of the log-sum-exp and
+    of the columns separately.
+    """
+    student, teacher = _deferred(student_logits), _deferred(teacher_logits)
+    if student is None or teacher is None:
+        return NotImplemented
+    labels = _masked_labels(student_logits)
+    columns = student_logits.detach().topk(distillation_topk).indices
+    logps, teacher_logps = (
+        deferred.statistics(labels, ("selected_logps",), selected=columns).selected_logps
+        for deferred in (student, teacher)
+    )
+    tail = "bucket" if distillation_add_tail else "renormalize"
+    return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
+
+
+def sequence_by_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """GOLD's loss across tokenizers, which sorts the probabilities of whole rows: the mean over sequences.
+
+    With lazy logits it runs for one sequence at a time, and again in backward, so that the logits of one exist at once.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        labels, reduction, num_items_in_batch = (given[n] for n in ("labels", "reduction", "num_items_in_batch"))
-        scalar = reduction in ("batchmean", "sum") or num_items_in_batch is not None
-        whole = not given.get("top_k") and not given.get("logits_are_probs")
-        if labels is None or not scalar or not whole or not _is_lazy(given["student_logits"]):
-            return original(*args, **kwargs)
-        mask = labels != IGNORED
-        divisor: Any = 1 if reduction == "sum" else mask.sum().clamp(min=1)
-        divisor = divisor if num_items_in_batch is None else num_items_in_batch
-        student = given["student_logits"].deferred
-        with student.under_its_autocast():
-            loss, _ = linear_divergence_loss(
-                student.hidden_states,
-                student.weight,
-                torch.where(mask, 0, IGNORED),
-                _teacher(given["teacher_logits"]),
-                generalized_jsd(given["beta"]),
-                {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)},
-                temperature=given["temperature"],
-                bias=student.bias,
-                transform=student.transform,
-            )
-        return loss
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        batch = signature.bind(self, *args, **kwargs).arguments
+        batch.pop("self")
+        if _deferred(batch["student_logits"]) is None:
+            return original(self, **batch)
 
-    return wrapped
-
-
-def uld_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """GOLD's loss across tokenizers, which sorts whole rows: of one answer at a time, and once more in backward."""
-
-    @functools.wraps(original)
-    def wrapped(
-        self: Any,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        student_labels: Tensor,
-        teacher_labels: Tensor,
-        student_input_ids: Tensor,
-        teacher_input_ids: Tensor,
-        student_byte_offsets: Any = None,
-        teacher_byte_offsets: Any = None,
-    ) -> Tensor:
-        given = (
-            student_logits,
-            teacher_logits,
-            student_labels,
-            teacher_labels,
-            student_input_ids,
-            teacher_input_ids,
-            student_byte_offsets,
-            teacher_byte_offsets,
-        )
-        if not _is_lazy(student_logits):
-            return original(self, *given)
-
-        def of(i: int) -> Tensor:
+        def loss(i: int) -> Tensor:
             with allow_materialization():
-                return original(self, *(part if part is None else part[i : i + 1] for part in given)).reshape(())
+                sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
+                return original(self, **sequence).reshape(())
 
-        losses = [checkpoint(of, i, use_reentrant=False) for i in range(len(student_labels))]
+        losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
         return torch.stack(losses).mean()
 
     return wrapped
-
-
-def full_logit_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SDFT's and SDPO's divergence over the whole vocabulary, with an answer for a lazy student."""
-
-    @functools.wraps(original)
-    def wrapped(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Tensor:
-        if not _is_lazy(student_logits):
-            return original(student_logits, teacher_logits, distillation_alpha=distillation_alpha)
-        student: DeferredLogits = student_logits.deferred  # type: ignore[attr-defined]
-        assert student.transform is not None
-        with student.under_its_autocast():
-            return linear_divergence(
-                student.hidden_states,
-                student.weight,
-                _scored(student_logits),
-                _teacher(teacher_logits),
-                generalized_jsd(distillation_alpha),
-                bias=student.bias,
-                transform=student.transform,
-            ).divergence
-
-    return wrapped
-
-
-def topk_self_distillation(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SDFT's and SDPO's divergence over the student's likeliest columns, with an answer for lazy logits.
-
-    Lazy logits can do without it, but would take the gradients of the log-sum-exp and of the columns apart.
-    """
-
-    @functools.wraps(original)
-    def wrapped(
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        *,
-        distillation_topk: int,
-        distillation_alpha: float,
-        distillation_add_tail: bool,
-    ) -> Tensor:
-        if not (_is_lazy(student_logits) and _is_lazy(teacher_logits)):
-            return original(
-                student_logits,
-                teacher_logits,
-                distillation_topk=distillation_topk,
-                distillation_alpha=distillation_alpha,
-                distillation_add_tail=distillation_add_tail,
-            )
-        labels = _scored(student_logits)
-        columns = student_logits.detach().topk(distillation_topk).indices
-        student, teacher = (
-            logits.deferred.statistics(labels, ("selected_logps",), selected=columns).selected_logps  # type: ignore[attr-defined]
-            for logits in (student_logits, teacher_logits)
-        )
-        tail = "bucket" if distillation_add_tail else "renormalize"
-        return sparse_divergence(student, teacher, generalized_jsd(distillation_alpha), tail)
-
-    return wrapped
-
-
-def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
-    if not _is_lazy(logits):
-        return TeacherLogits(logits)
-    deferred: DeferredLogits = logits.deferred  # type: ignore[attr-defined]
-    assert deferred.transform is not None
-    hidden_states, weight, bias = deferred.tensors
-    return Teacher(hidden_states, weight, bias, deferred.transform.logit_scale, deferred.transform.softcap)

@@ -1,41 +1,35 @@
-"""What replaces TRL's fused head: the model's own forward, with its last layer lazy, reduced before it returns.
+"""The replacement of TRL's fused head: the model's own forward, whose lazy logits become per-token statistics.
 
-TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself; scales, soft-caps
-and adapters that it does not know of are missing then. Here the model's own forward runs, so that whatever it does to
-its logits is in them, and the lazy logits are reduced to per-token statistics while the forward is still on: inside
-autocast, and inside whatever holds the weights.
+TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales, soft-caps and
+adapters that it does not know of are missing from its logits. Here the model's own forward runs, with all that it does
+to its logits, and the lazy logits are reduced before the wrapped forward returns: inside its autocast, and while the
+weights are gathered.
 
-Of ``fully_shard``, that is the unit of the model. A head that is a unit of its own, or in one with the final norm,
-would be without its weight once its own forward is over: such units stay gathered from then to their backward. So do
-the head's weights under DeepSpeed's ZeRO-3.
+Under ``fully_shard``, that holds for the unit of the model. A head that is a unit of its own, or in one with the final
+norm, would be resharded once its own forward ends: such units stay gathered from then until their backward. The same
+holds for the head's weights under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits, LazyLogits
-from liger_losses.patching.lazy_head import (
-    LazyLinear,
-    ReducedLinear,
-    force_lazy_head,
-    head_layers,
-    keep_gathered,
-    unsupported_reason,
-)
+from liger_losses.patching.lazy import DeferredLogits
+from liger_losses.patching.lazy_head import force_lazy_head, keep_gathered, make_head_lazy
+from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits
 
-IGNORED = -100
-#: TRL's names of per-token outputs, and ours.
+#: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {
     "log_probs": "logp",
     "entropy": "entropy",
@@ -43,20 +37,11 @@ OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "argmax",
 }
-DIFFERENTIABLE = ("log_probs", "entropy")
 
 
 @dataclass(frozen=True)
-class HeadOptions:
-    """As ``add_fused_lm_head`` takes them.
-
-    Args:
-        temperature: what logits are divided by.
-        cast_to_fp32: multiply in fp32, outside autocast.
-        outputs: which of :data:`OUTPUTS`.
-        one_pass: take the loss's gradient in forward; log-probabilities are differentiable all the same, at the cost
-            of computing them again.
-    """
+class FusedHeadOptions:
+    """The options of :func:`add_fused_lm_head`, as the model carries them."""
 
     temperature: float = 1.0
     cast_to_fp32: bool = False
@@ -72,26 +57,29 @@ def add_fused_lm_head(
     *,
     one_pass: bool = False,
 ) -> None:
-    """``model(..., labels=labels, fused_lm_head=True)`` returns per-token log-probabilities and the loss.
+    """Make ``model(..., labels=labels, fused_lm_head=True)`` return per-token log-probabilities and the loss.
 
-    The contract is TRL's; see the module for what differs.
+    The contract is TRL's; the module says what differs.
 
     Args:
         model: a causal language model of transformers.
-        temperature, cast_lm_head_to_fp32, outputs: as in TRL.
-        one_pass: see :class:`HeadOptions`.
+        temperature: what logits are divided by.
+        cast_lm_head_to_fp32: run the head in fp32, outside autocast.
+        outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
+        one_pass: compute the gradient of ``loss`` in forward. The log-probabilities are differentiable too, but their
+            backward recomputes them.
 
     Raises:
-        ValueError: outputs that are not known, a temperature that is not positive.
-        TypeError: at the first forward, a model whose last layer cannot be lazy.
-        RuntimeError: at a forward, a head whose weight was freed by then.
+        ValueError: unknown outputs, or a temperature that is not positive.
+        TypeError: at the first forward, if the model's last layer cannot be lazy.
+        RuntimeError: at a forward, if the head's weight was freed before the model's forward ended.
     """
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
         raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
-    LogitTransform(temperature)  # its check
-    model._liger_losses_head = HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), one_pass)
-    _make_lazy(model)  # before fully_shard, which derives classes from those it finds
+    LogitTransform(temperature)  # raises if it is not positive
+    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), one_pass)
+    make_head_lazy(model, only_when_forced=True)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
         return
@@ -99,21 +87,14 @@ def add_fused_lm_head(
     bound = own is None or hasattr(own, "__func__")
 
     @functools.wraps(type(model).forward)
-    def forward(
-        self: Any,
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        # Nothing of this instance is captured: a copy of the model runs itself.
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        # This closure does not capture the model: a copy of the model must run itself.
         call = functools.partial(inner, self) if bound else inner
         if fused_lm_head:
-            return fused_forward(self, call, args, kwargs, labels, shift_labels, num_items_in_batch)
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        return call(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+            return fused_forward(self, call, args, **kwargs)
+        # As in TRL's wrapper, for models that do not take all of them.
+        absent = [name for name in ("labels", "shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        return call(*args, **{name: value for name, value in kwargs.items() if name not in absent})
 
     forward._liger_losses_head = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -121,49 +102,45 @@ def add_fused_lm_head(
 
 def fused_forward(
     model: Any,
-    call: Callable[..., Any],
+    forward: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    labels: Tensor | None,
-    shift_labels: Tensor | None,
-    num_items_in_batch: Any,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
 ) -> Any:
-    """The forward with its logits reduced; see TRL's ``FusedCausalLMOutput``."""
+    """The model's ``forward``, with its logits reduced to TRL's ``FusedCausalLMOutput``."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels (or shift_labels): they say which tokens are scored.")
-    options: HeadOptions = model._liger_losses_head
-    units = _prepare(model)
+    options: FusedHeadOptions = model._liger_losses_head
+    units = _prepare_head(model)
     config = model.config.get_text_config()
-    kwargs = {**kwargs, "use_cache": False, "return_dict": True}
+    kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     with force_lazy_head():
-        outputs = call(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
     logits = getattr(outputs, "logits", None)
-    if isinstance(logits, LazyLogits):
-        logits.check()
-    if not isinstance(logits, LazyLogits) or logits.changed is not None or logits.deferred.transform is None:
+    deferred = deferred_logits(logits)
+    if deferred is None:
         raise TypeError(
             f"{type(model).__name__} does something to its logits that cannot be done lazily, or its last layer is "
-            f"spread by tensor parallelism (its forward returned {type(logits).__name__}), so it cannot be trained "
+            f"sharded by tensor parallelism (its forward returned {type(logits).__name__}), so it cannot be trained "
             "without them here: train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
-    deferred, target = logits.deferred, shift_labels
-    if target is None:
+    if shift_labels is None:
         assert labels is not None
-        deferred, target = deferred.rows(slice(None, -1)), labels[:, 1:]
-    target = target.to(deferred.hidden_states.device)
-    mask = target != IGNORED
-    _check_there(model, deferred)
-    with deferred.under_its_autocast():
-        loss, found = _reduce(deferred, target, options)
-    # No views: an operation in place on one would lose the hooks on it.
-    found = found._make(None if value is None else value.clone() for value in found)
-    _release(units, (loss, *found))
-    wanted = {*options.outputs, "log_probs"}
-    per_token = {name: getattr(found, ours) for name, ours in OUTPUTS.items() if name in wanted}
+        deferred, shift_labels = deferred.rows(slice(None, -1)), labels[:, 1:]
+    target = shift_labels.to(deferred.hidden_states.device)
+    mask = target != IGNORE_INDEX
+    _check_not_freed(model, deferred)
+    loss, statistics = _reduce(deferred, target, options)
+    # Clones, because an in-place operation on a view would lose the view's hooks.
+    statistics = Statistics(*(None if value is None else value.clone() for value in statistics))
+    _reshard_or_regather(units, (loss, *statistics))
+    per_token = {name: getattr(statistics, OUTPUTS[name]) for name in {*options.outputs, "log_probs"}}
     if "is_top1" in per_token:
         per_token["is_top1"] = (per_token["is_top1"] == target) & mask
     loss = loss / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
@@ -173,115 +150,95 @@ def fused_forward(
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
 
 
-def _make_lazy(model: Any) -> list[str]:
-    """Let the last layer be lazy where it can be; why the rest cannot."""
-    layers = head_layers(model)
-    reasons = [] if layers else ["get_output_embeddings() gives none"]
-    for layer in layers:
-        if isinstance(layer, (LazyLinear, ReducedLinear)):
-            continue
-        reason = unsupported_reason(layer)
-        if reason is None:
-            layer.__class__ = ReducedLinear
-        else:
-            reasons.append(reason)
-    return reasons
-
-
-def _prepare(model: Any) -> list[Any]:
-    """The units of ``fully_shard`` in the last layer, which is lazy now and has its weight after its own forward."""
-    reasons = _make_lazy(model)  # again: adapters may have come or gone since the last call
+def _prepare_head(model: Any) -> list[Any]:
+    """Make the last layer lazy, and keep its units of ``fully_shard``, which are returned, gathered until backward."""
+    changes = make_head_lazy(model, only_when_forced=True)  # again: adapters may have been added since the last call
+    reasons = [change.reason for change in changes if change.reason]
     if reasons:
         raise TypeError(
             f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
             "outside of liger_losses.trl.enable()."
         )
-    units = _units(model.get_output_embeddings())
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    head: nn.Module = model.get_output_embeddings()
+    units: list[Any] = [module for module in head.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         keep_gathered(unit)
     return units
 
 
-def _units(head: nn.Module) -> list[Any]:
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
+def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -> None:
+    """Reshard now if there is no backward; otherwise gather again when backward reaches the outputs.
 
-    return [module for module in head.modules() if isinstance(module, FSDPModule)]
-
-
-def _release(units: list[Any], outputs: tuple[Tensor | None, ...]) -> None:
-    """Let go of the weights where there is no backward; where there is, have them there again.
-
-    Backward does not come by the lazy logits, on which ``fully_shard`` has its own hook, and what happens in between
-    (the backward of another forward, a state dict) may have freed the weights.
+    ``fully_shard`` gathers in a hook on the head's output, the lazy logits, which backward does not pass; and whatever
+    runs in between (the backward of another forward, a state dict) may have resharded the weights.
     """
     differentiable = [output for output in outputs if output is not None and output.requires_grad]
     for unit in units:
         if not differentiable:
             unit.reshard()
         for output in differentiable:
-            output.register_hook(functools.partial(_unshard, unit))
+            output.register_hook(lambda gradient, unit=unit: unit.unshard())
 
 
-def _unshard(unit: Any, gradient: Tensor) -> None:
-    unit.unshard()
-
-
-def _check_there(model: Any, deferred: DeferredLogits) -> None:
-    """Raise RuntimeError for a head that other means than ``fully_shard`` have freed since its own forward."""
-    for name, tensor in (("weight", deferred.weight), ("bias", deferred.bias)):
+def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:
+    """Raise RuntimeError for a head whose storage was freed after its own forward, by other means than fully_shard."""
+    for name, tensor in (("weight", deferred.head.weight), ("bias", deferred.head.bias)):
         if tensor is not None and tensor.untyped_storage().size() == 0:
             raise RuntimeError(
                 f"the {name} of {type(model).__name__}'s last layer was freed when that layer's own forward ended; it "
-                "must be there until the model's ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
+                "must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
                 "last layer in the model's own unit, or train with TRL's own head, outside of "
                 "liger_losses.trl.enable()."
             )
 
 
-def _reduce(deferred: DeferredLogits, target: Tensor, options: HeadOptions) -> tuple[Tensor, Any]:
-    """The summed negative log-likelihood, and the statistics ``[B, T]``."""
-    hidden_states, weight, bias = deferred.tensors
-    plain = deferred.transform
-    assert plain is not None
-    transform = LogitTransform(options.temperature, plain.logit_scale, plain.softcap)
-    device = hidden_states.device.type
+def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
+    """The summed negative log-likelihood, and the statistics ``[B, T]`` of TRL's outputs."""
+    hidden_states, head = deferred.hidden_states, deferred.head
+    head = head.with_fields(transform=replace(head.transform, temperature=options.temperature))
     if options.cast_to_fp32:
-        hidden_states, weight = hidden_states.float(), weight.float()
-        bias = None if bias is None else bias.float()
-    names = [OUTPUTS[name] for name in options.outputs if name in DIFFERENTIABLE and name != "log_probs"]
-    metrics = [OUTPUTS[name] for name in options.outputs if name not in DIFFERENTIABLE]
-    common: dict[str, Any] = {"bias": bias, "transform": transform}
-    with torch.autocast(device, enabled=False) if options.cast_to_fp32 else deferred.under_its_autocast():
+        bias = None if head.bias is None else head.bias.float()
+        hidden_states, head = hidden_states.float(), head.with_fields(weight=head.weight.float(), bias=bias)
+    names = ("logp", "entropy") if "entropy" in options.outputs else ("logp",)
+    metrics = tuple(OUTPUTS[name] for name in options.outputs if OUTPUTS[name] not in ("logp", "entropy"))
+
+    def precision() -> contextlib.AbstractContextManager[Any]:
+        if options.cast_to_fp32:
+            return torch.autocast(hidden_states.device.type, enabled=False)
+        return deferred.under_forward_autocast()
+
+    with precision():
         if not options.one_pass:
-            found = linear_statistics(hidden_states, weight, target, ("logp", *names), metrics=metrics, **common)
-            return -found.logp.sum(), found
-        loss, found = linear_token_loss(
-            hidden_states, weight, target, _nll, ("logp",), metrics=(*names, *metrics), **common
-        )
+            statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
+            return -statistics.logp.sum(), statistics
+        metrics = (*names[1:], *metrics)
+        loss, statistics = linear_token_loss(hidden_states, head, labels, _nll, ("logp",), metrics=metrics)
 
-    def again(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        with torch.autocast(device, enabled=False) if options.cast_to_fp32 else deferred.under_its_autocast():
-            given = {**common, "bias": bias}
-            statistics = linear_statistics(hidden_states, weight, target, ("logp", *names), **given)
-        return [getattr(statistics, name) for name in ("logp", *names)]
+    def recompute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        with precision():
+            found = linear_statistics(hidden_states, Head(weight, bias, head.transform), labels, names)
+        return [getattr(found, name) for name in names]
 
-    values = [getattr(found, name) for name in ("logp", *names)]
-    values = list(_OnDemand.apply(again, len(values), *values, hidden_states, weight, bias))
-    return loss, found._replace(**dict(zip(("logp", *names), values, strict=True)))
+    values = [getattr(statistics, name) for name in names]
+    values = _RecomputedInBackward.apply(recompute, len(names), *values, hidden_states, head.weight, head.bias)
+    return loss, statistics._replace(**dict(zip(names, values, strict=True)))
 
 
 def _nll(statistics: Any, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negative log-likelihood of each token, and its derivative."""
     return -statistics.logp, {"logp": torch.full_like(statistics.logp, -1.0)}
 
 
-class _OnDemand(torch.autograd.Function):
-    """Values that are there, and are computed again only if their gradient is wanted."""
+class _RecomputedInBackward(torch.autograd.Function):
+    """Values that are known already, made differentiable: backward computes them again, and only if it is reached."""
 
     @staticmethod
-    def forward(ctx: Any, again: Callable[..., list[Tensor]], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.again = again
+    def forward(ctx: Any, recompute: Callable[..., list[Tensor]], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recompute = recompute
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
         return tuple(value.clone() for value in tensors[:count])
@@ -289,17 +246,16 @@ class _OnDemand(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        nothing = (None, None, *[None] * len(gradients))
-        wanted = ctx.needs_input_grad[len(nothing) :]
-        leaves = [
-            None if t is None else t.detach().requires_grad_(need)
-            for t, need in zip(ctx.saved_tensors, wanted, strict=True)
+        constants = [None] * (2 + len(gradients))
+        needed = ctx.needs_input_grad[len(constants) :]
+        inputs = [
+            None if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        if not needed or all(g is None for g in gradients):
-            return *nothing, *[None] * len(leaves)
+        reached = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if not reached:
+            return *constants, *(None for _ in inputs)
         with torch.enable_grad():
-            values = ctx.again(*leaves)
-        given = [(value, g) for value, g in zip(values, gradients, strict=True) if g is not None]
-        found = iter(torch.autograd.grad([v for v, _ in given], needed, [g for _, g in given]))
-        return *nothing, *(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+            values = ctx.recompute(*inputs)
+        leaves = [t for t in inputs if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad([values[i] for i in reached], leaves, [gradients[i] for i in reached]))
+        return *constants, *(next(found) if n else None for n in needed)

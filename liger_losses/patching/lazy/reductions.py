@@ -1,0 +1,153 @@
+"""Losses and reductions over the vocabulary, which the engine computes from hidden states and head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine import EngineOptions
+from liger_losses.chunked.engine.plan import default_workspace
+from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.patching.lazy.registry import implements
+from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.views import is_vocabulary
+
+#: No label has this value, so that as ``ignore_index`` it ignores no token.
+_NO_LABEL = -(2**62)
+
+
+def _any_labels(lazy: LazyLogits) -> Tensor:
+    """Labels for statistics that do not depend on them."""
+    return torch.zeros(lazy.shape[:-1], dtype=torch.int64, device=lazy.device)
+
+
+def _single_dim(dim: Any) -> Any:
+    """A dimension that may be given as a tuple of one."""
+    return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+
+
+@implements("cross_entropy")
+def _cross_entropy(
+    lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, **options: Any
+) -> Any:
+    deferred, head = lazy.deferred, lazy.deferred.head
+    deprecated = size_average is not None or options.pop("reduce", None) is not None
+    class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
+    if deprecated or not class_indices or lazy.dim() != 2 or deferred.normalized:
+        return NotImplemented
+    transform = head.transform
+    loss_fn = LigerFusedLinearCrossEntropyLoss(
+        weight, softcap=transform.softcap, logit_scale=transform.logit_scale, **options
+    )
+    with deferred.under_forward_autocast():
+        loss = loss_fn(head.weight, deferred.hidden_states, target, head.bias)
+    return loss.to(lazy.dtype) if lazy.dtype == torch.float64 else loss
+
+
+@implements("nll_loss")
+def _nll_loss(lazy: LazyLogits, target: Tensor, *args: Any, **options: Any) -> Any:
+    if not lazy.deferred.normalized:
+        return NotImplemented
+    return _cross_entropy(lazy.derive(replace(lazy.deferred, normalized=False)), target, *args, **options)
+
+
+@implements("gather")
+def _gather(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
+    """Logits or log-probabilities of some columns: ``logit = logp + lse``."""
+    deferred = lazy.deferred
+    if not is_vocabulary(lazy, dim) or index.shape[:-1] != lazy.shape[:-1]:
+        return NotImplemented
+    index, lse = index.long(), () if deferred.normalized else ("lse",)
+    if index.shape[-1] == 1:
+        # A column outside of the vocabulary is an error, the usual ignore_index too.
+        found = deferred.statistics(index[..., 0], ("logp", *lse), options=EngineOptions(ignore_index=_NO_LABEL))
+        logps = found.logp[..., None]
+    else:
+        found = deferred.statistics(_any_labels(lazy), ("selected_logps", *lse), selected=index)
+        logps = found.selected_logps
+    return (logps + found.lse[..., None] if lse else logps).to(lazy.dtype)
+
+
+@implements("take_along_dim")
+def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None) -> Any:
+    return NotImplemented if dim is None or indices.dim() != lazy.dim() else _gather(lazy, dim, indices)
+
+
+@implements("topk")
+def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest values, from the model's own logits: their rounding decides ties. Some rows at a time."""
+    deferred, vocab_size = lazy.deferred, lazy.shape[-1]
+    if not is_vocabulary(lazy, dim) or not 1 <= k <= vocab_size:
+        return NotImplemented
+    hidden_states = deferred.hidden_states.detach().reshape(-1, deferred.hidden_states.shape[-1])
+    rows = max(1, default_workspace(vocab_size, 4, lazy.device) // (8 * vocab_size))
+    with torch.no_grad():
+        blocks = [
+            deferred.with_tensors(part, deferred.head.weight, deferred.head.bias).values().topk(k, -1, largest, sorted)
+            for part in hidden_states.split(rows)
+        ]
+    values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*blocks, strict=True))
+    values = values.to(lazy.dtype)
+    if torch.is_grad_enabled() and lazy.requires_grad:
+        values = _WithGradientOf.apply(values, _gather(lazy, -1, indices))
+    return torch.return_types.topk((values, indices))
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The first tensor, with the gradient of the second, which differs from it by rounding only."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gathered: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+@implements("logsumexp")
+def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    if not is_vocabulary(lazy, _single_dim(dim)) or lazy.deferred.normalized:
+        return NotImplemented
+    lse = lazy.deferred.statistics(_any_labels(lazy), ("lse",)).lse.to(lazy.dtype)
+    return lse[..., None] if keepdim else lse
+
+
+@implements("argmax")
+def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not is_vocabulary(lazy, dim):
+        return NotImplemented
+    with torch.no_grad():
+        argmax = lazy.deferred.statistics(_any_labels(lazy), (), ("argmax",)).argmax
+    return argmax[..., None] if keepdim else argmax
+
+
+@implements("mean")
+def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    """Over the vocabulary, or over everything."""
+    means = _token_means(lazy, dim, keepdim)
+    if means is NotImplemented:
+        return means
+    return (means.mean() if dim is None else means).to(lazy.dtype)
+
+
+@implements("sum")
+def _sum(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    """Over the vocabulary, or over everything."""
+    means = _token_means(lazy, dim, keepdim)
+    if means is NotImplemented:
+        return means
+    sums = means * lazy.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
+    return (sums.sum() if dim is None else sums).to(lazy.dtype)
+
+
+def _token_means(lazy: LazyLogits, dim: Any, keepdim: bool) -> Any:
+    """The mean logit of each token in the engine's dtype."""
+    supported = not keepdim if dim is None else is_vocabulary(lazy, _single_dim(dim))
+    if not supported or lazy.deferred.normalized:
+        return NotImplemented
+    means = lazy.deferred.statistics(_any_labels(lazy), ("mean_logit",)).mean_logit
+    return means[..., None] if keepdim else means

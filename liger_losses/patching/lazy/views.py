@@ -1,0 +1,229 @@
+"""Operations whose result is lazy again: views of tokens, slices, casts, scales, soft-caps, sums and log-softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.patching.lazy.registry import implements
+from liger_losses.patching.lazy.tensor import LazyLogits
+
+
+def is_vocabulary(lazy: LazyLogits, dim: Any) -> bool:
+    """Whether a dimension is the vocabulary's, the last one."""
+    return isinstance(dim, int) and dim in (-1, lazy.dim() - 1)
+
+
+def _on_rows(lazy: LazyLogits, operation: Callable[[Tensor], Tensor]) -> LazyLogits:
+    return lazy.derive(lazy.deferred.on_rows(operation), is_view=True)
+
+
+@implements("view", "reshape")
+def _reshape(lazy: LazyLogits, *shape: Any) -> Any:
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    if sizes[-1] == -1:
+        rows = math.prod(sizes[:-1])
+        sizes[-1] = lazy.numel() // rows if rows > 0 else -1
+    if sizes[-1] != lazy.shape[-1]:
+        return NotImplemented
+    return _on_rows(lazy, lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
+
+
+#: From an operation's arguments to the dimensions that it touches; for permute, those that must not be the last.
+_DIMS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "flatten": lambda start_dim=0, end_dim=-1: (start_dim, end_dim),
+    "split": lambda size, dim=0: (dim,),
+    "chunk": lambda chunks, dim=0: (dim,),
+    "unbind": lambda dim=0: (dim,),
+    "index_select": lambda dim, index: (dim,),
+    "transpose": lambda dim0, dim1: (dim0, dim1),
+    "permute": lambda *dims: tuple(dims[0] if len(dims) == 1 else dims)[:-1],
+    "unsqueeze": lambda dim: (dim,),
+    "squeeze": lambda dim: (dim,) if isinstance(dim, int) else tuple(dim),
+}
+
+
+def _on_token_dims(name: str, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Operations that leave the vocabulary's dimension alone, on the hidden states, whose dimensions are the same."""
+    try:
+        dims = _DIMS[name](*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    count = lazy.dim() + (name == "unsqueeze")
+    tokens_only = all(isinstance(dim, int) and -count <= dim < count and dim % count != count - 1 for dim in dims)
+    if not tokens_only or (name == "unbind" and lazy.dim() < 3):
+        return NotImplemented
+    result = getattr(lazy.deferred.hidden_states, name)(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return _on_rows(lazy, lambda _: result)
+    return tuple(_on_rows(lazy, lambda _, part=part: part) for part in result)  # type: ignore[misc]
+
+
+for _name in _DIMS:
+    implements(_name)(partial(_on_token_dims, _name))
+
+
+@implements("contiguous", "clone")
+def _clone(lazy: LazyLogits, *, memory_format: Any = None) -> Any:
+    return lazy.derive(lazy.deferred)
+
+
+@implements("detach")
+def _detach(lazy: LazyLogits) -> Any:
+    return lazy.derive(lazy.deferred.detach(), is_view=True)
+
+
+@implements("__getitem__")
+def _getitem(lazy: LazyLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is True or part is False for part in parts):
+        return NotImplemented
+    ellipsis_at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    if ellipsis_at is not None:
+        leading, trailing = parts[:ellipsis_at], parts[ellipsis_at + 1 :]
+    elif sum(map(_indexed_dims, parts)) >= lazy.dim():
+        leading, trailing = parts[:-1], parts[-1:]
+    else:
+        leading, trailing = parts, ()
+    columns = trailing[-1] if trailing else slice(None)
+    if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in trailing):
+        return NotImplemented
+    rows = (*leading, Ellipsis, *trailing[:-1], slice(None)) if trailing else (*leading, Ellipsis)
+    deferred = lazy.deferred.on_rows(lambda hidden: hidden[rows])
+    start, stop, _ = columns.indices(deferred.head.vocab_size)
+    if (start, stop) != (0, deferred.head.vocab_size):
+        if deferred.normalized or stop <= start:
+            return NotImplemented  # log-probabilities of some columns depend on all of the head
+        deferred = replace(deferred, head=deferred.head.columns(columns))
+    # Indexing by tensors copies, by anything else it gives views.
+    return lazy.derive(deferred, is_view=not any(isinstance(part, (Tensor, list)) for part in parts))
+
+
+def _indexed_dims(part: Any) -> int:
+    """How many dimensions one part of an index consumes."""
+    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return int(part is not None and part is not Ellipsis)
+
+
+@implements("narrow")
+def _narrow(lazy: LazyLogits, dim: int, start: int, length: int) -> Any:
+    first = int(start) + (lazy.shape[dim] if int(start) < 0 else 0)
+    if not 0 <= first <= first + int(length) <= lazy.shape[dim]:
+        return NotImplemented  # torch raises
+    index: list[Any] = [slice(None)] * lazy.dim()
+    index[dim] = slice(first, first + int(length))
+    return _getitem(lazy, tuple(index))
+
+
+def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
+    if not dtype.is_floating_point:
+        return NotImplemented
+    if dtype == lazy.dtype:
+        return lazy
+    if lazy.deferred.normalized and torch.promote_types(dtype, lazy.dtype) != dtype:
+        return NotImplemented  # a step comes before the softmax, so it would round the logits instead
+    return lazy.derive(lazy.deferred.with_step(lambda logits: logits.to(dtype)), dtype)
+
+
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+for _name, _dtype in _CASTS.items():
+    implements(_name)(partial(_cast, dtype=_dtype))
+
+
+@implements("to")
+def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    named = {name: value for name, value in kwargs.items() if name != "copy"}
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **named)
+    except (TypeError, RuntimeError):  # copy by position, or arguments that torch refuses
+        return NotImplemented
+    if memory_format is not None or (device is not None and device != lazy.device):
+        return NotImplemented
+    return lazy if dtype is None else _cast(lazy, dtype)
+
+
+def _scale(lazy: LazyLogits, by: float, step: Callable[[Tensor], Tensor]) -> Any:
+    """Multiply the logits by a number: a scale of the head, and of its soft-cap if there is one."""
+    transform = lazy.deferred.head.transform
+    scale = transform.logit_scale * by
+    softcap = None if transform.softcap is None else transform.softcap * by
+    if lazy.deferred.normalized or not math.isfinite(scale) or not (softcap is None or 0 < softcap < math.inf):
+        return NotImplemented
+    return lazy.derive(lazy.deferred.with_step(step, logit_scale=scale, softcap=softcap))
+
+
+def _is_factor(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value != 0
+
+
+@implements("mul", "multiply", "__mul__", "__rmul__")
+def _mul(lazy: LazyLogits, other: Any) -> Any:
+    return _scale(lazy, float(other), lambda logits: torch.mul(logits, other)) if _is_factor(other) else NotImplemented
+
+
+@implements("div", "divide", "true_divide", "__truediv__", "__div__")
+def _div(lazy: LazyLogits, other: Any) -> Any:
+    return _scale(lazy, 1.0 / other, lambda logits: torch.div(logits, other)) if _is_factor(other) else NotImplemented
+
+
+@implements("tanh")
+def _tanh(lazy: LazyLogits) -> Any:
+    if lazy.deferred.normalized or lazy.deferred.head.transform.softcap is not None:
+        return NotImplemented
+    return lazy.derive(lazy.deferred.with_step(torch.tanh, softcap=1.0))
+
+
+@implements("add", "__add__", "__radd__")
+def _add(lazy: LazyLogits, other: Any) -> Any:
+    """Add a bias ``[V]``, or other lazy logits."""
+    deferred, head = lazy.deferred, lazy.deferred.head
+    if not isinstance(other, Tensor) or deferred.normalized or deferred.steps:
+        return NotImplemented
+    if isinstance(other, LazyLogits):
+        return _add_product(lazy, other)
+    if other.shape != lazy.shape[-1:] or not other.dtype == lazy.dtype == head.weight.dtype:
+        return NotImplemented
+    bias = other if head.bias is None else head.bias + other
+    return lazy.derive(replace(deferred, head=head.with_fields(bias=bias)))
+
+
+def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
+    """The sum of two products, such as a head's and its adapter's: one product of both heads side by side."""
+    other.check()
+    one, two = lazy.deferred, other.deferred
+    if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
+        return NotImplemented
+    if (lazy.shape, lazy.dtype, one.autocast) != (other.shape, other.dtype, two.autocast):
+        return NotImplemented
+    scale = two.head.transform.logit_scale
+    hidden_states = two.hidden_states * scale if scale != 1 else two.hidden_states
+    if one.head.weight.dtype != two.head.weight.dtype or one.hidden_states.dtype != hidden_states.dtype:
+        return NotImplemented
+    biases = [part.bias * part.transform.logit_scale for part in (one.head, two.head) if part.bias is not None]
+    head = one.head.with_fields(
+        weight=torch.cat([one.head.weight, two.head.weight], 1), bias=sum(biases[1:], biases[0]) if biases else None
+    )
+    return lazy.derive(replace(one, hidden_states=torch.cat([one.hidden_states, hidden_states], -1), head=head))
+
+
+@implements("log_softmax")
+def _log_softmax(
+    lazy: LazyLogits, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, **others: Any
+) -> Any:
+    if not is_vocabulary(lazy, dim) or lazy.deferred.normalized:
+        return NotImplemented
+    dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
+    if dtype is None and lazy.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32  # autocast runs it in fp32 on a GPU
+    cast = lazy if dtype is None else _cast(lazy, dtype)
+    return cast if cast is NotImplemented else cast.derive(replace(cast.deferred, normalized=True))

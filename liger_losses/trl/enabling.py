@@ -1,0 +1,105 @@
+"""Replace TRL's attributes (:data:`~liger_losses.trl.patch_points.PATCH_POINTS`), and put them back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from liger_losses.patching.patch import patch
+from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, PatchPoint, Replacement
+
+#: Owner, name and original value of each attribute that is replaced now.
+_originals: list[tuple[Any, str, Any]] = []
+#: The options of :func:`enable`; empty while disabled.
+_options: dict[str, bool] = {}
+
+
+def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
+    """A function that patches the models among its arguments before it runs."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, nn.Module):
+                patch(argument, loss_head=False)
+        function(*args, **kwargs)
+
+    return wrapped
+
+
+#: Replaced besides, where the models are to have the kernels: the constructor of all trainers.
+KERNELS = PatchPoint(
+    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels, wraps=True)
+)
+
+
+def enable(*, kernels: bool = False) -> None:
+    """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
+
+    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
+    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
+    ``lm_head`` works. A second call changes nothing, except that it adds the kernels if it is the first to ask for
+    them.
+
+    Args:
+        kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
+            less for backward. The models stay patched; :func:`~liger_losses.unpatch` restores them.
+
+    Raises:
+        ImportError: TRL is not installed.
+        RuntimeError: this TRL version lacks an attribute that we patch; the error lists them, and nothing is changed.
+    """
+    if _options and (_options["kernels"] or not kernels):
+        return
+    try:
+        import trl
+    except ImportError as error:
+        raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
+    before = _options.get("kernels")
+    disable()
+    targets = [point.find() for point in (*PATCH_POINTS, *[KERNELS] * kernels)]
+    missing = [target.missing for target in targets if target.missing]
+    if missing:
+        _restore(before)
+        raise RuntimeError(
+            f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
+            f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed."
+        )
+    for target in targets:
+        if target.replacement is not None:
+            kernels_first = kernels and target.name == "add_fused_lm_head"
+            value = _with_kernels(target.replacement) if kernels_first else target.replacement
+            setattr(target.owner, target.name, value)
+            _originals.append((target.owner, target.name, target.original))
+    _options["kernels"] = kernels
+
+
+def disable() -> None:
+    """Restore TRL. Trainers that were built in between keep their heads."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+    _options.clear()
+
+
+@contextlib.contextmanager
+def enabled(*, kernels: bool = False) -> Iterator[None]:
+    """:func:`enable` for the duration of a ``with`` block."""
+    before = _options.get("kernels")
+    enable(kernels=kernels)
+    try:
+        yield
+    finally:
+        if before != _options.get("kernels"):
+            _restore(before)
+
+
+def _restore(kernels: bool | None) -> None:
+    """Enable with this option, or disable for ``None``."""
+    disable()
+    if kernels is not None:
+        enable(kernels=kernels)

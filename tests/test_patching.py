@@ -16,7 +16,7 @@ from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
-from liger_losses.patching.rotations import recognise as recognise_rotation
+from liger_losses.patching.rotations import match as match_rotation
 from liger_losses.patching.swap import replacement_of
 from tests import model_zoo
 from tests.sweep_models import check, loss_and_grads
@@ -487,7 +487,7 @@ def _one_by_one(x, cos, sin, unsqueeze_dim=1):
     ],
 )
 def test_rotations_are_recognised(function, expected):
-    rotation = recognise_rotation(function)
+    rotation = match_rotation(function)
     assert {name: getattr(rotation, name) for name in expected} == expected
 
 
@@ -512,7 +512,7 @@ def test_rotations_are_recognised(function, expected):
 )
 def test_near_misses_of_rotations_are_left(function):
     with pytest.raises(Mismatch):
-        recognise_rotation(function)
+        match_rotation(function)
 
 
 def test_a_rotation_stays_until_its_last_model_goes():

@@ -1,9 +1,10 @@
-"""What gated MLPs do between their linear layers, and finding out which of the known forms it is."""
+"""The gated products between the linear layers of an MLP, and the search for the one that a module computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_losses.kernels.glu import glu, glu_fused, glu_linear
 from liger_losses.kernels.plain import is_plain, is_plain_linear
-from liger_losses.patching.probing import Mismatch, Observed, check_close, floats_of, observe, random
+from liger_losses.patching.probing import Case, Observed, first_match, floats_of, random
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class Gate:
         return self.activation if self.limit is None else f"{self.activation}, limit {self.limit:g}"
 
     def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
-        """The product, of two tensors or of one that holds both."""
+        """The product of gate and up, given as two tensors or as one that holds both."""
         gate, up = self._parts(inner)
         if up is None:
             return glu_fused(gate, interleaved=self.layout == "interleaved", backend=backend, **self._formula)
         return glu(gate, up, backend=backend, **self._formula)
 
     def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
-        """What a layer makes of the product. If it is a linear layer and no more, the product is not kept for it."""
+        """The output of a layer applied to the product; for a plain linear layer, without saving the product."""
         gate, up = self._parts(inner)
         if not is_plain_linear(linear) or not is_plain(*inner):
             return linear(self.compute(*inner))
@@ -48,7 +49,7 @@ class Gate:
         return glu_linear(gate, up, layer.weight, layer.bias, interleaved=self.layout == "interleaved", **self._formula)
 
     def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Gate and up; or what holds both as the kernels take it, and None."""
+        """Gate and up; or one tensor that holds both as the kernels take it, and None."""
         if len(inner) == 1 and self.layout != "second":
             return inner[0], None
         first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
@@ -64,59 +65,44 @@ class Gate:
         }
 
 
-#: Leading dimensions of the input, dtype, and the mode.
+#: Name, leading dimensions of the input, dtype, and whether in training mode.
 CASES = (
     ("float32", (2, 9), torch.float32, True),
     ("bfloat16", (2, 9), torch.bfloat16, True),
     ("evaluation", (2, 9), torch.float32, False),
     ("two dimensions", (18,), torch.float32, True),
 )
-#: How large the rows of gate and up are: to where a clamp would show.
+#: The scales of the rows of gate and up; a clamp would show in the largest.
 _SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
 
 
 def inner_values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """What the inner layers give in a probe."""
+    """Values for the output of an inner layer in a probe."""
     scales = torch.tensor(_SCALES).repeat(2).view(*leading, 1)
     return (random((*leading, size), generator) * scales).to(dtype)
 
 
-@dataclass
-class Case:
-    """What a module made of the values that its inner layers gave."""
-
-    name: str
-    inner: list[Tensor]
-    observed: Observed
-
-    def check(self, gate: Gate) -> None:
-        """Raise Mismatch unless a gate computes the same."""
-        half = self.inner[0].dtype is torch.bfloat16
-        expected = observe(lambda *inner: gate.compute(*inner, backend="torch"), self.inner)
-        check_close(f"{self.name}: the product", self.observed.output, expected.output, 1e-5, 2**-6 if half else None)
-        for actual, wanted in zip(self.observed.grads, expected.grads, strict=True):
-            check_close(f"{self.name}: the gradient", actual, wanted, 2**-5 if half else 1e-5)
+def case_of(name: str, inner: list[Tensor], observed: Observed) -> Case:
+    """The product that a module computed from the outputs of its inner layers."""
+    half = inner[0].dtype is torch.bfloat16
+    return Case(
+        name,
+        inner,
+        observed,
+        lambda gate: partial(gate.compute, backend="torch"),
+        tolerance=1e-5,
+        rare=2**-6 if half else None,
+        grad_tolerance=2**-5 if half else 1e-5,
+    )
 
 
-def find(module: nn.Module, cases: Iterable[Case]) -> Gate:
-    """The gate that agrees in all cases.
+def match_gate(module: nn.Module, cases: Sequence[Case]) -> Gate:
+    """The gate that computes the same in all cases.
 
     Raises:
-        Mismatch: none does.
+        Mismatch: there is none.
     """
-    cases = list(cases)
-    furthest: tuple[int, str] = -1, ""
-    for gate in _gates(module, len(cases[0].inner)):
-        try:
-            for number, case in enumerate(cases):
-                at = number
-                case.check(gate)
-        except Mismatch as mismatch:
-            if at > furthest[0]:
-                furthest = at, f"not glu ({gate}): in {mismatch}"
-            continue
-        return gate
-    raise Mismatch(furthest[1])
+    return first_match(_gates(module, len(cases[0].inputs)), cases, lambda gate: f"glu ({gate})")
 
 
 def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:

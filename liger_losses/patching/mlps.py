@@ -1,12 +1,11 @@
-"""Recognises gated MLPs by running them with their linear layers replaced by recorders.
+"""Finds gated MLPs by running them with their linear layers replaced by recorders.
 
-The layers themselves stay and are called as before, so that adapters and quantisation go on working: what is replaced
-is what happens between them.
+The layers themselves stay and are called as before, so that adapters and quantization go on working; what happens
+between them is replaced.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,8 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.kernels.plain import is_plain
-from liger_losses.patching.gates import CASES, Case, Gate, find, inner_values
-from liger_losses.patching.probing import Mismatch, Observed, attributes, children_of, copy_of, isolated, random
+from liger_losses.patching.gates import CASES, Gate, case_of, inner_values, match_gate
+from liger_losses.patching.kinds import PatchKind
+from liger_losses.patching.probing import (
+    REQUIRED,
+    Case,
+    Mismatch,
+    Observed,
+    attributes,
+    children_of,
+    copy_of,
+    isolated,
+    positional_defaults,
+    random,
+    unchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -24,9 +36,9 @@ class GatedMLP:
     """``down(act(gate(x)) * up(x))``.
 
     Attributes:
-        inner: the names of the layers applied to the input, in the order of their calls: two, or one that gives both.
+        inner: the names of the layers applied to the input, in the order of their calls: two, or one for gate and up.
         down: the name of the layer applied to the product.
-        gate: the product.
+        gate: how the product is computed.
     """
 
     inner: tuple[str, ...]
@@ -39,7 +51,7 @@ class GatedMLP:
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate})"
 
     def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the module's new class; calls of another form, or on other tensors, go to the original."""
+        """The forward of the module's new class; calls that were not probed go to the original forward."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(args) != 1 or kwargs or not is_plain(*args):
@@ -50,56 +62,58 @@ class GatedMLP:
         return forward
 
 
-REPLACEMENT = GatedMLP
+class _GatedMLPs(PatchKind):
+    """MLPs of three linear layers (gate, up, down), or of two, the first of which gives gate and up."""
+
+    replacement = GatedMLP
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        """Nothing but the linear layers has parameters or buffers, their sizes fit, and forward takes one argument."""
+        linears = _linears(module)
+        if len(linears) not in (2, 3) or module._parameters or module._buffers:
+            return False
+        if any(part._parameters or part._buffers for part in self.bypassed(module).values()):
+            return False
+        inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
+        down = [child.in_features for child in linears.values()]
+        if not any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner)):
+            return False
+        return sum(default is REQUIRED for default in positional_defaults(module.forward).values()) == 1
+
+    def match(self, module: nn.Module) -> GatedMLP:
+        """Runs copies whose linear layers return given values."""
+        with isolated():
+            observations = [found for case in CASES if (found := _observe(module, *case)) is not None]
+            inner, down, _ = observations[0]
+            if any(names != [inner, down] for *names, _ in observations):
+                raise Mismatch("it calls its layers in different orders")
+            return GatedMLP(inner, down, match_gate(module, [case for *_, case in observations]))
+
+    def key(self, module: nn.Module) -> Any:
+        """The linear layers count by their sizes only."""
+        linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
+        return type(module), tuple(linears.items()), children_of(module, linears), attributes(module)
+
+    def bypassed(self, module: nn.Module) -> dict[str, nn.Module]:
+        """All submodules but the linear layers."""
+        linears = _linears(module)
+        return {
+            f"{name}.{inner}".strip("."): part
+            for name, child in module._modules.items()
+            if child is not None and name not in linears
+            for inner, part in child.named_modules()
+        }
+
+    def is_worth_listing(self, module: nn.Module) -> bool:
+        """Modules whose forward takes one argument and no more."""
+        return len(positional_defaults(module.forward)) == 1
 
 
-def is_worth_listing(module: nn.Module) -> bool:
-    """Whether a module that is not recognised belongs into the report: not if it takes more than one tensor."""
-    return _arguments(module)[1] == 1
-
-
-def bypassed(module: nn.Module) -> dict[str, nn.Module]:
-    """The children that the replacement does not call: all but the linear layers."""
-    linears = _linears(module)
-    return {
-        f"{name}.{inner}".strip("."): part
-        for name, child in module._modules.items()
-        if child is not None and name not in linears
-        for inner, part in child.named_modules()
-    }
-
-
-def key_of(module: nn.Module) -> Any:
-    """Modules with the same key compute the same between their linear layers."""
-    linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
-    return type(module), tuple(linears.items()), children_of(module, linears), attributes(module)
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has the build of a gated MLP: three linear layers or two, and nothing else that learns."""
-    linears = _linears(module)
-    if len(linears) not in (2, 3) or module._parameters or module._buffers:
-        return False
-    if any(part._parameters or part._buffers for part in bypassed(module).values()):
-        return False
-    # Three of which two are alike, or two of which one gives gate and up.
-    wide = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
-    narrow = [child.in_features for child in linears.values()]
-    if not any(narrow.count(size) >= 1 and wide.count(size) >= len(linears) - 1 for size in set(wide)):
-        return False
-    required, _ = _arguments(module)
-    return required == 1
-
-
-def _arguments(module: nn.Module) -> tuple[int, int]:
-    """How many positional arguments its forward requires, and how many it takes."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional), len(positional)
+GATED_MLPS = _GatedMLPs()
 
 
 def _linears(module: nn.Module) -> dict[str, Any]:
-    """The children that map features to features: linear layers, quantised ones, and adapters around them."""
+    """The children with ``in_features`` and ``out_features``: linear layers, quantized ones, adapters around them."""
     return {
         name: child
         for name, child in module._modules.items()
@@ -108,81 +122,68 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a linear layer: keeps what it is given, and gives what it was told to."""
+    """Stands in for a linear layer: records its call and its input, and returns the given values.
 
-    def __init__(self, linear: Any, calls: list[_Recorder]) -> None:
+    Args:
+        linear: the layer.
+        calls: a list of the recorders in the order of their calls, to append to.
+        values: ``[..., out_features]``, a leaf.
+    """
+
+    def __init__(self, linear: Any, calls: list[_Recorder], values: Tensor) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.calls = linear.in_features, linear.out_features, calls
-        self.given: Tensor | None = None
-        self.answer: Callable[[Tensor], Tensor]
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.calls, self.values = calls, values
+        self.input: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise Mismatch(f"a layer for {self.in_features} features is given {x.shape[-1]}")
         self.calls.append(self)
-        self.given = x
-        return self.answer(x)
-
-
-def recognise(module: nn.Module) -> GatedMLP:
-    """Which gated MLP a module computes, found on copies without its weights.
-
-    Raises:
-        Mismatch: none that there is a kernel for; the message says how the nearest one differs.
-    """
-    with isolated():
-        observed = [case for case in (_observe(module, *case) for case in CASES) if case is not None]
-        inner, down, _ = observed[0]
-        if any(names != [inner, down] for *names, _ in observed):
-            raise Mismatch("it calls its layers in different orders")
-        return GatedMLP(inner, down, find(module, [case for *_, case in observed]))
+        self.input = x
+        return self.values.view_as(self.values)
 
 
 def _observe(
     module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool
 ) -> tuple[tuple[str, ...], str, Case] | None:
-    """The names of the inner layers and of the last one, and what the module gave to the last one."""
+    """The names of the inner layers and of the last one, and the product that the last one was given.
+
+    ``None`` if the module does not take inputs of two dimensions: no model gives it any then.
+    """
     generator = torch.Generator().manual_seed(13)
     calls: list[_Recorder] = []
-    recorders = {key: _Recorder(child, calls) for key, child in _linears(module).items()}
+    recorders = {
+        key: _Recorder(child, calls, inner_values(leading, child.out_features, dtype, generator).requires_grad_())
+        for key, child in _linears(module).items()
+    }
     copy = copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
     copy.train(training)
-    before = attributes(copy), children_of(copy, recorders)
-    answers: dict[_Recorder, Tensor] = {}
-
-    def answer(recorder: _Recorder) -> Callable[[Tensor], Tensor]:
-        answers[recorder] = inner_values(leading, recorder.out_features, dtype, generator).requires_grad_()
-        return lambda given: answers[recorder].view_as(answers[recorder])
-
-    for recorder in recorders.values():
-        recorder.answer = answer(recorder)
     state = torch.get_rng_state()
-    try:
-        x, output = _call(copy, recorders.values(), leading, dtype, generator)
-    except Mismatch:
-        if name == "two dimensions":
-            return None  # no model calls it so
-        raise
-    if len(calls) != len(recorders) or len(set(calls)) != len(calls):
-        raise Mismatch(f"{name}: it does not call each of its layers once")
-    if not torch.equal(state, torch.get_rng_state()):
-        raise Mismatch(f"{name}: it draws random numbers")
-    if (attributes(copy), children_of(copy, recorders)) != before:
-        raise Mismatch(f"{name}: it changes its own attributes")
+    with unchanged(name, copy, recorders):
+        try:
+            x, output = _call(copy, recorders.values(), leading, dtype, generator)
+        except Mismatch:
+            if name == "two dimensions":
+                return None
+            raise
+        if len(calls) != len(recorders) or len(set(calls)) != len(calls):
+            raise Mismatch(f"{name}: it does not call each of its layers once")
+        if not torch.equal(state, torch.get_rng_state()):
+            raise Mismatch(f"{name}: it draws random numbers")
     *inner, down = calls
     for recorder in inner:
-        _check_same(f"{name}: the input of a layer", recorder.given, x)
-    _check_same(f"{name}: the output", output, answers[down])
-    product, leaves = down.given, [answers[recorder] for recorder in inner]
+        _check_same(f"{name}: the input of a layer", recorder.input, x)
+    _check_same(f"{name}: the output", output, down.values)
+    product, leaves = down.input, [recorder.values for recorder in inner]
     if product is None or not product.requires_grad:
         raise Mismatch(f"{name}: no gradient reaches its inner layers")
     upstream = random(product.shape, torch.Generator().manual_seed(7), product.dtype)
-    others = [x, answers[down]]
-    *grads, to_input, to_output = torch.autograd.grad(product, [*leaves, *others], upstream, allow_unused=True)
-    if to_input is not None or to_output is not None:
+    *grads, of_input, of_output = torch.autograd.grad(product, [*leaves, x, down.values], upstream, allow_unused=True)
+    if of_input is not None or of_output is not None:
         raise Mismatch(f"{name}: the last layer is given more than the product")
     names = {recorder: key for key, recorder in recorders.items()}
-    case = Case(name, [leaf.detach() for leaf in leaves], Observed(product.detach(), list(grads)))
+    case = case_of(name, [leaf.detach() for leaf in leaves], Observed(product.detach(), list(grads)))
     return tuple(names[recorder] for recorder in inner), names[down], case
 
 
@@ -193,7 +194,7 @@ def _call(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[Tensor, Any]:
-    """An input of the size that the module takes, and what it returns for it."""
+    """An input of a size that the module takes, and its output."""
     for size in sorted({recorder.in_features for recorder in recorders}):
         for recorder in recorders:
             recorder.calls.clear()
@@ -206,7 +207,7 @@ def _call(
 
 
 def _check_same(what: str, actual: Any, expected: Tensor) -> None:
-    """Raise Mismatch unless a tensor is another one, unchanged, for gradients too."""
+    """Raise Mismatch unless a tensor equals another one and passes its gradient on to it unchanged."""
     if type(actual) is not Tensor and actual is not expected:
         raise Mismatch(f"{what} is not a tensor")
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not torch.equal(actual, expected):

@@ -1,11 +1,10 @@
-"""Recognises normalisations by running them."""
+"""Finds normalization layers by running them."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,18 +15,21 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.patching.kinds import PatchKind
 from liger_losses.patching.probing import (
+    REQUIRED,
+    Case,
     Functions,
     Mismatch,
-    Observed,
-    attributes,
-    check_close,
     copy_of,
+    first_match,
     floats_of,
     isolated,
     observe,
+    positional_defaults,
     random,
     shape_of,
+    unchanged,
 )
 
 #: Operations that autocast runs in fp32 on a GPU, whatever their input.
@@ -38,14 +40,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation over the last dimension.
+    """A normalization over the last dimension.
 
     Attributes:
         kind: ``rms_norm``, ``gated_rms_norm`` or ``layer_norm``.
-        eps: as the module has it now; change the module before patching.
+        eps: the module's at the time of patching.
         weight, bias: the names of the module's parameters.
         offset, multiply: as in :func:`~liger_losses.kernels.rms_norm.rms_norm`.
-        gate: the name of the second argument, for a gated one.
+        gate: the name of the second argument of a gated norm.
         gate_first: as in :func:`~liger_losses.kernels.rms_norm.gated_rms_norm`.
         cast_by_autocast: whether autocast casts its input to fp32 on a GPU.
     """
@@ -72,7 +74,7 @@ class Norm:
         return self.kind + (f" ({', '.join(details)})" if details else "")
 
     def compute(self, module: nn.Module, x: Tensor, gate: Tensor | None = None, backend: str | None = None) -> Tensor:
-        """The normalisation, with the module's parameters."""
+        """The normalized ``x [..., H]``, with the module's parameters."""
         weight = None if self.weight is None else getattr(module, self.weight)
         if self.kind == "layer_norm":
             bias = None if self.bias is None else getattr(module, self.bias)
@@ -84,7 +86,7 @@ class Norm:
         return rms_norm(x, weight, self.eps, offset=self.offset, multiply=self.multiply, backend=backend)
 
     def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the module's new class; calls of another form, or on other tensors, go to the original."""
+        """The forward of the module's new class; calls that were not probed go to the original forward."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tensors = (*args, kwargs[self.gate]) if self.gate is not None and list(kwargs) == [self.gate] else args
@@ -105,126 +107,55 @@ class Norm:
         return forward
 
 
-REPLACEMENT = Norm
+class _Norms(PatchKind):
+    """Normalizations over the last dimension: RMS norm, gated RMS norm and layer norm."""
+
+    replacement = Norm
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        """No children or buffers, and at most two parameters, vectors of one size."""
+        if module._modules or module._buffers:
+            return False
+        shapes = [shape_of(p) for p in module._parameters.values() if p is not None]
+        return len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
+
+    def match(self, module: nn.Module) -> Norm:
+        """A second argument is tried as a gate first; one that is optional may also be left out."""
+        mismatches = []
+        for gate in (*_tensor_arguments(module)[1:2], None):
+            try:
+                return _match(module, gate)
+            except Mismatch as mismatch:
+                mismatches.append(mismatch)
+        raise mismatches[0]
+
+    def is_worth_listing(self, module: nn.Module) -> bool:
+        """Modules with parameters, and those whose class is named a norm."""
+        return bool(module._parameters) or "norm" in type(module).__name__.lower()
 
 
-def is_worth_listing(module: nn.Module) -> bool:
-    """Whether a module that is not recognised belongs into the report: one that learns, or is called a norm."""
-    return bool(module._parameters) or "norm" in type(module).__name__.lower()
-
-
-def bypassed(module: nn.Module) -> dict[str, nn.Module]:
-    """The children that the replacement does not call: there are none."""
-    return {}
-
-
-def key_of(module: nn.Module) -> Any:
-    """Modules with the same key compute the same."""
-    parameters = tuple((name, None if p is None else shape_of(p)) for name, p in module._parameters.items())
-    return type(module), parameters, attributes(module)
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has the build of a normalisation: no children or buffers, one or two vectors at most."""
-    if module._modules or module._buffers:
-        return False
-    shapes = [shape_of(p) for p in module._parameters.values() if p is not None]
-    return len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
-
-
-def recognise(module: nn.Module) -> Norm:
-    """Which normalisation a module computes, found on copies of it.
-
-    Raises:
-        Mismatch: none that there is a kernel for; the message says how the nearest one differs.
-    """
-    gates = _tensor_arguments(module)[1:]
-    if not gates:
-        return _recognise(module, None)
-    try:
-        return _recognise(module, gates[0])
-    except Mismatch as gated:
-        try:
-            return _recognise(module, None)
-        except Mismatch:
-            raise gated from None
+NORMS = _Norms()
 
 
 def _tensor_arguments(module: nn.Module) -> list[str]:
-    """The names of the arguments that may be tensors: the required ones, or a second one that may be None."""
-    signature = inspect.signature(module.forward)
-    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
+    """The arguments that may be tensors: the required ones, and a second one that may be None."""
+    defaults = positional_defaults(module.forward)
+    required = [name for name, default in defaults.items() if default is REQUIRED]
     if not 1 <= len(required) <= 2:
         raise Mismatch(f"its forward takes {len(required)} arguments")
-    optional = [p.name for p in positional[1:2] if len(required) == 1 and p.default is None]
-    return required + optional
+    return required + [name for name in list(defaults)[1:2] if defaults[name] is None]
 
 
-@dataclass
-class _Case:
-    name: str
-    module: nn.Module
-    inputs: list[Tensor]
-    observed: Observed
-    half: bool
-
-    def check(self, candidate: Norm) -> None:
-        parameters = list(self.module.parameters())
-        compute = functools.partial(candidate.compute, self.module, backend="torch")
-        try:
-            expected = observe(compute, self.inputs, parameters)
-        except Mismatch as mismatch:
-            raise Mismatch(f"{self.name}: {mismatch}") from mismatch
-        rare = 2**-6 if self.half else None
-        check_close(f"{self.name}: the output", self.observed.output, expected.output, 1e-5, rare)
-        names = [*(f"input {number}" for number in range(len(self.inputs))), *dict(self.module.named_parameters())]
-        for number, name in enumerate(names):
-            # Gradients of a weight are sums over rows, which some of PyTorch's own take in half precision.
-            of_half = 2**-6 if number < len(self.inputs) else 2**-4
-            check_close(
-                f"{self.name}: the gradient of {name}",
-                self.observed.grads[number],
-                expected.grads[number],
-                of_half if self.half else 2e-5,
-            )
-
-
-def _recognise(module: nn.Module, gate: str | None) -> Norm:
+def _match(module: nn.Module, gate: str | None) -> Norm:
+    functions = Functions()
     with isolated():
-        functions = Functions()
-        cases = []
-        for case in _cases(module, gate, functions):
-            cases.append(case)
-            if len(cases) == 1:  # The first one tells most candidates apart, and most modules from norms.
-                survivors = _survivors(list(_candidates(module, gate)), cases)
-        survivors = _survivors(survivors, cases[1:])
-    chosen = survivors[0]
-    cast = bool(functions.called & _CAST_BY_AUTOCAST)
-    return Norm(**{**vars(chosen), "cast_by_autocast": cast})
-
-
-def _survivors(candidates: list[Norm], cases: list[_Case]) -> list[Norm]:
-    """The candidates that agree in all cases; if none does, Mismatch from the one that came furthest."""
-    survivors, furthest = [], (-1, "it has none of the known forms")
-    for candidate in candidates:
-        for number, case in enumerate(cases):
-            try:
-                case.check(candidate)
-            except Mismatch as mismatch:
-                if number > furthest[0]:
-                    furthest = number, f"not {candidate}: in {mismatch}"
-                break
-        else:
-            survivors.append(candidate)
-    if not survivors:
-        raise Mismatch(furthest[1])
-    return survivors
+        norm = first_match(_candidates(module, gate), _cases(module, gate, functions))
+    return replace(norm, cast_by_autocast=bool(functions.called & _CAST_BY_AUTOCAST))
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    # Those that are constants in the code of some models come after the module's own.
+    # The module's own numbers first, then the constants in the code of some models.
     for eps in dict.fromkeys([*floats_of(module), 1e-5, 1e-6]):
         if not 0 <= eps < 1:
             continue
@@ -246,22 +177,21 @@ def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
             yield Norm("layer_norm", eps, weight)
 
 
-#: How large the rows of the inputs are: from where eps is all that counts to where a clamp would show.
+#: The scales of the input's rows: eps decides the smallest, and a clamp would show in the largest.
 _SCALES = (0.0, 1e-7, 3e-4, 3e-3, 0.1, 1.0, 300.0, 1e5)
 _F32, _B16 = torch.float32, torch.bfloat16
-
-#: Layouts of the input, dtypes of the input and the parameters, and the mode.
-_CASES = (
-    ("float32", (2, 2), _F32, _F32, True),
-    ("bfloat16", (2, 2), _B16, _B16, True),
-    ("evaluation", (2, 2), _F32, _F32, False),
-    ("two dimensions", (1,), _F32, _F32, True),
-    ("four dimensions", (2, 1, 3), _F32, _F32, True),
-    ("bfloat16 with float32 parameters", (2, 2), _B16, _F32, True),
-    ("float32 with bfloat16 parameters", (2, 2), _F32, _B16, True),
-    ("evaluation in bfloat16", (2, 2), _B16, _B16, False),
-)
-#: Cases that a module need not support; where it fails there, no model calls it so.
+#: Leading dimensions of the input, dtypes of the input and of the parameters, and whether in training mode.
+_CASES = {
+    "float32": ((2, 2), _F32, _F32, True),
+    "bfloat16": ((2, 2), _B16, _B16, True),
+    "evaluation": ((2, 2), _F32, _F32, False),
+    "two dimensions": ((1,), _F32, _F32, True),
+    "four dimensions": ((2, 1, 3), _F32, _F32, True),
+    "bfloat16 with float32 parameters": ((2, 2), _B16, _F32, True),
+    "float32 with bfloat16 parameters": ((2, 2), _F32, _B16, True),
+    "evaluation in bfloat16": ((2, 2), _B16, _B16, False),
+}
+#: Cases in which a module may fail: then no model uses it so.
 _OPTIONAL = (
     "two dimensions",
     "four dimensions",
@@ -270,41 +200,51 @@ _OPTIONAL = (
 )
 
 
-def _cases(module: nn.Module, gate: str | None, functions: Functions) -> Iterator[_Case]:
-    for name, layout, dtype, parameter_dtype, training in _CASES:
+def _cases(module: nn.Module, gate: str | None, functions: Functions) -> Iterator[Case]:
+    for name, (leading, dtype, parameter_dtype, training) in _CASES.items():
         generator = torch.Generator().manual_seed(11)
         copy = copy_of(module, generator).to(parameter_dtype).train(training)
         if not training:
             with torch.no_grad():
                 for parameter in copy.parameters():
                     parameter.mul_(100)  # so that a clamp of the output shows
-        before = attributes(copy)
-        for size in _sizes(module):
-            inputs = [_rows(layout, size, dtype, generator, 100 if gate is None else 10)]
-            if gate is not None:
-                inputs.append(random(inputs[0].shape, generator, dtype) * 3)
-            try:
-                with functions:
-                    observed = observe(copy, inputs, list(copy.parameters()))
-            except Mismatch as mismatch:
-                failure = mismatch
-                continue
-            break
-        else:
-            if name in _OPTIONAL and failure.__cause__ is not None:
-                continue
-            raise failure
-        with torch.no_grad():
-            if not torch.equal(copy(*inputs), observed.output):
-                raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
-        if attributes(copy) != before:
-            raise Mismatch(f"{name}: it changes its own attributes")
+        parameters = dict(copy.named_parameters())
+        with unchanged(name, copy):
+            for size in _sizes(module):
+                inputs = [_rows(leading, size, dtype, generator, 100 if gate is None else 10)]
+                if gate is not None:
+                    inputs.append(random(inputs[0].shape, generator, dtype) * 3)
+                try:
+                    with functions:
+                        observed = observe(copy, inputs, list(parameters.values()))
+                except Mismatch as mismatch:
+                    failure = mismatch
+                    continue
+                break
+            else:
+                if name in _OPTIONAL and failure.__cause__ is not None:
+                    continue
+                raise failure
+            with torch.no_grad():
+                if not torch.equal(copy(*inputs), observed.output):
+                    raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
         half = _B16 in (dtype, parameter_dtype)
-        yield _Case(name, copy, inputs, observed, half)
+        yield Case(
+            name,
+            inputs,
+            observed,
+            lambda norm, copy=copy: partial(norm.compute, copy, backend="torch"),  # type: ignore[misc]
+            tolerance=1e-5,
+            rare=2**-6 if half else None,
+            grad_tolerance=2**-6 if half else 2e-5,
+            # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
+            parameters=parameters,
+            parameter_tolerance=2**-4 if half else 2e-5,
+        )
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """The size of the parameters; where there are none, what the attributes suggest, or any."""
+    """The parameters' size; without parameters, the sizes among the attributes, and any other."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return list(shape_of(parameter))
@@ -316,13 +256,13 @@ def _sizes(module: nn.Module) -> list[int]:
     return [*numbers, 48]
 
 
-def _rows(layout: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:
-    """Rows of all scales, one after the other along a dimension before the last; then all of them with a spike.
+def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:
+    """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry, the spike.
 
-    The gradient of a gate that comes first is the harder to compute the larger the spike.
+    The larger the spike, the harder is the gradient of a gate that is applied before the norm.
     """
     scales = torch.tensor(_SCALES).repeat(2)
-    rows = random((*layout, len(scales), size), generator) * scales[:, None]
+    rows = random((*leading, len(scales), size), generator) * scales[:, None]
     rows += 0.5 * scales[:, None]
     rows[..., len(_SCALES) :, size // 3] *= spike
     return rows.to(dtype)

@@ -1,21 +1,31 @@
-"""Patches a model: one walk over its modules, and the functions that rotate its queries and keys."""
+"""Patches a model: its modules, the functions that rotate its queries and keys, and its head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from liger_losses.patching import experts, rotations
-from liger_losses.patching import mlps as gated_mlps
-from liger_losses.patching import norms as normalisations
+from liger_losses.patching import rotations
+from liger_losses.patching.experts import EXPERTS
+from liger_losses.patching.kinds import PatchKind
+from liger_losses.patching.lazy_head import is_patched_head, patch_head, unpatch_head
+from liger_losses.patching.mlps import GATED_MLPS
+from liger_losses.patching.norms import NORMS
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
-from liger_losses.patching.swap import original_class, replacement_of, restore, swap, why_not_restore, why_not_swap
+from liger_losses.patching.swap import (
+    Replacement,
+    original_class,
+    reason_not_to_restore,
+    reason_not_to_swap,
+    replacement_of,
+    restore,
+    swap,
+)
 
-#: Says whether a module, by its name in the model, may be replaced.
+#: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]
 
 LEFT_OUT = "left out by filter_fn"
@@ -30,56 +40,52 @@ def patch(
     rope: bool = True,
     filter_fn: Filter | None = None,
 ) -> PatchReport:
-    """Replace what the kernels can do in a model, in place: nothing changes but how it is computed.
+    """Replace the pieces of a model that kernels can compute, in place; results change by rounding only.
 
-    Pieces are found by running small copies of them, and replaced only where outputs and gradients agree. Parameters,
+    Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
     their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.
-    Patching again changes nothing but pieces that are new, and reports all of them. A model without weights (on the
-    meta device) can be patched: no weight is read.
+    Patching again replaces new pieces only, and reports all of them. No weight is read, so that models on the meta
+    device can be patched.
 
     Rotations of queries and keys are functions of a modeling file, which all models of a family in the process share;
-    they are replaced for all of them, until the last patched one is unpatched or deleted. Copies and unpickled models
-    keep everything else.
+    they are replaced for all of them, until the last patched one is unpatched or deleted. All other replacements are
+    part of the model: copies and unpickled models have them too.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
-        loss_head: have the output embedding return lazy logits.
-        norms: normalisations over the last dimension.
-        mlps: what gated MLPs, and experts, do between their linear layers, which stay.
-        rope: rotary position embedding.
-        filter_fn: called with a module and its name in the model; False leaves the module as it is.
+        loss_head: make the output embedding return lazy logits.
+        norms: replace normalizations over the last dimension.
+        mlps: replace what gated MLPs and experts compute between their linear layers; the layers stay.
+        rope: replace rotary position embedding.
+        filter_fn: called with a module and its name in the model; where it returns False, the module is left.
 
     Returns:
-        What was replaced by what, and what was left and why.
+        The pieces that were replaced, and those that were left with the reason.
 
     Raises:
         TypeError: ``model`` is not a module.
     """
     _check_model(model)
-    report = PatchReport()
-    kinds = ([normalisations] if norms else []) + ([gated_mlps, experts] if mlps else [])
-    verdicts: dict[Any, Any] = {}
+    kinds: list[PatchKind] = ([NORMS] if norms else []) + ([GATED_MLPS, EXPERTS] if mlps else [])
+    matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
+    entries = []
     for path, module in model.named_modules():
-        for kind in kinds:
-            entry = _patch_module(kind, path, module, filter_fn, verdicts)
-            if entry is not None:
-                report.entries.append(entry)
-                break
+        found = (_patch_module(kind, path, module, filter_fn, matches) for kind in kinds)
+        entries.extend([entry for entry in found if entry is not None][:1])
     if rope:
-        report.entries.extend(_patch_rope(model, filter_fn))
+        entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
-        report.entries.extend(_patch_head(model, filter_fn))
-    return report
+        entries.extend(_patch_head(model, filter_fn))
+    return PatchReport(entries)
 
 
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`: the model computes what it did before, to the bit.
 
-    Where another patched model shares its modeling file, the file's rotation stays replaced until that one is
-    unpatched too.
+    If another patched model shares its modeling file, the file's rotation stays replaced until that one is unpatched.
 
     Args:
-        model: patched or not.
+        model: a model; one that was not patched stays as it is.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -88,19 +94,17 @@ def unpatch(model: nn.Module) -> None:
     """
     _check_model(model)
     for path, module in model.named_modules():
-        reason = why_not_restore(module)
+        reason = reason_not_to_restore(module)
         if reason is not None:
             raise RuntimeError(f"{path} cannot be unpatched: {reason}; undo that first.")
     for module in model.modules():
         restore(module)
     rotations.release(model)
-    from liger_losses.patching.lazy_head import unpatch_head
-
     unpatch_head(model)
 
 
 class _AutoLigerModel(type):
-    """Anything else that is asked of the class is transformers' answer."""
+    """Gives the class all other attributes of transformers' ``AutoModelForCausalLM``."""
 
     def __getattr__(cls, name: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -112,7 +116,7 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
     """transformers' ``AutoModelForCausalLM``, patched on load. The report is the model's ``liger_report``."""
 
     def __init__(self) -> None:
-        raise TypeError("AutoLigerModelForCausalLM makes models by from_pretrained(...) or from_config(...).")
+        raise TypeError("AutoLigerModelForCausalLM has no instances; use its from_pretrained(...) or from_config(...).")
 
     @classmethod
     def from_pretrained(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -129,15 +133,7 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
 
     @classmethod
     def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """Make a model with random weights and patch it.
-
-        Args:
-            args, kwargs: those of ``AutoModelForCausalLM.from_config``.
-            patch_options: keyword arguments of :func:`patch`.
-
-        Returns:
-            The model; its ``liger_report`` says what was replaced.
-        """
+        """Make a model with random weights and patch it; arguments and result are as in :meth:`from_pretrained`."""
         return cls._load("from_config", args, kwargs, patch_options)
 
     @staticmethod
@@ -158,49 +154,51 @@ def _check_model(model: Any) -> None:
 
 
 def _patch_module(
-    kind: ModuleType, path: str, module: nn.Module, filter_fn: Filter | None, verdicts: dict[Any, Any]
+    kind: PatchKind,
+    path: str,
+    module: nn.Module,
+    filter_fn: Filter | None,
+    matches: dict[Any, tuple[Replacement | str, nn.Module]],
 ) -> Entry | None:
-    """Replace a module, if it is of a kind; None where there is nothing to say about it."""
-    name = original_class(module).__name__
-    replacement = replacement_of(module)
+    """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
+
+    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
+    keys contain addresses of objects that they hold.
+    """
+    name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
-        return Entry(path, name, str(replacement)) if isinstance(replacement, kind.REPLACEMENT) else None
+        return Entry(path, name, str(replacement)) if isinstance(replacement, kind.replacement) else None
     if not kind.is_candidate(module):
         return None
-    reason = why_not_swap(module, kind.bypassed(module))
-    if reason is None and filter_fn is not None and not filter_fn(module, path):
-        reason = LEFT_OUT
-    if reason is None:
-        key = kind.__name__, kind.key_of(module)
-        if key not in verdicts:
-            # The module is kept beside its verdict, as keys hold addresses of what it holds.
-            verdicts[key] = _verdict(kind, module), module
-        verdict = verdicts[key][0]
-        if not isinstance(verdict, str):
-            swap(module, verdict)
-            return Entry(path, name, str(verdict))
-        reason = verdict
-    return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
+    result: Replacement | str | None = reason_not_to_swap(module, kind.bypassed(module))
+    if result is None and filter_fn is not None and not filter_fn(module, path):
+        result = LEFT_OUT
+    if result is None:
+        key = type(kind), kind.key(module)
+        if key not in matches:
+            matches[key] = _match(kind, module), module
+        result = matches[key][0]
+    if not isinstance(result, str):
+        swap(module, result)
+        return Entry(path, name, str(result))
+    return Entry(path, name, None, result) if kind.is_worth_listing(module) else None
 
 
-def _verdict(kind: ModuleType, module: nn.Module) -> Any:
+def _match(kind: PatchKind, module: nn.Module) -> Replacement | str:
     try:
-        return kind.recognise(module)
+        return kind.match(module)
     except Mismatch as mismatch:
         return str(mismatch)
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    from liger_losses.patching.lazy_head import is_patched_head, patch_head
-
-    before = [Entry(path, "Linear", "LazyLinear") for path, module in model.named_modules() if is_patched_head(module)]
-    changes = patch_head(model, filter_fn)
-    names = [nn.Linear if change.replaced_by else type(change.module) for change in changes]
-    return before + [
-        Entry(change.path, name.__name__, change.replaced_by, change.reason)
-        for change, name in zip(changes, names, strict=True)
-        if not (before and change.path == "")
-    ]
+    patched = [(path, module) for path, module in model.named_modules() if is_patched_head(module)]
+    entries = [Entry(path, "Linear", "LazyLinear") for path, _ in patched]
+    for change in patch_head(model, filter_fn):
+        name = "Linear" if change.replaced_by else type(change.module).__name__
+        if change.path or not patched:
+            entries.append(Entry(change.path, name, change.replaced_by, change.reason))
+    return entries
 
 
 def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
@@ -210,12 +208,11 @@ def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
         if filter_fn is not None and not any(filter_fn(module, module_path) for module_path, module in callers):
             entries.append(Entry(path, name, None, LEFT_OUT))
             continue
-        rotation: Any = rotations.bound_rotation(namespace, name)
         try:
-            rotation = rotation or rotations.recognise(namespace[name])
+            rotation = rotations.rotation_of(namespace[name])
         except Mismatch as mismatch:
             entries.append(Entry(path, name, None, str(mismatch)))
             continue
-        rotations.bind(model, namespace, name, rotation)
+        rotations.replace_function(model, namespace, name, rotation)
         entries.append(Entry(path, name, str(rotation)))
     return entries

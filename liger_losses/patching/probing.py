@@ -1,27 +1,31 @@
-"""Runs copies of modules on small random inputs, to find what they compute. The user's modules are only read."""
+"""Runs copies of modules on small random inputs to find what they compute. The user's modules are only read."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_Candidate = TypeVar("_Candidate")
+REQUIRED = inspect.Parameter.empty
+
 
 class Mismatch(Exception):
-    """What was probed computes something else; the message says where they differ."""
+    """A module or function computes something else; the message says where the two differ."""
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """On the CPU, with gradients, outside of autocast, and with the random state put back afterwards."""
+    """A context on the CPU, with gradients, without autocast, which restores the random state afterwards."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
@@ -30,33 +34,47 @@ def isolated() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # about inputs that only a probe gives
+        warnings.simplefilter("ignore")  # about inputs that only a probe has
         yield
 
 
 def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers; those of a half precision are what that precision makes of the same numbers."""
+    """Normal numbers, drawn in fp32 and rounded to ``dtype``."""
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The whole shape of a parameter, also where DeepSpeed keeps only a part of it here."""
+    """The full shape of a parameter, also of one that DeepSpeed has partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def floats_of(module: nn.Module) -> list[float]:
+    """The floating-point attributes of a module, each value once."""
+    return list(dict.fromkeys(value for value in vars(module).values() if type(value) is float))
+
+
+def positional_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters that can be passed by position, with their defaults; :data:`REQUIRED` for those without one."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+# --- Copies and their state -------------------------------------------------------------------------------------------
 
 
 def copy_of(
     module: nn.Module,
     generator: torch.Generator,
-    stand_ins: dict[nn.Module, nn.Module] | None = None,
+    stand_ins: Mapping[nn.Module, nn.Module] | None = None,
     *,
     with_parameters: bool = True,
 ) -> nn.Module:
-    """A copy on the CPU with random fp32 parameters (or empty ones), and with some of its children replaced.
+    """Copy a module to the CPU, with random fp32 parameters (or empty ones), and ``stand_ins`` for some children.
 
-    Neither the module's parameters nor the replaced children are copied, so that it costs nothing for large ones.
+    Neither its parameters nor the replaced children are copied, so that large modules cost nothing.
 
     Raises:
-        Mismatch: a module that cannot be copied.
+        Mismatch: the module cannot be copied.
     """
     memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
@@ -67,25 +85,73 @@ def copy_of(
         raise Mismatch(f"it cannot be copied ({type(error).__name__}: {error})") from error
 
 
+def fingerprint(value: Any, depth: int = 4) -> Any:
+    """A hashable value, equal for objects in equal states. Tensors and functions count by identity."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
+        return type(value).__name__, value
+    if isinstance(value, nn.Module):
+        return type(value), id(value)
+    if depth and not isinstance(value, (Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, *(fingerprint(item, depth - 1) for item in value)
+        if isinstance(value, dict):
+            return "dict", *((str(key), fingerprint(item, depth - 1)) for key, item in value.items())
+        if isinstance(value, (set, frozenset)):
+            return "set", *sorted(map(str, value))
+        if hasattr(value, "__dict__"):
+            return type(value), id(value), fingerprint(vars(value), depth - 1)
+    return type(value).__name__, id(value)
+
+
+#: Attributes that every module has; ``training`` is among them, and probes run in both modes.
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def attributes(module: nn.Module) -> Any:
+    """The fingerprint of a module's attributes other than tensors, children and hooks."""
+    return fingerprint({key: value for key, value in vars(module).items() if key not in _TORCH_ATTRIBUTES})
+
+
+def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
+    """The fingerprint of a module's children and of theirs."""
+    return tuple(
+        (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
+        for name, child in module._modules.items()
+        if child is not None and name not in without
+    )
+
+
+@contextlib.contextmanager
+def unchanged(case: str, module: nn.Module, without: Collection[str] = ()) -> Iterator[None]:
+    """Raise Mismatch if the attributes of a module or of its children (some left out) change within this context."""
+    before = attributes(module), children_of(module, without)
+    yield
+    if (attributes(module), children_of(module, without)) != before:
+        raise Mismatch(f"{case}: it changes its own attributes")
+
+
+# --- Observations, and candidates that must agree with them -----------------------------------------------------------
+
+
 @dataclass
 class Observed:
-    """What a function returned for some inputs, and the gradients of what they are."""
+    """A function's output, and the gradients of its inputs and of other leaves."""
 
     output: Tensor
     grads: list[Tensor | None]
 
 
 def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Observed:
-    """Call a function and take the gradients with respect to its inputs and to other leaves.
+    """Call a function, and take the gradients with respect to its inputs and to other leaves.
 
     Raises:
         Mismatch: it fails, returns no tensor, changes its inputs, or draws random numbers.
     """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    given = [x.detach().clone() for x in inputs]
+    originals = [x.detach().clone() for x in inputs]
     state = torch.get_rng_state()
     try:
-        # Through a view, as leaves cannot be changed in place but what a model passes on can.
+        # Views, as leaves cannot be changed in place but activations can.
         output = function(*(x.view_as(x) for x in inputs))
     except Mismatch:
         raise
@@ -95,12 +161,11 @@ def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequ
         raise Mismatch(f"it returns a {type(output).__name__}, not a tensor")
     if not torch.equal(state, torch.get_rng_state()):
         raise Mismatch("it draws random numbers")
-    if not all(torch.equal(x, y) for x, y in zip(inputs, given, strict=True)):
+    if not all(torch.equal(x, y) for x, y in zip(inputs, originals, strict=True)):
         raise Mismatch("it changes its input in place")
     if not output.requires_grad:
         return Observed(output, [None] * (len(inputs) + len(others)))
-    generator = torch.Generator().manual_seed(7)
-    upstream = random(output.shape, generator, output.dtype)
+    upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype)
     grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
     return Observed(output.detach(), list(grads))
 
@@ -108,10 +173,10 @@ def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequ
 def check_close(
     what: str, actual: Tensor | None, expected: Tensor | None, tolerance: float, rare: float | None = None
 ) -> None:
-    """Raise Mismatch unless two tensors agree, the error taken against the largest entry of the row.
+    """Raise Mismatch unless two tensors (``None``: no gradient) agree within ``tolerance`` of the row's largest entry.
 
-    With ``rare``, one element in two hundred may be off by that much instead: a half precision rounds to the other
-    side where sums are taken in another order.
+    With ``rare``, one element in two hundred may be off by that much instead: sums in another order sometimes round to
+    another number of a half precision.
     """
     if actual is None or expected is None:
         if actual is not expected:
@@ -133,47 +198,66 @@ def check_close(
         raise Mismatch(f"{what} differs by up to {largest:.1e} of the row's largest entry")
 
 
-def fingerprint(value: Any, depth: int = 4) -> Any:
-    """A value made hashable: equal for objects in equal states. Tensors and functions count by identity."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
-        return type(value).__name__, value
-    if isinstance(value, (Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)) or not depth:
-        return type(value).__name__, id(value)
-    if isinstance(value, nn.Module):
-        return type(value), id(value)
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, *(fingerprint(item, depth - 1) for item in value)
-    if isinstance(value, dict):
-        return "dict", *((str(key), fingerprint(item, depth - 1)) for key, item in value.items())
-    if isinstance(value, (set, frozenset)):
-        return "set", *sorted(map(str, value))
-    if hasattr(value, "__dict__"):
-        return type(value), id(value), fingerprint(vars(value), depth - 1)
-    return type(value).__name__, id(value)
+@dataclass
+class Case:
+    """What a module returned for some inputs; a candidate must return the same, with the same gradients.
+
+    Attributes:
+        function_of: from a candidate to the function of the inputs that it computes.
+        tolerance, rare: of the output; see :func:`check_close`.
+        parameters: the other leaves, by name, whose gradients were observed.
+    """
+
+    name: str
+    inputs: Sequence[Tensor]
+    observed: Observed
+    function_of: Callable[[Any], Callable[..., Tensor]]
+    tolerance: float
+    grad_tolerance: float
+    rare: float | None = None
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    parameter_tolerance: float = 0.0
+
+    def check(self, candidate: Any) -> None:
+        """Raise Mismatch unless a candidate computes the same."""
+        try:
+            expected = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
+        except Mismatch as mismatch:
+            raise Mismatch(f"{self.name}: {mismatch}") from mismatch
+        check_close(f"{self.name}: the output", self.observed.output, expected.output, self.tolerance, self.rare)
+        names = [*(f"input {number}" for number in range(len(self.inputs))), *self.parameters]
+        for name, actual, wanted in zip(names, self.observed.grads, expected.grads, strict=True):
+            tolerance = self.parameter_tolerance if name in self.parameters else self.grad_tolerance
+            check_close(f"{self.name}: the gradient of {name}", actual, wanted, tolerance)
 
 
-def attributes(module: nn.Module) -> Any:
-    """The fingerprint of what a module holds besides tensors, children and hooks."""
-    held = {key: value for key, value in vars(module).items() if key not in _TORCH_ATTRIBUTES}
-    return fingerprint(held)
+def first_match(
+    candidates: Iterable[_Candidate], cases: Iterable[Case], describe: Callable[[_Candidate], str] = str
+) -> _Candidate:
+    """The first candidate that agrees in all cases; cases are taken from their iterator when they are needed.
 
-
-def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
-    """The fingerprint of a module's children, and of theirs."""
-    return tuple(
-        (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
-        for name, child in module._modules.items()
-        if child is not None and name not in without
-    )
-
-
-#: What every module has; ``training`` is probed both ways.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-def floats_of(module: nn.Module) -> list[float]:
-    """The floating-point attributes of a module, each value once."""
-    return list(dict.fromkeys(value for value in vars(module).values() if type(value) is float))
+    Raises:
+        Mismatch: none agrees; the message is that of the one that agreed in the most cases.
+    """
+    known: list[Case] = []
+    pending = iter(cases)
+    furthest, reason = -1, "it has none of the known forms"
+    for candidate in candidates:
+        number = 0
+        while True:
+            if number == len(known):
+                case = next(pending, None)
+                if case is None:
+                    return candidate
+                known.append(case)
+            try:
+                known[number].check(candidate)
+            except Mismatch as mismatch:
+                if number > furthest:
+                    furthest, reason = number, f"not {describe(candidate)}: in {mismatch}"
+                break
+            number += 1
+    raise Mismatch(reason)
 
 
 class Functions(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""What was replaced in a model, by what, and what was left as it is."""
+"""The report of :func:`liger_losses.patch`: which pieces of a model were replaced, and why others were not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Entry:
     Attributes:
         path: the module's name in the model; for a function, that of its Python module.
         class_name: the module's class, or the function's name.
-        replaced_by: what now computes it, or ``None`` where it was left as it is.
-        reason: why it was left, or what there is to know about the replacement.
+        replaced_by: what computes it now, or ``None`` if it was left as it is.
+        reason: why it was left.
     """
 
     path: str
@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass
 class PatchReport:
-    """The pieces of a model that were considered. Prints as a table, layers of a kind in one line.
+    """The pieces of a model that could be replaced. Prints as a table with one line for equal pieces of all layers.
 
     Attributes:
         entries: one :class:`Entry` per piece, in the order of the model.
@@ -37,17 +37,17 @@ class PatchReport:
 
     @property
     def replaced(self) -> list[Entry]:
-        """The pieces that a kernel computes now."""
+        """The pieces that were replaced."""
         return [entry for entry in self.entries if entry.replaced_by is not None]
 
     @property
     def left(self) -> list[Entry]:
-        """The pieces that stayed as they were, with the reason."""
+        """The pieces that were left as they are, with the reason."""
         return [entry for entry in self.entries if entry.replaced_by is None]
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many pieces were replaced, per replacement; under ``left``, how many were not."""
+        """The number of pieces per replacement; under ``left``, the number of pieces that were not replaced."""
         counts = Counter(entry.replaced_by for entry in self.replaced if entry.replaced_by is not None)
         return dict(counts) | ({"left": len(self.left)} if self.left else {})
 

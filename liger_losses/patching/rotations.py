@@ -1,6 +1,6 @@
-"""Recognises the functions that rotate queries and keys, by calling them, and replaces them where they are bound.
+"""Finds the functions that rotate queries and keys by calling them, and replaces them.
 
-They are globals of a modeling module, which all models of a family in the process share: a replacement stays until the
+They are globals of a modeling file, which all models of a family in the process share: a replacement stays until the
 last patched model of the family is unpatched or deleted.
 """
 
@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rope import rope
-from liger_losses.patching.probing import Mismatch, Observed, check_close, isolated, observe, random
+from liger_losses.patching.probing import (
+    REQUIRED,
+    Case,
+    Mismatch,
+    first_match,
+    isolated,
+    observe,
+    positional_defaults,
+    random,
+)
 from liger_losses.patching.swap import original_class
 
 
@@ -28,12 +38,12 @@ class Rotation:
     """How a function rotates queries and keys.
 
     Attributes:
-        tensors: whether it takes both (2) or one of them at a time (1).
+        tensors: 2 if it takes queries and keys, 1 if it takes one of them at a time.
         interleaved: as in :func:`~liger_losses.kernels.rope.rope`.
-        angles: what it makes of cos and sin: ``full`` for nothing; else every angle of all of them or of the first half
-            of their width (``all``, ``half``) twice, side by side or one after the other (``pairs``, ``halves``).
+        angles: how it widens cos and sin: ``full`` for not at all; else it repeats each angle of their width or of the
+            first half of it (``all``, ``half``), side by side or one after the other (``pairs``, ``halves``).
         sorted: whether it moves the first elements of all pairs before the second ones.
-        cast_back: whether it returns the dtypes of q and k where cos and sin are of a wider one.
+        cast_back: whether its results have the dtypes of q and k even if cos and sin have a wider one.
     """
 
     tensors: int = 2
@@ -47,7 +57,7 @@ class Rotation:
         return "rope" + (f" ({', '.join(details)})" if details else "")
 
     def compute(self, *args: Tensor, unsqueeze_dim: int = 1, backend: str | None = None) -> Any:
-        """The rotated tensors, of q, k (where it takes both), cos and sin."""
+        """The rotated tensors; ``args`` are q, k (if it takes both), cos and sin."""
         *given, cos, sin = args
         tensors = given
         if self.sorted:
@@ -69,222 +79,177 @@ def _angles(x: Tensor, form: str) -> Tensor:
     return x.repeat_interleave(2, -1) if order == "pairs" else torch.cat((x, x), -1)
 
 
-_CANDIDATES = tuple(
-    (interleaved, angles, is_sorted, cast_back)
-    for interleaved in (False, True)
-    for angles in ("full", "half pairs", "half halves", "all pairs", "all halves")
-    for is_sorted in (False, True)
-    for cast_back in (False, True)
-)
-
-
-def recognise(function: Callable[..., Any]) -> Rotation:
-    """Which rotation a function computes.
+def match(function: Callable[..., Any]) -> Rotation:
+    """The rotation that a function computes.
 
     Raises:
-        Mismatch: none that there is a kernel for; the message says why.
+        Mismatch: there is no kernel for it; the message says why.
     """
-    signature = inspect.signature(function).parameters.values()
-    positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [p.name for p in positional]
+    defaults = positional_defaults(function)
+    names = list(defaults)
     tensors = names.index("cos") if "cos" in names else 0
-    required = [p.name for p in positional[tensors + 2 :] if p.default is p.empty]
-    if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or required:
+    needs_more = any(defaults[name] is REQUIRED for name in names[tensors + 2 :])
+    if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or needs_more:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
+    candidates = (
+        Rotation(tensors, *form)
+        for form in itertools.product(
+            (False, True),
+            ("full", "half pairs", "half halves", "all pairs", "all halves"),
+            (False, True),
+            (False, True),
+        )
+    )
     with isolated():
-        cases = [
-            (case, unsqueeze_dim, observed)
-            for unsqueeze_dim in ((1, 2) if "unsqueeze_dim" in names else (1,))
-            for case in _cases(unsqueeze_dim)
-            if (observed := _observe(function, case, tensors, unsqueeze_dim, "unsqueeze_dim" in names)) is not None
-        ]
-        # One where each sequence has angles of its own.
-        if not any(case.dtypes == (torch.float32,) * 2 and case.cos.shape[0] == 2 for case, *_ in cases):
+        unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
+        cases = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
+        if not any(case is not None and case.name in _ANGLES_PER_SEQUENCE for case in cases):
             raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-        furthest: tuple[int, str] = -1, ""
-        for form in _CANDIDATES:
-            candidate = Rotation(tensors, *form)
-            try:
-                for number, (case, unsqueeze_dim, observed) in enumerate(cases):
-                    at = number
-                    case.check(candidate, unsqueeze_dim, observed)
-            except Mismatch as mismatch:
-                if at > furthest[0]:
-                    furthest = at, f"not {candidate}: {mismatch}"
-                continue
-            return candidate
-    raise Mismatch(furthest[1])
+        return first_match(candidates, [case for case in cases if case is not None])
 
 
-@dataclass
-class _Case:
-    name: str
-    q: Tensor
-    k: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.q.dtype, self.cos.dtype
-
-    def check(self, candidate: Rotation, unsqueeze_dim: int, observed: Observed) -> None:
-        def compute(*tensors: Tensor) -> Tensor:
-            rotated = candidate.compute(*tensors, self.cos, self.sin, unsqueeze_dim=unsqueeze_dim, backend="torch")
-            return torch.cat(rotated, unsqueeze_dim) if candidate.tensors == 2 else rotated
-
-        tolerance = 1e-5 if self.dtypes == (torch.float32,) * 2 else 2**-6
-        expected = observe(compute, (self.q, self.k)[: candidate.tensors])
-        check_close(f"{self.name}: the output", observed.output, expected.output, tolerance)
-        for actual, wanted in zip(observed.grads, expected.grads, strict=True):
-            check_close(f"{self.name}: the gradient", actual, wanted, tolerance)
+_F32, _B16 = torch.float32, torch.bfloat16
+#: Width of cos and sin where the head size is 16, their batch size, and the dtypes of q and k and of cos and sin.
+_CASES = {
+    "float32": (16, 2, _F32, _F32),
+    "cos of half the head size": (8, 2, _F32, _F32),
+    "cos of a quarter of the head size": (4, 2, _F32, _F32),
+    "cos of three quarters of the head size": (12, 2, _F32, _F32),
+    "cos of one batch entry": (16, 1, _F32, _F32),
+    "bfloat16": (16, 2, _B16, _B16),
+    "bfloat16, cos of half the head size": (8, 2, _B16, _B16),
+    "bfloat16 with float32 cos": (16, 2, _B16, _F32),
+    "bfloat16 with float32 cos of half the head size": (8, 2, _B16, _F32),
+    "float32 with bfloat16 cos": (16, 2, _F32, _B16),
+}
+#: Cases of which a function must take one: each sequence has angles of its own.
+_ANGLES_PER_SEQUENCE = [name for name, case in _CASES.items() if case[1:] == (2, _F32, _F32)]
 
 
-#: Head size, width of cos and sin, their batch size, and the dtypes of q and k and of cos and sin.
-_SHAPES = (
-    ("float32", 16, 16, 2, torch.float32, torch.float32),
-    ("cos of half the head size", 16, 8, 2, torch.float32, torch.float32),
-    ("cos of a quarter of the head size", 16, 4, 2, torch.float32, torch.float32),
-    ("cos of three quarters of the head size", 16, 12, 2, torch.float32, torch.float32),
-    ("cos of one batch entry", 16, 16, 1, torch.float32, torch.float32),
-    ("bfloat16", 16, 16, 2, torch.bfloat16, torch.bfloat16),
-    ("bfloat16, cos of half the head size", 16, 8, 2, torch.bfloat16, torch.bfloat16),
-    ("bfloat16 with float32 cos", 16, 16, 2, torch.bfloat16, torch.float32),
-    ("bfloat16 with float32 cos of half the head size", 16, 8, 2, torch.bfloat16, torch.float32),
-    ("float32 with bfloat16 cos", 16, 16, 2, torch.float32, torch.bfloat16),
-)
-
-
-def _cases(unsqueeze_dim: int) -> Iterator[_Case]:
+def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, name: str) -> Case | None:
+    """The outputs of a function, q above k; ``None`` if it fails, as no model calls it so then."""
+    width, batch, dtype, angle_dtype = _CASES[name]
     generator = torch.Generator().manual_seed(17)
-    tokens = 5
-    for name, size, width, batch, dtype, angle_dtype in _SHAPES:
-        q = random((2, 4, tokens, size), generator, dtype) * 3
-        k = random((2, 2, tokens, size), generator, dtype) * 3
-        if unsqueeze_dim == 2:
-            q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-        # Any numbers: a function that takes a part of them for the whole would not be the kernel's.
-        cos, sin = (random((batch, tokens, width), generator, angle_dtype) for _ in range(2))
-        yield _Case(name, q, k, cos, sin)
+    q, k = (random((2, heads, 5, 16), generator, dtype) * 3 for heads in (4, 2))
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+    # Random cos and sin: a function that reads only a part of them, which real ones would not show, does not match.
+    cos, sin = (random((batch, 5, width), generator, angle_dtype) for _ in range(2))
+    options = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
 
-
-def _observe(
-    function: Callable[..., Any], case: _Case, tensors: int, unsqueeze_dim: int, takes_it: bool
-) -> Observed | None:
-    """What it gives, q above k; None where it fails, as no model calls it so."""
-    options = {"unsqueeze_dim": unsqueeze_dim} if takes_it and unsqueeze_dim != 1 else {}
-
-    def call(*given: Tensor) -> Tensor:
-        cos, sin = case.cos.clone(), case.sin.clone()
-        outputs = function(*given, cos, sin, **options)
-        if not (torch.equal(cos, case.cos) and torch.equal(sin, case.sin)):
+    def call(*inputs: Tensor) -> Tensor:
+        angles = cos.clone(), sin.clone()
+        outputs = function(*inputs, *angles, **options)
+        if not (torch.equal(cos, angles[0]) and torch.equal(sin, angles[1])):
             raise Mismatch("it changes cos or sin in place")
         if tensors == 1:
             return outputs
-        if type(outputs) is not tuple or [x.shape for x in outputs] != [x.shape for x in given]:
+        if type(outputs) is not tuple or [x.shape for x in outputs] != [x.shape for x in inputs]:
             raise Mismatch("it does not return two tensors like q and k")
         if outputs[0].dtype != outputs[1].dtype:
             raise Mismatch("it returns tensors of two dtypes")
         return torch.cat(outputs, unsqueeze_dim)
 
+    def function_of(rotation: Rotation) -> Callable[..., Tensor]:
+        def compute(*inputs: Tensor) -> Tensor:
+            rotated = rotation.compute(*inputs, cos, sin, unsqueeze_dim=unsqueeze_dim, backend="torch")
+            return torch.cat(rotated, unsqueeze_dim) if tensors == 2 else rotated
+
+        return compute
+
+    inputs = (q, k)[:tensors]
     try:
-        return observe(call, (case.q, case.k)[:tensors])
+        observed = observe(call, inputs)
     except Mismatch as mismatch:
         if mismatch.__cause__ is not None:
             return None
         raise
+    tolerance = 1e-5 if (dtype, angle_dtype) == (_F32, _F32) else 2**-6
+    return Case(name, inputs, observed, function_of, tolerance, tolerance)
 
 
-@dataclass
-class _Bound:
-    """A replaced global, and the models that it was replaced for."""
+# --- Replacing them ---------------------------------------------------------------------------------------------------
+
+
+class _Replaced(NamedTuple):
+    """Where a function was replaced, by what, and for which models (their ids)."""
 
     namespace: dict[str, Any]
     name: str
-    original: Callable[..., Any]
-    wrapper: Callable[..., Any]
     rotation: Rotation
-    owners: set[int] = field(default_factory=set)
+    models: set[int]
 
 
-_BOUND: dict[tuple[int, str], _Bound] = {}
+#: By the function that is there now.
+_REPLACED: dict[Any, _Replaced] = {}
 
 
-def bind(model: nn.Module, namespace: dict[str, Any], name: str, rotation: Rotation) -> None:
-    """Replace a global function for a model, until :func:`release`."""
-    key = id(namespace), name
-    if key not in _BOUND:
-        original = namespace[name]
-        wrapper = _wrapper(original, rotation)
-        _BOUND[key] = _Bound(namespace, name, original, wrapper, rotation)
-        namespace[name] = wrapper
-    own(model, namespace, name)
-
-
-def own(model: nn.Module, namespace: dict[str, Any], name: str) -> None:
-    """Have a replaced global stay for a model too."""
-    bound = _BOUND[id(namespace), name]
-    if id(model) not in bound.owners:
-        bound.owners.add(id(model))
-        weakref.finalize(model, _release, (id(namespace), name), id(model))
+def replace_function(model: nn.Module, namespace: dict[str, Any], name: str, rotation: Rotation) -> None:
+    """Replace a global function for a model, until :func:`release` or until the model is deleted."""
+    wrapper: Any = namespace[name]
+    if wrapper not in _REPLACED:
+        wrapper = namespace[name] = _wrapper(wrapper, rotation)
+        _REPLACED[wrapper] = _Replaced(namespace, name, rotation, set())
+    if id(model) not in _REPLACED[wrapper].models:
+        _REPLACED[wrapper].models.add(id(model))
+        weakref.finalize(model, _release, wrapper, id(model))
 
 
 def release(model: nn.Module) -> None:
-    """Give up what was replaced for a model."""
-    for key in list(_BOUND):
-        _release(key, id(model))
+    """Put the functions back that no other model needs replaced."""
+    for wrapper in list(_REPLACED):
+        _release(wrapper, id(model))
 
 
-def _release(key: tuple[int, str], owner: int) -> None:
-    bound = _BOUND.get(key)
-    if bound is None or owner not in bound.owners:
+def _release(wrapper: Any, model: int) -> None:
+    replaced = _REPLACED.get(wrapper)
+    if replaced is None or model not in replaced.models:
         return
-    bound.owners.discard(owner)
-    if not bound.owners:
-        del _BOUND[key]
-        if bound.namespace.get(bound.name) is bound.wrapper:
-            bound.namespace[bound.name] = bound.original
+    replaced.models.discard(model)
+    if not replaced.models:
+        del _REPLACED[wrapper]
+        if replaced.namespace.get(replaced.name) is wrapper:
+            replaced.namespace[replaced.name] = wrapper.__wrapped__
 
 
-def bound_rotation(namespace: dict[str, Any], name: str) -> Rotation | None:
-    """What a global was replaced by, if it was."""
-    bound = _BOUND.get((id(namespace), name))
-    return bound.rotation if bound is not None and namespace.get(name) is bound.wrapper else None
+def rotation_of(function: Callable[..., Any]) -> Rotation:
+    """The rotation by which a function was replaced, or else the one that it computes.
+
+    Raises:
+        Mismatch: as :func:`match`.
+    """
+    replaced = _REPLACED.get(function)
+    return match(function) if replaced is None else replaced.rotation
 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
     names = list(inspect.signature(original).parameters)
-    given = rotation.tensors + 2
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs
         unsqueeze_dim = options.pop("unsqueeze_dim", 1)
-        tensors = [options.pop(name, None) for name in names[:given]]
+        tensors = [options.pop(name, None) for name in names[: rotation.tensors + 2]]
         unknown = any(value is not None for value in options.values())
-        if unknown or not is_plain(*tensors) or not _fits(*tensors, unsqueeze_dim=unsqueeze_dim):
+        if unknown or not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
             return original(*args, **kwargs)
         return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
 
     return rotate
 
 
-def _fits(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
-    """Whether a call has the shapes that were probed; broadcasting is the original's business."""
+def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
+    """Whether a call has shapes that were probed; the original function broadcasts all others."""
     q, k, cos, sin = tensors[0], tensors[-3], tensors[-2], tensors[-1]
     if unsqueeze_dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
-    token = 3 - unsqueeze_dim
-    return (
-        q.shape[0] == k.shape[0]
-        and q.shape[token] == k.shape[token] == cos.shape[1]
-        and q.shape[-1] == k.shape[-1]
-        and cos.shape[0] in (1, q.shape[0])
-    )
+    token_dim = 3 - unsqueeze_dim
+    same_tokens = q.shape[token_dim] == k.shape[token_dim] == cos.shape[1]
+    return same_tokens and (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1]) and cos.shape[0] in (1, q.shape[0])
 
 
 def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], str, list[tuple[str, nn.Module]]]]:
-    """The global functions taking cos and sin that the code of a model's classes calls.
+    """The global functions with parameters cos and sin that the code of a model's classes calls.
 
     Returns:
         Namespace, name, and the modules (with their names in the model) whose class calls it.
@@ -293,16 +258,17 @@ def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], str, list[tuple
     for path, module in model.named_modules():
         modules.setdefault(original_class(module), []).append((path, module))
     found: dict[tuple[int, str], tuple[dict[str, Any], str, list[tuple[str, nn.Module]]]] = {}
-    for kind, callers in modules.items():
-        for namespace, name in _called_by(kind):
+    for cls, callers in modules.items():
+        for namespace, name in _called_by(cls):
             found.setdefault((id(namespace), name), (namespace, name, []))[2].extend(callers)
     return list(found.values())
 
 
-def _called_by(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
+def _called_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
+    """The namespaces and names of such functions in the methods of a class and the helpers in the same file."""
     pending = [
         function
-        for base in kind.__mro__
+        for base in cls.__mro__
         if base.__module__.partition(".")[0] != "torch"
         for value in vars(base).values()
         if isinstance(function := inspect.unwrap(value) if callable(value) else value, types.FunctionType)
@@ -320,4 +286,4 @@ def _called_by(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
             if {"cos", "sin"} <= set(inspect.signature(value).parameters):
                 yield function.__globals__, name
             elif value.__globals__ is function.__globals__:
-                pending.append(value)  # a helper of the same file
+                pending.append(value)

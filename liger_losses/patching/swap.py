@@ -1,4 +1,4 @@
-"""Replaces a method of a module by changing its class, which copies, pickles and state dicts survive."""
+"""Replaces a method of a module by changing the module's class, so that copies and pickles are patched too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Replacement(Protocol):
-    """What replaces a method: hashable and picklable, as modules of a class share it and pickles carry it.
+    """What replaces a method: a hashable value, which modules share and pickles of them contain.
 
     Attributes:
         method: the name of the method, ``forward`` in most cases.
@@ -20,7 +20,7 @@ class Replacement(Protocol):
     method: ClassVar[str]
 
     def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The new method; ``original`` is for the calls that only the original can do."""
+        """The new method; ``original`` is the class whose method takes the calls that the new one does not support."""
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
@@ -29,19 +29,20 @@ def swap(module: nn.Module, replacement: Replacement) -> None:
 
 
 def restore(module: nn.Module) -> None:
-    """Undo :func:`swap`; nothing where there is nothing to undo."""
+    """Undo :func:`swap`, if the module was swapped."""
     if "_liger_original" in vars(type(module)):
         module.__class__ = original_class(module)
 
 
-def why_not_restore(module: nn.Module) -> str | None:
+def reason_not_to_restore(module: nn.Module) -> str | None:
     """Why :func:`swap` cannot be undone, or ``None``."""
-    if replacement_of(module) is None:
+    replacement = replacement_of(module)
+    if replacement is None:
         return None
     if "_liger_original" not in vars(type(module)):
         return f"its class was changed to {type(module).__name__} after patching"
-    if replacement_of(module).method in vars(module):
-        return f"its {replacement_of(module).method} was replaced on the instance after patching"
+    if replacement.method in vars(module):
+        return f"its {replacement.method} was replaced on the instance after patching"
     return None
 
 
@@ -55,8 +56,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_liger_original", type(module))
 
 
-def why_not_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | None:
-    """Why a module must be left alone, whatever it computes, or ``None``; ``bypassed`` would not be called any more."""
+def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | None:
+    """Why a module must keep its class, whatever it computes, or ``None``.
+
+    Args:
+        module: the module.
+        bypassed: its submodules, by name, that the replacement would no longer call.
+    """
     for name, part in {"": module, **bypassed}.items():
         whose = f"its {name}'s " if name else "its "
         if "forward" in vars(part):
@@ -90,10 +96,10 @@ def _make_subclass(original: type[nn.Module], replacement: Replacement) -> type[
     method = functools.wraps(getattr(original, replacement.method))(replacement.replace(original))
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        # The class exists only in memory: a pickle names the original one and the replacement.
+        # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # a class on top of it, or with a way of its own
+            return reduced  # of a subclass of it, or of a class with a __reduce__ of its own
         return _new, (original, replacement), *reduced[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -31,26 +31,16 @@ def _single_dim(dim: Any) -> Any:
 
 @implements("cross_entropy")
 def _cross_entropy(
-    lazy: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, **options: Any
 ) -> Any:
     deferred, head = lazy.deferred, lazy.deferred.head
+    deprecated = size_average is not None or options.pop("reduce", None) is not None
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
-    if not class_indices or lazy.dim() != 2 or deferred.normalized or (size_average, reduce) != (None, None):
+    if deprecated or not class_indices or lazy.dim() != 2 or deferred.normalized:
         return NotImplemented
+    transform = head.transform
     loss_fn = LigerFusedLinearCrossEntropyLoss(
-        weight,
-        ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-        softcap=head.transform.softcap,
-        logit_scale=head.transform.logit_scale,
+        weight, softcap=transform.softcap, logit_scale=transform.logit_scale, **options
     )
     with deferred.under_forward_autocast():
         loss = loss_fn(head.weight, deferred.hidden_states, target, head.bias)
@@ -58,11 +48,10 @@ def _cross_entropy(
 
 
 @implements("nll_loss")
-def _nll_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+def _nll_loss(lazy: LazyLogits, target: Tensor, *args: Any, **options: Any) -> Any:
     if not lazy.deferred.normalized:
         return NotImplemented
-    logits = lazy.derive(replace(lazy.deferred, normalized=False))
-    return _cross_entropy(logits, target, weight, *args, **kwargs)
+    return _cross_entropy(lazy.derive(replace(lazy.deferred, normalized=False)), target, *args, **options)
 
 
 @implements("gather")

@@ -20,11 +20,6 @@ def is_vocabulary(lazy: LazyLogits, dim: Any) -> bool:
     return isinstance(dim, int) and dim in (-1, lazy.dim() - 1)
 
 
-def _is_token_dim(lazy: LazyLogits, dim: int) -> bool:
-    """Whether a dimension exists (torch refuses the others) and is not the vocabulary's."""
-    return -lazy.dim() <= dim < lazy.dim() and not is_vocabulary(lazy, dim)
-
-
 def _on_rows(lazy: LazyLogits, operation: Callable[[Tensor], Tensor]) -> LazyLogits:
     return lazy.derive(lazy.deferred.on_rows(operation), is_view=True)
 
@@ -45,57 +40,38 @@ def _reshape(lazy: LazyLogits, *shape: Any) -> Any:
     return _on_rows(lazy, lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
 
-@implements("flatten")
-def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if is_vocabulary(lazy, end_dim):
-        return lazy if is_vocabulary(lazy, start_dim) else NotImplemented
-    return _on_rows(lazy, lambda hidden: hidden.flatten(start_dim, end_dim % lazy.dim()))
+#: The dimensions that an operation touches. The one that is not among permute's is the last then.
+_DIMS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "flatten": lambda start_dim=0, end_dim=-1: (start_dim, end_dim),
+    "split": lambda size, dim=0: (dim,),
+    "chunk": lambda chunks, dim=0: (dim,),
+    "unbind": lambda dim=0: (dim,),
+    "index_select": lambda dim, index: (dim,),
+    "transpose": lambda dim0, dim1: (dim0, dim1),
+    "permute": lambda *dims: tuple(dims[0] if len(dims) == 1 else dims)[:-1],
+    "unsqueeze": lambda dim: (dim,),
+    "squeeze": lambda dim: (dim,) if isinstance(dim, int) else tuple(dim),
+}
 
 
-def _split(name: str, lazy: LazyLogits, size: Any, dim: int = 0) -> Any:
-    if not _is_token_dim(lazy, dim):
-        return NotImplemented
-    parts = getattr(lazy.deferred.hidden_states, name)(size, dim % lazy.dim())
-    return tuple(_on_rows(lazy, lambda _, part=part: part) for part in parts)  # type: ignore[misc]
-
-
-for _name in ("split", "chunk"):
-    implements(_name)(partial(_split, _name))
-
-
-@implements("unbind")
-def _unbind(lazy: LazyLogits, dim: int = 0) -> Any:
-    if not _is_token_dim(lazy, dim) or lazy.dim() < 3:
-        return NotImplemented
-    parts = lazy.deferred.hidden_states.unbind(dim % lazy.dim())
-    return tuple(_on_rows(lazy, lambda _, part=part: part) for part in parts)  # type: ignore[misc]
-
-
-def _move_dims(name: str, lazy: LazyLogits, *dims: Any) -> Any:
-    """Operations that move, add or remove dimensions, as long as the vocabulary's stays the last one."""
-    flat = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    if not all(isinstance(dim, int) for dim in flat):
+def _on_token_dims(name: str, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """Operations that leave the vocabulary's dimension alone, on the hidden states, whose dimensions are the same."""
+    try:
+        dims = _DIMS[name](*args, **kwargs)
+    except TypeError:
         return NotImplemented
     count = lazy.dim() + (name == "unsqueeze")
-    if not all(-count <= dim < count for dim in flat):
+    tokens_only = all(isinstance(dim, int) and -count <= dim < count and dim % count != count - 1 for dim in dims)
+    if not tokens_only or (name == "unbind" and lazy.dim() < 3):
         return NotImplemented
-    flat = [dim % count for dim in flat]
-    if name == "permute":
-        keeps_vocabulary = flat[-1] == count - 1
-    else:
-        keeps_vocabulary = count - 1 not in flat and not (name == "squeeze" and not flat)
-    return _on_rows(lazy, lambda hidden: getattr(hidden, name)(*flat)) if keeps_vocabulary else NotImplemented
+    result = getattr(lazy.deferred.hidden_states, name)(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return _on_rows(lazy, lambda _: result)
+    return tuple(_on_rows(lazy, lambda _, part=part: part) for part in result)  # type: ignore[misc]
 
 
-for _name in ("transpose", "permute", "unsqueeze", "squeeze"):
-    implements(_name)(partial(_move_dims, _name))
-
-
-@implements("index_select")
-def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
-    if not _is_token_dim(lazy, dim):
-        return NotImplemented
-    return _on_rows(lazy, lambda hidden: hidden.index_select(dim % lazy.dim(), index))
+for _name in _DIMS:
+    implements(_name)(partial(_on_token_dims, _name))
 
 
 @implements("contiguous", "clone")
@@ -177,11 +153,8 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     named = {name: value for name, value in kwargs.items() if name != "copy"}
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **named)
-    except (TypeError, RuntimeError):  # it does not parse to(other) and to(dtype, non_blocking, copy)
-        like = next((arg for arg in args if isinstance(arg, (Tensor, torch.dtype))), None)
-        if like is None or (isinstance(like, Tensor) and like.device != lazy.device):
-            return NotImplemented
-        return _cast(lazy, like.dtype if isinstance(like, Tensor) else like)
+    except (TypeError, RuntimeError):  # copy by position, or arguments that torch refuses
+        return NotImplemented
     if memory_format is not None or (device is not None and device != lazy.device):
         return NotImplemented
     return lazy if dtype is None else _cast(lazy, dtype)

@@ -29,31 +29,29 @@ def mean_divergence(
     head: Head,
     teacher: Teacher | TeacherLogits,
     mask: Tensor,
+    divisor: Tensor | int,
     beta: float,
-    *,
     temperature: float = 1.0,
-    divisor: Tensor | int | None = None,
     metrics: tuple[str, ...] = (),
 ) -> tuple[Tensor, Statistics]:
-    """The generalized JSD between student and teacher, summed over active tokens and divided by their number.
+    """The generalized JSD between student and teacher, summed over active tokens and divided by ``divisor``.
 
     Args:
         hidden_states: ``[B, T, H]``, the student's.
         head, teacher: the student's head; the teacher of the same tokens.
         mask: ``[B, T]``, True for active tokens.
+        divisor: their number, in the batch or in all batches of a step.
         beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
         temperature: what both models' logits are divided by.
-        divisor: instead of the number of active tokens.
         metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
     """
-    divisor = mask.sum().clamp(min=1) if divisor is None else torch.as_tensor(divisor, device=mask.device)
     return linear_divergence_loss(
         hidden_states,
         head,
         torch.where(mask, 0, IGNORE_INDEX),
         teacher,
         generalized_jsd(beta),
-        {"divergence": mask.float() / divisor},
+        {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)},
         metrics=metrics,
         temperature=temperature,
     )
@@ -92,17 +90,18 @@ def chunked_divergence_loss(
     transform = LogitTransform(1.0, teacher_logit_scale, teacher_final_logit_softcapping)
     teacher = _gathered_head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias, transform)
     mask = completion_mask != 0
+    count = mask.sum()
     loss, statistics = mean_divergence(
         student_hidden_states,
         student,
         teacher_of(teacher_hidden_states, teacher),
         mask,
+        count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch,
         beta,
-        temperature=temperature,
-        divisor=num_items_in_batch,
+        temperature,
         metrics=("entropy",),
     )
-    return loss, statistics.entropy.sum(), mask.sum()
+    return loss, statistics.entropy.sum(), count
 
 
 def chunked_jsd_loss(

@@ -161,18 +161,12 @@ def generalized_jsd_loss(
     partial = options.get("top_k") or options.get("logits_are_probs")
     if student is None or labels is None or not scalar or partial:
         return NotImplemented
-    divisor = 1 if num_items_in_batch is None and reduction == "sum" else num_items_in_batch
+    mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
+    if divisor is None:
+        divisor = 1 if reduction == "sum" else mask.sum().clamp(min=1)
+    teacher = _teacher(teacher_logits)
     with student.under_forward_autocast():
-        loss, _ = mean_divergence(
-            student.hidden_states,
-            student.head,
-            _teacher(teacher_logits),
-            labels != IGNORE_INDEX,
-            beta,
-            temperature=temperature,
-            divisor=divisor,
-        )
-    return loss
+        return mean_divergence(student.hidden_states, student.head, teacher, mask, divisor, beta, temperature)[0]
 
 
 def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Any:

@@ -61,25 +61,25 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert "Versions" in printed.out
 
 
-def test_seams_that_are_missing_are_named(monkeypatch):
+def test_missing_patch_points_are_named(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
     import trl.trainer.dpo_trainer as module
 
-    assert list(doctor.trl_seams())[-1] == "liger_losses.trl.enable() will work"
+    assert list(doctor.trl_patch_points())[-1] == "liger_losses.trl.enable() will work"
     original = module.add_fused_lm_head
     monkeypatch.setattr(module, "add_fused_lm_head", lambda model: None)
-    lines = list(doctor.trl_seams())
+    lines = list(doctor.trl_patch_points())
     assert any("MISSING" in line and "(DPO) takes no temperature" in line for line in lines)
     assert "will refuse this version" in lines[-1]
     monkeypatch.delattr(module, "add_fused_lm_head")
-    assert any("(DPO) is not there" in line for line in doctor.trl_seams())
+    assert any("(DPO) is not there" in line for line in doctor.trl_patch_points())
     monkeypatch.undo()
     assert module.add_fused_lm_head is original
 
 
 def test_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    (line,) = doctor.trl_seams()
+    (line,) = doctor.trl_patch_points()
     assert "not usable" in line
 
 

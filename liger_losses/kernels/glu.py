@@ -38,6 +38,10 @@ class Formula(NamedTuple):
     up_offset: float
 
 
+# What backward writes: grad_gate, grad_up (None if there is no up) and the product (None if it is not needed).
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 def glu(
     gate: Tensor,
     up: Tensor,
@@ -154,7 +158,7 @@ def _gradients(
         grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
     backward = _backward_triton if ctx.on_triton else _backward_torch
-    backward(grad, gate, up, grad_gate, grad_up, product, ctx.formula)
+    backward(grad, gate, up, (grad_gate, grad_up, product), ctx.formula)
     return grad_gate, grad_up
 
 
@@ -285,16 +289,9 @@ def _clamp(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tenso
     return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
-def _backward_torch(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    grad_gate: Tensor,
-    grad_up: Tensor | None,
-    product: Tensor | None,
-    formula: Formula,
-) -> None:
-    """Writes ``grad_gate`` and ``grad_up``, and ``product`` unless it is None."""
+def _backward_torch(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
+    """Reference implementation: writes the outputs."""
+    grad_gate, grad_up, product = outputs
     if product is not None:
         product.copy_(_forward_torch(gate, up, formula))
     if up is None or grad_up is None:
@@ -324,16 +321,8 @@ def _forward_triton(gate: Tensor, up: Tensor | None, formula: Formula) -> Tensor
     return out
 
 
-def _backward_triton(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    grad_gate: Tensor,
-    grad_up: Tensor | None,
-    product: Tensor | None,
-    formula: Formula,
-) -> None:
-    """As :func:`_backward_torch`."""
+def _backward_triton(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
+    grad_gate, grad_up, product = outputs
     if up is None:
         gate, up = (gate, gate) if formula.interleaved else _halves(gate, False)
         grad_gate, grad_up = (grad_gate, grad_gate) if formula.interleaved else _halves(grad_gate, False)

@@ -25,6 +25,12 @@ from liger_losses.kernels.rows import (
     wide,
 )
 
+# What backward takes and returns: x, weight, mean and rstd; for the gradients of weight and bias the dtype, or None if
+# it is not needed; and the gradients of x, weight and bias.
+_Saved = tuple[Tensor, Tensor | None, Tensor, Tensor]
+_Dtypes = tuple[torch.dtype | None, torch.dtype | None]
+_Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+
 
 def layer_norm(
     x: Tensor,
@@ -73,12 +79,11 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> Any:
-        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        _, weight, _, _ = ctx.saved_tensors
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        vector_dtypes = weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
         backward = _backward_triton if ctx.on_triton else _backward_torch
-        x, weight, mean, rstd = ctx.saved_tensors
-        weight_dtype = weight.dtype if needs_weight else None
-        bias_dtype = ctx.bias_dtype if needs_bias else None
-        return *backward(grad_y, x, weight, mean, rstd, weight_dtype, bias_dtype), None, None
+        return *backward(grad_y, ctx.saved_tensors, vector_dtypes), None, None
 
 
 def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,16 +100,10 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     return as_output(y, x.dtype), mean, rstd
 
 
-def _backward_torch(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias; a dtype that is None says that its gradient is not needed."""
+def _backward_torch(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _Gradients:
+    """Reference implementation."""
+    x, weight, mean, rstd = saved
+    weight_dtype, bias_dtype = vector_dtypes
     g = wide(grad_y)
     xhat = (wide(x) - mean) * rstd
     grad_weight = None if weight_dtype is None else (g * xhat).flatten(0, -2).sum(0).to(weight_dtype)
@@ -122,19 +121,10 @@ def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     return y, mean, rstd
 
 
-def _backward_triton(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _backward_triton(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _Gradients:
+    x, *vectors = saved
     grad_x = x.new_empty(x.shape)
-    grad_weight, grad_bias = launch_backward(
-        _backward_kernel, (grad_y, x), (weight, mean, rstd), (grad_x,), (weight_dtype, bias_dtype), ()
-    )
+    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), vectors, (grad_x,), vector_dtypes, ())
     return grad_x, grad_weight, grad_bias
 
 

@@ -40,6 +40,12 @@ class Options(NamedTuple):
     cast_first: bool
 
 
+# What backward takes and returns: x (the sum, if there is a residual), gate, weight and rstd; and the gradients of x,
+# gate and weight.
+_Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+_Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -179,17 +185,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_summed: Tensor | None = None) -> Any:
-        x, gate, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, needs_gate, needs_weight = ctx.needs_input_grad[:4]
-        if grad_y is None:
-            grad_x, grad_gate, grad_weight = grad_summed, None, None
-        else:
-            backward = _backward_triton if ctx.on_triton else _backward_torch
-            weight_dtype = weight.dtype if needs_weight else None
-            grad_x, grad_gate, grad_weight = backward(
-                grad_y, grad_summed, x, gate, weight, rstd, ctx.options, weight_dtype
-            )
+        needs_x, needs_residual, needs_gate, needs_weight, *_ = ctx.needs_input_grad
         x_dtype, residual_dtype = ctx.dtypes
+        grad_x, grad_gate, grad_weight = grad_summed, None, None
+        if grad_y is not None:
+            backward = _backward_triton if ctx.on_triton else _backward_torch
+            grads = backward(grad_y, grad_summed, ctx.saved_tensors, ctx.options, needs_weight)
+            grad_x, grad_gate, grad_weight = grads
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
         return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
@@ -224,16 +226,10 @@ def _forward_torch(
 
 
 def _backward_torch(
-    grad_y: Tensor,
-    grad_summed: Tensor | None,
-    x: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor,
-    options: Options,
-    weight_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x (the sum, if there is a residual), gate, and weight if ``weight_dtype`` is not None."""
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+) -> _Gradients:
+    """Reference implementation."""
+    x, gate, weight, rstd = saved
     g, u = wide(grad_y), wide(x)
     w = 1.0 if weight is None else options.offset + wide(weight)
     if gate is not None:
@@ -247,7 +243,9 @@ def _backward_torch(
     if gate is not None and not options.gate_first:
         grad_gate = (g * (w * xhat) * slope).to(gate.dtype)
         g = g * silu
-    grad_weight = None if weight_dtype is None else (g * xhat).flatten(0, -2).sum(0).to(weight_dtype)
+    grad_weight = None
+    if needs_weight and weight is not None:
+        grad_weight = (g * xhat).flatten(0, -2).sum(0).to(weight.dtype)
     g = g * w
     grad_x = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
     if gate is not None and options.gate_first:
@@ -270,24 +268,15 @@ def _forward_triton(
 
 
 def _backward_triton(
-    grad_y: Tensor,
-    grad_summed: Tensor | None,
-    x: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor,
-    options: Options,
-    weight_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+) -> _Gradients:
+    x, gate, weight, rstd = saved
     grad_x = x.new_empty(x.shape)
     grad_gate = None if gate is None else gate.new_empty(gate.shape)
+    inputs, outputs = (grad_y, grad_summed, x, gate), (grad_x, grad_gate)
+    weight_dtype = weight.dtype if needs_weight and weight is not None else None
     (grad_weight,) = launch_backward(
-        _backward_kernel,
-        (grad_y, grad_summed, x, gate),
-        (weight, rstd),
-        (grad_x, grad_gate),
-        (weight_dtype,),
-        (options.offset, options.gate_first),
+        _backward_kernel, inputs, (weight, rstd), outputs, (weight_dtype,), (options.offset, options.gate_first)
     )
     return grad_x, grad_gate, grad_weight
 

@@ -6,7 +6,7 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from liger_losses.kernels.rows import power_of_two
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1
+
+
+class Layout(NamedTuple):
+    """How x is laid out, as in :func:`rope`."""
+
+    interleaved: bool
+    unsqueeze_dim: int
 
 
 def rope(
@@ -70,54 +77,42 @@ def rope(
         raise ValueError(
             f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
         )
+    layout = Layout(interleaved, unsqueeze_dim)
     on_triton = choose_floating_backend(backend, (q, k, cos, sin)) == "triton"
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
-        return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore[return-value]
-    return _Rope.apply(q, k, cos, sin, interleaved, unsqueeze_dim, on_triton)
+        return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
+    return _Rope.apply(q, k, cos, sin, layout, on_triton)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        unsqueeze_dim: int,
-        on_triton: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: Layout, on_triton: bool) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.options = interleaved, unsqueeze_dim, on_triton
-        ctx.dtypes = q.dtype, k.dtype
+        ctx.layout, ctx.on_triton, ctx.dtypes = layout, on_triton, (q.dtype, k.dtype)
         with device_of(q):
             if on_triton:
                 dtypes = tuple(torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k))
-                return _rotate_triton(q, k, cos, sin, dtypes, interleaved, unsqueeze_dim, inverse=False)
-            return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore
+                return _rotate_triton(q, k, cos, sin, dtypes, layout)
+            return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
-        interleaved, unsqueeze_dim, on_triton = ctx.options
-        no_gradients = (None,) * 5
+        no_gradients = (None,) * 4
         present = next((grad for grad in upstream if grad is not None), None)
         if present is None:
             return None, None, *no_gradients
         # If only one output was used, the other gradient stays None: an optimizer would decay a parameter for a 0.
         grad_q, grad_k = (present if grad is None else grad for grad in upstream)
-        if on_triton:
-            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, interleaved, unsqueeze_dim, inverse=True)
+        if ctx.on_triton:
+            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, ctx.layout, inverse=True)
         else:
-            grads = tuple(  # type: ignore[assignment]
-                _rotate_torch(grad, cos, sin, interleaved, unsqueeze_dim, inverse=True).to(dtype)
-                for grad, dtype in zip((grad_q, grad_k), ctx.dtypes, strict=True)
-            )
+            rotated = [_rotate_torch(grad, cos, sin, ctx.layout, inverse=True) for grad in (grad_q, grad_k)]
+            grads = tuple(grad.to(dtype) for grad, dtype in zip(rotated, ctx.dtypes, strict=True))
         return *(None if old is None else grad for old, grad in zip(upstream, grads, strict=True)), *no_gradients
 
 
@@ -129,11 +124,10 @@ def _turn(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), -1)
 
 
-def _rotate_torch(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, inverse: bool = False
-) -> Tensor:
+def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: bool = False) -> Tensor:
     """Reference implementation: transformers' formula, or its transpose for ``inverse``."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    interleaved = layout.interleaved
+    cos, sin = cos.unsqueeze(layout.unsqueeze_dim), sin.unsqueeze(layout.unsqueeze_dim)
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     turned = -_turn(rotated * sin, interleaved) if inverse else _turn(rotated, interleaved) * sin
     rotated = rotated * cos + turned
@@ -146,14 +140,13 @@ def _rotate_triton(
     cos: Tensor,
     sin: Tensor,
     dtypes: tuple[torch.dtype, ...],
-    interleaved: bool,
-    unsqueeze_dim: int,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
+    layout: Layout,
+    inverse: bool = False,
+) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     # empty_like keeps the layout of dense inputs, so that attention reads the strides that it would have read.
     q_out, k_out = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
-    heads, token = unsqueeze_dim, 3 - unsqueeze_dim
+    heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
     sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
     half = power_of_two(rotated // 2)
     strided = [(x, x.stride(0), x.stride(token), x.stride(heads)) for x in (q, q_out, k, k_out)]
@@ -166,7 +159,7 @@ def _rotate_triton(
             k.shape[heads],
             rotated,
             size - rotated,
-            interleaved,
+            layout.interleaved,
             inverse,
             min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
             min(power_of_two(k.shape[heads]), max(1, _TILE // half)),

@@ -109,22 +109,17 @@ def launch_forward(
         outputs: contiguous tensors.
         options: further arguments.
     """
-    inputs = [None if tensor is None else as_rows(tensor) for tensor in inputs]
-    vectors = [None if vector is None else vector.contiguous() for vector in vectors]
-    rows, columns = inputs[0].shape  # type: ignore[union-attr]
+    inputs, vectors = _rows_and_vectors(inputs, vectors)
+    rows, columns = inputs[0].shape
     if rows:
         tile = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
-        kernel[(-(-rows // tile.rows),)](
-            *with_strides(inputs),
-            *vectors,
-            *outputs,
-            rows,
-            columns,
-            *options,
-            tile.rows,
-            tile.columns,
-            num_warps=tile.warps,
-        )
+        sizes = (rows, columns, *options, tile.rows, tile.columns)
+        kernel[(-(-rows // tile.rows),)](*with_strides(inputs), *vectors, *outputs, *sizes, num_warps=tile.warps)
+
+
+def _rows_and_vectors(inputs: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:
+    rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
+    return rows, [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 def launch_backward(
@@ -148,38 +143,21 @@ def launch_backward(
     Returns:
         The sums, ``[C]``; the order of summation is always the same.
     """
-    inputs = [None if tensor is None else as_rows(tensor) for tensor in inputs]
-    vectors = [None if vector is None else vector.contiguous() for vector in vectors]
-    first: Tensor = inputs[0]  # type: ignore[assignment]
-    rows, columns = first.shape
+    inputs, vectors = _rows_and_vectors(inputs, vectors)
+    x: Any = inputs[0]
+    rows, columns = x.shape
     if rows == 0:
-        return [None if dtype is None else first.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
+        return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
     tile = tile_of(columns, *_BACKWARD_TILE)
-    programs = min(-(-rows // tile.rows), processors(first.device) * _BACKWARD_PROGRAMS)
-    partial_sums = [
-        None if dtype is None else first.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes
-    ]
+    programs = min(-(-rows // tile.rows), processors(x.device) * _BACKWARD_PROGRAMS)
+    partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
     entry_bytes = sum(tensor.element_size() for tensor in inputs if tensor is not None)
     stages = 3 if 3 * tile.rows * tile.columns * entry_bytes <= SHARED_BYTES else 1
-    kernel[(programs,)](
-        *with_strides(inputs),
-        *vectors,
-        *outputs,
-        *partial_sums,
-        rows,
-        columns,
-        programs,
-        *options,
-        tile.rows,
-        tile.columns,
-        stages,
-        num_warps=tile.warps,
-    )
-    return [
-        None if partial is None or dtype is None else _column_sums(partial, dtype)
-        for partial, dtype in zip(partial_sums, sum_dtypes, strict=True)
-    ]
+    sizes = (rows, columns, programs, *options, tile.rows, tile.columns, stages)
+    kernel[(programs,)](*with_strides(inputs), *vectors, *outputs, *partials, *sizes, num_warps=tile.warps)
+    sums = zip(partials, sum_dtypes, strict=True)
+    return [None if partial is None or dtype is None else _column_sums(partial, dtype) for partial, dtype in sums]
 
 
 def _column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:

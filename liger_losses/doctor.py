@@ -1,7 +1,7 @@
-"""What is installed here, and what this library will do with it.
+"""Prints what is installed, and what this library does with it.
 
 python -m liger_losses.doctor            # versions, devices, the backend, TRL
-python -m liger_losses.doctor MODEL      # and what patch() would replace in a model, without its weights
+python -m liger_losses.doctor MODEL      # also what patch() would replace in a model, without loading its weights
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
 
 
 def versions() -> Iterator[str]:
-    """One line per package.
-
-    Returns:
-        The lines.
-    """
+    """One line for each package."""
     yield f"{'python':<14}{platform.python_version()} on {platform.platform()}"
     yield f"{'torch':<14}{torch.__version__}"
     yield f"{'liger_losses':<14}{liger_losses.__version__}"
@@ -44,49 +40,35 @@ def versions() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """What runs on each device.
-
-    Returns:
-        The lines.
-    """
+    """Which kernels run on each device."""
     yield f"{BACKEND_VARIABLE} is {os.environ.get(BACKEND_VARIABLE, 'not set: the device decides')}"
     if INTERPRETED:
         yield "TRITON_INTERPRET=1: Triton's kernels run in its interpreter, for tests only"
-    yield f"CPU, {torch.get_num_threads()} threads: {_backend(torch.device('cpu'))}"
+    yield f"CPU, {torch.get_num_threads()} threads: {_kernels(torch.device('cpu'))}"
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         major, minor = torch.cuda.get_device_capability(device)
-        name = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}"
-        yield f"cuda:{index}, {name}: {_backend(device)}; tensor memory accelerator: {_tma(device)}"
+        yield f"cuda:{index}, {torch.cuda.get_device_name(device)}, capability {major}.{minor}: {_kernels(device)}"
     if not torch.cuda.is_available():
         yield "no GPU that this build of torch can use"
 
 
-def _backend(device: torch.device) -> str:
+def _kernels(device: torch.device) -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a missing triton is in this report
+        warnings.simplefilter("ignore")  # the report itself says what is missing
         try:
             backend = choose_backend(None, [(device, torch.float32)], dtypes=LOGIT_DTYPES)
         except ValueError as error:
             return f"calls will fail: {error}"
-    return {
-        "torch": "torch operations",
-        "triton": "Triton kernels, logits in registers where hidden states and head are of the same half precision",
-    }[backend]
-
-
-def _tma(device: torch.device) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said here
-        return "used" if has_tma(device) else "none, loads through pointers: the same results, more slowly"
+        tma = "used" if has_tma(device) else "none, loads through pointers: the same results, more slowly"
+    if backend == "torch":
+        return "torch operations"
+    where = "logits in registers if hidden states and head have the same half-precision dtype"
+    return f"Triton kernels, {where}" + (f"; tensor memory accelerator: {tma}" if device.type == "cuda" else "")
 
 
 def trl_patch_points() -> Iterator[str]:
-    """Whether what ``liger_losses.trl.enable()`` replaces is where it is expected; nothing is replaced.
-
-    Returns:
-        The lines.
-    """
+    """Whether the attributes that ``liger_losses.trl.enable()`` patches exist in TRL; patches nothing."""
     from liger_losses.trl.patch_points import PATCH_POINTS, TESTED
 
     try:
@@ -101,18 +83,15 @@ def trl_patch_points() -> Iterator[str]:
     yield f"{len(found)} of {len(PATCH_POINTS)} patch points are there: {', '.join(dict.fromkeys(found))}"
     yield from (f"not there, and not needed: {line}" for line in absent)
     yield from (f"MISSING: {line}" for line in missing)
-    verdict = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
-    yield f"liger_losses.trl.enable() {verdict}"
+    outcome = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
+    yield f"liger_losses.trl.enable() {outcome}"
 
 
 def patch_report(name: str) -> str:
-    """What :func:`~liger_losses.patching.patch.patch` would replace in a model; no weight is read.
+    """What :func:`~liger_losses.patching.patch.patch` would replace in a model, as a table; reads no weights.
 
     Args:
         name: a model's id, its folder, or its ``config.json``.
-
-    Returns:
-        The report, as a table.
 
     Raises:
         OSError: there is no such configuration.
@@ -129,16 +108,10 @@ def patch_report(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report.
-
-    Args:
-        arguments: the command line's, by default.
-
-    Returns:
-        The exit status: 0, or 1 where the model cannot be built.
-    """
+    """Print the report for ``arguments`` (by default the command line's); return 1 if the model cannot be built."""
     parser = argparse.ArgumentParser(
-        prog="python -m liger_losses.doctor", description="Says what is installed, and what this library does with it."
+        prog="python -m liger_losses.doctor",
+        description="Prints what is installed, and what this library does with it.",
     )
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     args = parser.parse_args(arguments)
@@ -148,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"\npatch() on {args.model}", flush=True)
     try:
-        report = patch_report(args.model)
+        print(patch_report(args.model))
     except (OSError, ValueError, ImportError) as error:
         print(
             f"{args.model} cannot be built: {error}\nGive the id or folder of a causal language model that "
@@ -156,7 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    print(report)
     return 0
 
 

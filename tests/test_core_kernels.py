@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.glu import ACTIVATIONS, glu, glu_fused, glu_linear
+from liger_losses.kernels.activations import ACTIVATIONS
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope

@@ -61,7 +61,7 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert "Versions" in printed.out
 
 
-def test_patch_points_that_are_missing_are_named(monkeypatch):
+def test_missing_patch_points_are_named(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
     import trl.trainer.dpo_trainer as module
 

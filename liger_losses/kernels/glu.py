@@ -1,12 +1,11 @@
-"""Gated linear units: SwiGLU, GeGLU and their clamped forms, without the intermediate tensors.
+"""Gated linear units: SwiGLU, GeGLU and their clamped variants, without the intermediate tensors.
 
 R rows (all leading dimensions), I intermediate size. Backward reads the inputs again and recomputes the activation.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +13,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
+from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.rows import as_output, as_rows, wide
+from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
 
 
 class Formula(NamedTuple):
-    """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, ``alpha`` being silu's."""
+    """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
 
+    Attributes:
+        interleaved: whether gate and up alternate in one tensor; else they are two tensors, or halves of one.
+        activation: a key of :data:`~liger_losses.kernels.activations.ACTIVATIONS`.
+        limit, up_offset: as in the formula; no clamps if the limit is None.
+        alpha: silu's, in ``gate * sigmoid(alpha * gate)``.
+    """
+
+    interleaved: bool
     activation: str
     limit: float | None
     alpha: float
     up_offset: float
+
+
+# What backward writes: grad_gate, grad_up (None if there is no up) and the product (None if it is not needed).
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def glu(
@@ -40,7 +52,7 @@ def glu(
     up_offset: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """``act(gate) * up``, rounded as in eager PyTorch: the activation to its dtype, then the product.
+    """``act(gate) * up``, rounded where eager PyTorch rounds: first the activation, then the product.
 
     ``silu`` is ``gate * sigmoid(alpha * gate)``. gpt-oss is ``limit=7.0, alpha=1.702, up_offset=1.0``: ``gate`` is
     clamped from above and ``up`` from both sides, then ``act(gate) * (up + up_offset)``.
@@ -48,23 +60,22 @@ def glu(
     Args:
         gate, up: ``[..., I]``, of the same shape, floating point.
         activation: ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
-        limit: of the clamps, positive, or None for none.
-        alpha: of silu.
+        limit: where gate and up are clamped, positive, or None for no clamps.
+        alpha: multiplies the gate in silu's sigmoid.
         up_offset: added to ``up`` after the clamp.
-        backend: ``torch`` or ``triton``; chosen from the tensors by default.
+        backend: ``torch`` or ``triton``; by default chosen from the tensors.
 
     Returns:
         ``[..., I]``, contiguous, in the dtype that the inputs promote to.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, an alpha without silu, a limit that is not positive,
-            or a backend that cannot serve the tensors.
+        ValueError: shapes do not fit, the activation is unknown, alpha is given without silu, the limit is not
+            positive, or the backend does not support the tensors.
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    formula = _formula(activation, limit, alpha, up_offset)
-    on_triton = _checked(gate, up, backend)
-    return _GLU.apply(gate, up, False, formula, on_triton)
+    formula = _formula(False, activation, limit, alpha, up_offset)
+    return _GLU.apply(gate, up, formula, _checked(gate, up, backend))
 
 
 def glu_fused(
@@ -77,26 +88,25 @@ def glu_fused(
     up_offset: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """:func:`glu` of the two halves of one tensor.
+    """:func:`glu` of one tensor that holds gate and up.
 
     Args:
-        gate_up: ``[..., 2 I]``: first the gate and then ``up``, or gate and ``up`` in turn.
+        gate_up: ``[..., 2 I]``: the gate in the first half and ``up`` in the second, or alternating.
         activation, limit, alpha, up_offset, backend: as in :func:`glu`.
-        interleaved: whether they take turns, as in gpt-oss.
+        interleaved: whether gate and up alternate, as in gpt-oss.
 
     Returns:
         ``[..., I]``, contiguous, in the input's dtype.
 
     Raises:
-        ValueError: as in :func:`glu`; a last dimension that is odd.
+        ValueError: as in :func:`glu`, or the last dimension is odd.
     """
-    formula = _formula(activation, limit, alpha, up_offset)
-    on_triton = _checked(gate_up, None, backend)
-    return _GLU.apply(gate_up, None, interleaved, formula, on_triton)
+    formula = _formula(interleaved, activation, limit, alpha, up_offset)
+    return _GLU.apply(gate_up, None, formula, _checked(gate_up, None, backend))
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None) -> bool:
-    """Whether Triton serves these tensors. Raise ValueError where they do not fit; ``up`` None is in ``gate``."""
+    """Whether Triton runs; raise ValueError if the shapes do not fit. If ``up`` is None, ``gate`` holds both."""
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
     if up is not None and gate.shape != up.shape:
@@ -104,32 +114,35 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None) -> bool:
     return choose_backend(backend, (gate, up)) == "triton"
 
 
-def _formula(activation: str, limit: float | None, alpha: float, up_offset: float) -> Formula:
+def _formula(interleaved: bool, activation: str, limit: float | None, alpha: float, up_offset: float) -> Formula:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
     if alpha != 1.0 and activation != "silu":
         raise ValueError(f"alpha belongs to silu, got alpha={alpha} with {activation!r}; leave it at 1.")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be positive, or None for no clamp, got {limit}.")
-    return Formula(activation, None if limit is None else float(limit), float(alpha), float(up_offset))
+    limit = None if limit is None else float(limit)
+    return Formula(interleaved, activation, limit, float(alpha), float(up_offset))
 
 
 class _GLU(torch.autograd.Function):
-    """``up`` is None where ``gate`` holds both."""
+    """If ``up`` is None, ``gate`` holds both."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, interleaved: bool, formula: Formula, on_triton: bool
-    ) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.interleaved, ctx.formula, ctx.on_triton = interleaved, formula, on_triton
-        with device_of(gate):
-            return (_forward_triton if on_triton else _forward_torch)(gate, up, interleaved, formula)
+        ctx.formula, ctx.on_triton = formula, on_triton
+        return _product_of(gate, up, formula, on_triton)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *_gradients(ctx, grad, *ctx.saved_tensors), None, None, None
+        return *_gradients(ctx, grad, *ctx.saved_tensors), None, None
+
+
+def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
+    with device_of(gate):
+        return (_forward_triton if on_triton else _forward_torch)(gate, up, formula)
 
 
 def _gradients(
@@ -140,13 +153,12 @@ def _gradients(
     grad_gate: Tensor | None = None,
     product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of gate and up; into ``grad_gate`` if there is one, and the product itself into ``product``."""
+    """The gradients of gate and up, the former written to ``grad_gate`` and the product to ``product`` if given."""
     if grad_gate is None:
         grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
-    (_backward_triton if ctx.on_triton else _backward_torch)(
-        grad, gate, up, grad_gate, grad_up, product, ctx.interleaved, ctx.formula
-    )
+    backward = _backward_triton if ctx.on_triton else _backward_torch
+    backward(grad, gate, up, (grad_gate, grad_up, product), ctx.formula)
     return grad_gate, grad_up
 
 
@@ -163,15 +175,15 @@ def glu_linear(
     up_offset: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """``(act(gate) * up) @ weight.T + bias``, of which backward keeps ``gate`` and ``up`` alone.
+    """``(act(gate) * up) @ weight.T + bias``, which saves ``gate`` and ``up`` for backward, but not their product.
 
-    The product, as large as either, is computed again where their gradients are, in the same pass over memory.
+    Backward recomputes the product, as large as either, in the kernel that computes their gradients.
 
     Args:
-        gate: ``[..., I]``; or ``[..., 2 I]`` that holds both, as in :func:`glu_fused`, with ``up`` None.
-        up: ``[..., I]``.
-        weight: ``[H, I]``. Where dtypes differ, autocast aside, the product is kept as by a linear layer behind
-            :func:`glu`.
+        gate: ``[..., I]``; if ``up`` is None, ``[..., 2 I]`` that holds both, as in :func:`glu_fused`.
+        up: ``[..., I]``, or None.
+        weight: ``[H, I]``. If the dtypes differ and autocast is off, the product is saved, as by a linear layer
+            after :func:`glu`.
         bias: ``[H]``.
         activation, interleaved, limit, alpha, up_offset, backend: as in :func:`glu_fused`.
 
@@ -181,26 +193,26 @@ def glu_linear(
     Raises:
         ValueError: as in :func:`glu` and :func:`glu_fused`.
     """
-    formula = _formula(activation, limit, alpha, up_offset)
+    formula = _formula(interleaved, activation, limit, alpha, up_offset)
     on_triton = _checked(gate, up, backend)
     cast = autocast_dtype(gate.device)
     dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
     needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
     one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
     if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
-        # Compilers decide by themselves what is kept; and a weight alone needs the product.
-        return F.linear(_GLU.apply(gate, up, interleaved, formula, on_triton), weight, bias)
+        # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
+        return F.linear(_GLU.apply(gate, up, formula, on_triton), weight, bias)
     if cast is not None:
         weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
     gate, up = _SavedFirst.apply(gate, up, weight)
-    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, interleaved, formula, on_triton)
+    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, formula, on_triton)
 
 
 class _SavedFirst(torch.autograd.Function):
-    """Saves what :class:`_GLULinear` needs before that computes anything.
+    """Saves the tensors that the backward of :class:`_GLULinear` needs, before its forward computes anything.
 
-    Checkpointing computes a layer again up to the last tensor that it saved: mostly these, and so without the product
-    and the linear layer behind it.
+    Activation checkpointing recomputes a layer only up to the last tensor that it saved. In an MLP, that is one of
+    these, so the product and the linear layer after it are not recomputed.
     """
 
     @staticmethod
@@ -215,32 +227,29 @@ class _SavedFirst(torch.autograd.Function):
 
 
 class _GLULinear(torch.autograd.Function):
-    """``up`` is None where ``gate`` holds both. What backward needs, the node of :class:`_SavedFirst` has saved."""
+    """If ``up`` is None, ``gate`` holds both. ``saved_first`` is the graph node of :class:`_SavedFirst`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        saved: Any,
+        saved_first: Any,
         gate: Tensor,
         up: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        interleaved: bool,
         formula: Formula,
         on_triton: bool,
     ) -> Tensor:
-        ctx.saved, ctx.interleaved, ctx.formula, ctx.on_triton = saved, interleaved, formula, on_triton
-        with device_of(gate):
-            product = (_forward_triton if on_triton else _forward_torch)(gate, up, interleaved, formula)
-        return F.linear(product, weight, bias)
+        ctx.saved_first, ctx.formula, ctx.on_triton = saved_first, formula, on_triton
+        return F.linear(_product_of(gate, up, formula, on_triton), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up, weight = ctx.saved.saved_tensors
+        gate, up, weight = ctx.saved_first.saved_tensors
         _, needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_product = grad @ weight
-        # Nobody else has this one: an entry is written where it has been read.
+        # Nothing else uses grad_product, and each entry is read before the gate's gradient is written to its place.
         reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
         product = torch.empty_like(grad_product) if needs_weight else None
         grad_gate, grad_up = _gradients(ctx, grad_product, gate, up, grad_product if reusable else None, product)
@@ -253,7 +262,6 @@ class _GLULinear(torch.autograd.Function):
             rows.sum(0) if needs_bias else None,
             None,
             None,
-            None,
         )
 
 
@@ -264,80 +272,13 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return gate_up[..., :middle], gate_up[..., middle:]
 
 
-# --- The activations --------------------------------------------------------------------------------------------------
-
-
-def _silu(gate: Tensor, alpha: float) -> Tensor:
-    return F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
-
-
-def _silu_slope(gate: Tensor, alpha: float) -> Tensor:
-    sigmoid = torch.sigmoid(alpha * gate)
-    return sigmoid * (1 + alpha * gate * (1 - sigmoid))
-
-
-def _gelu(gate: Tensor, alpha: float) -> Tensor:
-    return F.gelu(gate)
-
-
-def _gelu_slope(gate: Tensor, alpha: float) -> Tensor:
-    density = torch.exp(-gate.square() / 2) * (1 / math.sqrt(2 * math.pi))
-    return torch.special.ndtr(gate) + gate * density
-
-
-def _gelu_tanh(gate: Tensor, alpha: float) -> Tensor:
-    return F.gelu(gate, approximate="tanh")
-
-
-def _gelu_tanh_slope(gate: Tensor, alpha: float) -> Tensor:
-    # (1 + tanh(z)) / 2 = sigmoid(2 z)
-    scale, square = 2 * math.sqrt(2 / math.pi), gate.square()
-    z = scale * gate * (1 + 0.044715 * square)
-    return torch.sigmoid(z) * (1 + torch.sigmoid(-z) * scale * gate * (1 + 3 * 0.044715 * square))
-
-
-class Activation(NamedTuple):
-    """A function of the gate and alpha, and its derivative."""
-
-    value: Callable[[Tensor, float], Tensor]
-    slope: Callable[[Tensor, float], Tensor]
-
-
-ACTIVATIONS = {
-    "silu": Activation(_silu, _silu_slope),
-    "gelu": Activation(_gelu, _gelu_slope),
-    "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_slope),
-}
-
-
-@jit
-def _activate(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """The activation and its derivative, in fp32."""
-    if ACTIVATION == "gelu":
-        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-    else:
-        if ACTIVATION == "gelu_tanh":
-            square = gate * gate
-            z = 1.5957691216057308 * gate * (1 + 0.044715 * square)
-            gate_slope = 1.5957691216057308 * gate * (1 + 0.134145 * square)
-        else:
-            z = ALPHA * gate
-            gate_slope = z
-        e = tl.exp(-z)
-        sigmoid = 1 / (1 + e)
-        # 1 - sigmoid without cancelling; inf * 0 is not a number.
-        complement = tl.minimum(e, 3.0e38) * sigmoid
-        return gate * sigmoid, sigmoid * (1 + complement * gate_slope)
-
-
 # --- Torch ------------------------------------------------------------------------------------------------------------
 
 
-def _forward_torch(gate: Tensor, up: Tensor | None, interleaved: bool, formula: Formula) -> Tensor:
-    """The reference: eager PyTorch in the inputs' dtype."""
+def _forward_torch(gate: Tensor, up: Tensor | None, formula: Formula) -> Tensor:
+    """Reference implementation: eager PyTorch in the inputs' dtype."""
     if up is None:
-        gate, up = _halves(gate, interleaved)
+        gate, up = _halves(gate, formula.interleaved)
     gate, up = _clamp(gate, up, formula.limit)
     if formula.up_offset:
         up = up + formula.up_offset
@@ -348,21 +289,14 @@ def _clamp(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tenso
     return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
-def _backward_torch(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    grad_gate: Tensor,
-    grad_up: Tensor | None,
-    product: Tensor | None,
-    interleaved: bool,
-    formula: Formula,
-) -> None:
+def _backward_torch(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
+    """Reference implementation: writes the outputs."""
+    grad_gate, grad_up, product = outputs
     if product is not None:
-        product.copy_(_forward_torch(gate, up, interleaved, formula))
+        product.copy_(_forward_torch(gate, up, formula))
     if up is None or grad_up is None:
-        gate, up = _halves(gate, interleaved)
-        grad_gate, grad_up = _halves(grad_gate, interleaved)
+        gate, up = _halves(gate, formula.interleaved)
+        grad_gate, grad_up = _halves(grad_gate, formula.interleaved)
     activation, limit, g = ACTIVATIONS[formula.activation], formula.limit, wide(grad)
     clamped_gate, clamped_up = _clamp(wide(gate), wide(up), limit)
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
@@ -377,104 +311,69 @@ def _backward_torch(
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def _as_planes(inputs: tuple[Tensor, ...], interleaved: bool) -> tuple[Tensor, ...]:
-    """Each as rows; as one long row where all are contiguous, so that any width fills the blocks."""
-    rows = tuple(as_rows(tensor) for tensor in inputs)
-    if not interleaved and all(tensor.is_contiguous() for tensor in rows):
-        return tuple(tensor.view(1, -1) for tensor in rows)
-    return rows
-
-
-def _forward_triton(gate: Tensor, up: Tensor | None, interleaved: bool, formula: Formula) -> Tensor:
+def _forward_triton(gate: Tensor, up: Tensor | None, formula: Formula) -> Tensor:
     if up is None:
         out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
-        gate, up = (gate, gate) if interleaved else _halves(gate, False)
+        gate, up = (gate, gate) if formula.interleaved else _halves(gate, False)
     else:
         out = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-    if not out.numel():
-        return out
-    gate, up, flat = _as_planes((gate, up, out), interleaved)
-    block, warps = _FORWARD_BLOCK
-    rows, columns = flat.shape
-    blocks = -(-columns // block)
-    _forward_kernel[(rows * blocks,)](
-        gate,
-        gate.stride(0),
-        up,
-        up.stride(0),
-        flat,
-        columns,
-        blocks,
-        interleaved,
-        *formula,
-        BLOCK=block,
-        num_warps=warps,
-    )
+    _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
     return out
 
 
-def _backward_triton(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    grad_gate: Tensor,
-    grad_up: Tensor | None,
-    product: Tensor | None,
-    interleaved: bool,
-    formula: Formula,
-) -> None:
-    if not grad.numel():
-        return
-    if up is None or grad_up is None:
-        gate, up = (gate, gate) if interleaved else _halves(gate, False)
-        grad_gate, grad_up = (grad_gate, grad_gate) if interleaved else _halves(grad_gate, False)
-    outputs = (grad_gate, grad_up) if product is None else (grad_gate, grad_up, product)
-    grad, gate, up, grad_gate, grad_up, *rest = _as_planes((grad, gate, up, *outputs), interleaved)
-    block, warps = _BACKWARD_BLOCK
-    rows, columns = grad.shape
+def _backward_triton(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
+    grad_gate, grad_up, product = outputs
+    if up is None:
+        gate, up = (gate, gate) if formula.interleaved else _halves(gate, False)
+        grad_gate, grad_up = (grad_gate, grad_gate) if formula.interleaved else _halves(grad_gate, False)
+    _launch(_backward_kernel, (grad, gate, up, grad_gate, grad_up, product), formula, *_BACKWARD_BLOCK)
+
+
+def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int) -> None:
+    """Launch one program per block of a row. The first tensor has as many columns as the product."""
+    rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
+    if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
+        # As one long row, so that any width fills the blocks.
+        rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
+    count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
-    _backward_kernel[(rows * blocks,)](
-        grad,
-        grad.stride(0),
-        gate,
-        gate.stride(0),
-        up,
-        up.stride(0),
-        grad_gate,
-        grad_gate.stride(0),
-        grad_up,
-        grad_up.stride(0),
-        rest[0] if rest else None,
-        columns,
-        blocks,
-        interleaved,
-        *formula,
-        BLOCK=block,
-        num_warps=warps,
-    )
+    if count * blocks:
+        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, BLOCK=block, num_warps=warps)
 
 
 @jit
-def _load(gate, up, start, columns, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of gate and up, as they are stored."""
+def _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of gate and up, in fp32."""
+    gate += row * gate_stride
     if INTERLEAVED:
         at = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(gate + at, mask=at < 2 * columns, other=0.0)
-        return tl.split(tl.reshape(both, (BLOCK, 2)))
+        g, u = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
+        up += row * up_stride
         at = start + tl.arange(0, BLOCK)
-        return tl.load(gate + at, mask=at < columns, other=0.0), tl.load(up + at, mask=at < columns, other=0.0)
+        g = tl.load(gate + at, mask=at < columns, other=0.0)
+        u = tl.load(up + at, mask=at < columns, other=0.0)
+    return g.to(tl.float32), u.to(tl.float32)
+
+
+@jit
+def _clamped(g, u, LIMIT: tl.constexpr):
+    """NaN stays NaN, as in ``torch.clamp``."""
+    if LIMIT is not None:
+        g = tl.where(g > LIMIT, LIMIT, g)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+    return g, u
 
 
 @jit
 def _product(
     g, u, gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr
 ):
-    """In fp32 from fp32 values; each rounding of eager PyTorch is made where it makes it, to the pointers' dtypes."""
+    """In fp32 from fp32 values, rounded where eager PyTorch rounds, to the dtypes of the pointers gate and up."""
     if LIMIT is not None:
-        g = tl.where(g > LIMIT, LIMIT, g)
-        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
-        # A limit that the dtype does not hold is rounded to it, as by clamp.
+        g, u = _clamped(g, u, LIMIT)
+        # A limit that the dtype cannot represent is rounded to it, as by torch.clamp.
         g = g.to(gate.dtype.element_ty).to(tl.float32)
         u = u.to(up.dtype.element_ty).to(tl.float32)
     if UP_OFFSET != 0.0:
@@ -483,17 +382,18 @@ def _product(
         z = (g * ALPHA).to(gate.dtype.element_ty).to(tl.float32)
         value = g * (1 / (1 + tl.exp(-z))).to(gate.dtype.element_ty).to(tl.float32)
     else:
-        value, _ = _activate(g, ACTIVATION, ALPHA)
+        value, _ = activate(g, ACTIVATION, ALPHA)
     return value.to(gate.dtype.element_ty).to(tl.float32) * u
 
 
 @jit(do_not_specialize=["blocks"])
 def _forward_kernel(
+    out,
+    out_stride,
     gate,
     gate_stride,
     up,
     up_stride,
-    out,
     columns,
     blocks,
     INTERLEAVED: tl.constexpr,
@@ -506,10 +406,10 @@ def _forward_kernel(
     """One program per block of a row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
-    g, u = _load(gate + row * gate_stride, up + row * up_stride, start, columns, INTERLEAVED, BLOCK)
-    value = _product(g.to(tl.float32), u.to(tl.float32), gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
+    g, u = _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED, BLOCK)
+    value = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
     at = start + tl.arange(0, BLOCK)
-    tl.store(out + row * columns + at, value.to(out.dtype.element_ty), mask=at < columns)
+    tl.store(out + row * out_stride + at, value.to(out.dtype.element_ty), mask=at < columns)
 
 
 @jit(do_not_specialize=["blocks"])
@@ -525,6 +425,7 @@ def _backward_kernel(
     grad_up,
     grad_up_stride,
     product,
+    product_stride,
     columns,
     blocks,
     INTERLEAVED: tl.constexpr,
@@ -534,27 +435,22 @@ def _backward_kernel(
     UP_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One program per block of a row. A value beyond the limit passes no gradient to what was clamped."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     d = tl.load(grad + row * grad_stride + at, mask=at < columns, other=0.0).to(tl.float32)
-    g, u = _load(gate + row * gate_stride, up + row * up_stride, start, columns, INTERLEAVED, BLOCK)
-    g = g.to(tl.float32)
-    u = u.to(tl.float32)
+    g, u = _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED, BLOCK)
     if product is not None:
-        found = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
-        tl.store(product + row * columns + at, found.to(product.dtype.element_ty), mask=at < columns)
-    if LIMIT is not None:
-        gate_outside = g > LIMIT
-        up_outside = tl.abs(u) > LIMIT
-        g = tl.where(gate_outside, LIMIT, g)
-        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
-    value, slope = _activate(g, ACTIVATION, ALPHA)
-    dg = d * (u + UP_OFFSET) * slope
+        value = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
+        tl.store(product + row * product_stride + at, value.to(product.dtype.element_ty), mask=at < columns)
+    clamped_g, clamped_u = _clamped(g, u, LIMIT)
+    value, slope = activate(clamped_g, ACTIVATION, ALPHA)
+    dg = d * (clamped_u + UP_OFFSET) * slope
     du = d * value
     if LIMIT is not None:
-        dg = tl.where(gate_outside, 0.0, dg)
-        du = tl.where(up_outside, 0.0, du)
+        dg = tl.where(g > LIMIT, 0.0, dg)
+        du = tl.where(tl.abs(u) > LIMIT, 0.0, du)
     dg = dg.to(grad_gate.dtype.element_ty)
     du = du.to(grad_up.dtype.element_ty)
     if INTERLEAVED:

@@ -1,4 +1,4 @@
-"""What kernels may take the place of: ordinary tensors, and layers that nothing has been hung on."""
+"""Tells ordinary tensors and unmodified linear layers, which kernels may read and replace, from others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _LINEAR_FORWARD = nn.Linear.forward
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether all are tensors that kernels can read: not distributed ones, nor other subclasses."""
+    """Whether all are tensors or parameters that kernels can read, and not DTensors or other subclasses."""
     return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of torch's and no more, with ordinary weights."""
+    """Whether a module is ``nn.Linear``, no subclass, with ordinary parameters, no hooks, not compiled or patched."""
     if type(module) is not nn.Linear or not is_plain(module.weight):
         return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
     compiled = getattr(module, "_compiled_call_impl", None) is not None
-    of_all = torch.nn.modules.module._has_any_global_hook()
-    return (module.bias is None or is_plain(module.bias)) and not (any(hooks) or replaced or compiled or of_all)
+    global_hooks = torch.nn.modules.module._has_any_global_hook()
+    return (module.bias is None or is_plain(module.bias)) and not (any(hooks) or replaced or compiled or global_hooks)

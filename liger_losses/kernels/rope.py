@@ -1,12 +1,12 @@
 """Rotary position embedding of queries and keys, in one launch.
 
-B sequences, T tokens, Hq and Hk heads, D head size, R <= D rotated dimensions. Backward is another rotation: it needs
-cos and sin, and neither q nor k.
+B sequences, T tokens, Hq and Hk heads, D head size, R <= D rotated dimensions. Backward is the inverse rotation of the
+gradients: it needs cos and sin, but not q and k.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from liger_losses.kernels.rows import power_of_two
 _TILE, _WARPS = 1024, 1
 
 
+class Layout(NamedTuple):
+    """How x is laid out, as in :func:`rope`."""
+
+    interleaved: bool
+    unsqueeze_dim: int
+
+
 def rope(
     q: Tensor,
     k: Tensor,
@@ -29,31 +36,31 @@ def rope(
     unsqueeze_dim: int = 1,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``x cos + rotate(x) sin`` of the first R dimensions of each head; the others pass through.
+    """``x cos + rotate(x) sin`` for the first R dimensions of each head; the other dimensions pass through.
 
-    ``rotate`` turns the halves ``(x1, x2)`` into ``(-x2, x1)``; with ``interleaved``, it does so with each pair
-    ``(x[2i], x[2i+1])``. cos and sin have the full width R in the order of x (halves or pairs holding the same angle
-    twice, as a rule; nothing relies on it).
+    ``rotate`` maps the halves ``(x1, x2)`` to ``(-x2, x1)``; with ``interleaved``, it does so with each pair
+    ``(x[2i], x[2i+1])``. cos and sin have the full width R, in the order of x. Usually they hold each angle twice, once
+    for each half or member of a pair, but nothing relies on it.
 
     Args:
         q: ``[B, Hq, T, D]``, or ``[B, T, Hq, D]`` with ``unsqueeze_dim=2``; any strides.
         k: likewise with Hk heads.
         cos, sin: ``[B, T, R]``, ``[1, T, R]`` or ``[T, R]``, R even.
         interleaved: pairs instead of halves, as in GPT-J and Cohere.
-        unsqueeze_dim: where the heads are, 1 or 2.
-        backend: ``torch`` or ``triton``; chosen from the tensors by default.
+        unsqueeze_dim: the dimension of the heads, 1 or 2.
+        backend: ``torch`` or ``triton``; by default chosen from the tensors.
 
     Returns:
-        ``(q, k)`` rotated, new tensors in the dtype that each promotes to with cos and sin. Triton computes in fp32
+        ``(q, k)`` rotated: new tensors, each in the dtype that it promotes to with cos and sin. Triton computes in fp32
         and rounds once.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that cannot serve the tensors.
+        ValueError: shapes do not fit, or the backend does not support the tensors.
 
     Source: Su et al., arXiv:2104.09864.
     """
     if unsqueeze_dim not in (1, 2):
-        raise ValueError(f"unsqueeze_dim says where the heads are, 1 or 2, got {unsqueeze_dim}.")
+        raise ValueError(f"unsqueeze_dim must be the dimension of the heads, 1 or 2, got {unsqueeze_dim}.")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must have 4 dimensions, got shapes {tuple(q.shape)} and {tuple(k.shape)}.")
     if cos.dim() == 2:
@@ -70,70 +77,57 @@ def rope(
         raise ValueError(
             f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
         )
+    layout = Layout(interleaved, unsqueeze_dim)
     on_triton = choose_backend(backend, (q, k, cos, sin)) == "triton"
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
-        return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore[return-value]
-    return _Rope.apply(q, k, cos, sin, interleaved, unsqueeze_dim, on_triton)
+        return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
+    return _Rope.apply(q, k, cos, sin, layout, on_triton)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        unsqueeze_dim: int,
-        on_triton: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: Layout, on_triton: bool) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.options = interleaved, unsqueeze_dim, on_triton
-        ctx.dtypes = q.dtype, k.dtype
+        ctx.layout, ctx.on_triton, ctx.dtypes = layout, on_triton, (q.dtype, k.dtype)
         with device_of(q):
             if on_triton:
                 dtypes = tuple(torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k))
-                return _rotate_triton(q, k, cos, sin, dtypes, interleaved, unsqueeze_dim, inverse=False)
-            return tuple(_rotate_torch(x, cos, sin, interleaved, unsqueeze_dim) for x in (q, k))  # type: ignore
+                return _rotate_triton(q, k, cos, sin, dtypes, layout)
+            return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: Tensor | None) -> Any:
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
-        interleaved, unsqueeze_dim, on_triton = ctx.options
-        nothing = (None,) * 5
-        either = next((grad for grad in given if grad is not None), None)
-        if either is None:
-            return None, None, *nothing
-        # Where only one was used, the other has no gradient, and no parameter behind it one of 0.
-        grad_q, grad_k = (either if grad is None else grad for grad in given)
-        if on_triton:
-            found = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, interleaved, unsqueeze_dim, inverse=True)
+        no_gradients = (None,) * 4
+        present = next((grad for grad in upstream if grad is not None), None)
+        if present is None:
+            return None, None, *no_gradients
+        # If only one output was used, the other gradient stays None: an optimizer would decay a parameter for a 0.
+        grad_q, grad_k = (present if grad is None else grad for grad in upstream)
+        if ctx.on_triton:
+            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, ctx.layout, inverse=True)
         else:
-            found = tuple(  # type: ignore[assignment]
-                _rotate_torch(grad, cos, sin, interleaved, unsqueeze_dim, inverse=True).to(dtype)
-                for grad, dtype in zip((grad_q, grad_k), ctx.dtypes, strict=True)
-            )
-        return *(None if grad is None else x for grad, x in zip(given, found, strict=True)), *nothing
+            rotated = [_rotate_torch(grad, cos, sin, ctx.layout, inverse=True) for grad in (grad_q, grad_k)]
+            grads = tuple(grad.to(dtype) for grad, dtype in zip(rotated, ctx.dtypes, strict=True))
+        return *(None if old is None else grad for old, grad in zip(upstream, grads, strict=True)), *no_gradients
 
 
 def _turn(x: Tensor, interleaved: bool) -> Tensor:
-    """``(x1, x2)`` to ``(-x2, x1)``."""
+    """Map ``(x1, x2)`` to ``(-x2, x1)``."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
 
-def _rotate_torch(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, inverse: bool = False
-) -> Tensor:
-    """The reference: transformers' formula, or its transpose."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: bool = False) -> Tensor:
+    """Reference implementation: transformers' formula, or its transpose for ``inverse``."""
+    interleaved = layout.interleaved
+    cos, sin = cos.unsqueeze(layout.unsqueeze_dim), sin.unsqueeze(layout.unsqueeze_dim)
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     turned = -_turn(rotated * sin, interleaved) if inverse else _turn(rotated, interleaved) * sin
     rotated = rotated * cos + turned
@@ -146,46 +140,26 @@ def _rotate_triton(
     cos: Tensor,
     sin: Tensor,
     dtypes: tuple[torch.dtype, ...],
-    interleaved: bool,
-    unsqueeze_dim: int,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
+    layout: Layout,
+    inverse: bool = False,
+) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-    # The layout of the inputs where they have no gaps: attention reads what it would have read.
+    # empty_like keeps the layout of dense inputs, so that attention reads the strides that it would have read.
     q_out, k_out = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
-    heads, token = unsqueeze_dim, 3 - unsqueeze_dim
+    heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
     sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
     half = power_of_two(rotated // 2)
+    strided = [(x, x.stride(0), x.stride(token), x.stride(heads)) for x in (q, q_out, k, k_out)]
+    angles = [(x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
     if sequences * tokens * size:
         _rotate_kernel[(sequences * tokens,)](
-            q,
-            q.stride(0),
-            q.stride(token),
-            q.stride(heads),
-            q_out,
-            q_out.stride(0),
-            q_out.stride(token),
-            q_out.stride(heads),
-            k,
-            k.stride(0),
-            k.stride(token),
-            k.stride(heads),
-            k_out,
-            k_out.stride(0),
-            k_out.stride(token),
-            k_out.stride(heads),
-            cos,
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            sin,
-            sin.stride(0) if sin.shape[0] > 1 else 0,
-            sin.stride(1),
+            *[argument for group in (*strided, *angles) for argument in group],
             tokens,
             q.shape[heads],
             k.shape[heads],
             rotated,
             size - rotated,
-            interleaved,
+            layout.interleaved,
             inverse,
             min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
             min(power_of_two(k.shape[heads]), max(1, _TILE // half)),
@@ -203,10 +177,7 @@ def _rotate_heads(
     out,
     out_head_stride,
     heads,
-    cos_1,
-    cos_2,
-    sin_1,
-    sin_2,
+    angles,
     rotated,
     rest,
     INTERLEAVED: tl.constexpr,
@@ -214,7 +185,8 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """All heads of one token."""
+    """All heads of one token: ``y_1 = x_1 cos_1 + x_2 sin_1`` and ``y_2 = x_2 cos_2 + x_1 sin_2``."""
+    cos_1, cos_2, sin_1, sin_2 = angles
     middle = rotated // 2
     for first in range(0, heads, HEADS):
         h = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
@@ -281,9 +253,9 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """One program per token: its angles are read once for all heads of q and k.
+    """One program per token, which reads the token's angles once for all heads of q and k.
 
-    Strides are named after what they step over.
+    ``q_sequence``, ``q_token`` and ``q_head`` are the strides of q from one sequence, token or head to the next.
     """
     sequence = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
@@ -301,44 +273,14 @@ def _rotate_kernel(
     cos_2 = tl.load(cos + at_2, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(sin + at_1, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(sin + at_2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    # What each member is given of the other: the transpose of [[c1, -s1], [s2, c2]] is [[c1, s2], [-s1, c2]].
+    # The formula is y_1 = x_1 cos_1 - x_2 sin_1, y_2 = x_2 cos_2 + x_1 sin_2; its transpose swaps the two sines.
     if INVERSE:
-        of_2 = sin_2
-        of_1 = -sin_1
+        angles = cos_1, cos_2, sin_2, -sin_1
     else:
-        of_2 = -sin_1
-        of_1 = sin_2
-    _rotate_heads(
-        q + sequence * q_sequence + token * q_token,
-        q_head,
-        q_out + sequence * q_out_sequence + token * q_out_token,
-        q_out_head,
-        q_heads,
-        cos_1,
-        cos_2,
-        of_2,
-        of_1,
-        rotated,
-        rest,
-        INTERLEAVED,
-        Q_HEADS,
-        HALF,
-        REST,
-    )
-    _rotate_heads(
-        k + sequence * k_sequence + token * k_token,
-        k_head,
-        k_out + sequence * k_out_sequence + token * k_out_token,
-        k_out_head,
-        k_heads,
-        cos_1,
-        cos_2,
-        of_2,
-        of_1,
-        rotated,
-        rest,
-        INTERLEAVED,
-        K_HEADS,
-        HALF,
-        REST,
-    )
+        angles = cos_1, cos_2, -sin_1, sin_2
+    q += sequence * q_sequence + token * q_token
+    k += sequence * k_sequence + token * k_token
+    q_out += sequence * q_out_sequence + token * q_out_token
+    k_out += sequence * k_out_sequence + token * k_out_token
+    _rotate_heads(q, q_head, q_out, q_out_head, q_heads, angles, rotated, rest, INTERLEAVED, Q_HEADS, HALF, REST)
+    _rotate_heads(k, k_head, k_out, k_out_head, k_heads, angles, rotated, rest, INTERLEAVED, K_HEADS, HALF, REST)

@@ -1,11 +1,13 @@
-"""What kernels over rows share: tensors as rows, tile sizes, and sums of columns in a fixed order.
+"""What kernels over rows share: tensors as rows, tile sizes, launches, and parts of the kernels.
 
-R rows, C columns. A tile is a block of whole rows; C is padded to a power of two in it.
+R rows (all leading dimensions of a tensor), C columns. A tile is a block of whole rows; C is padded to a power of two
+in it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +15,12 @@ from torch import Tensor
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import jit, tl
 
-#: A tile of one row must fit the registers of one program.
+#: A tile of one row must fit in the registers of one program.
 LONGEST_ROW = 65536
-#: Of shared memory, for one program's tiles in flight.
+#: Shared memory that one program's tiles in flight may take.
 SHARED_BYTES = 96 * 1024
+# Measured on an H200: elements of a tile, elements per thread, and programs per multiprocessor.
+_FORWARD_ELEMENTS, _BACKWARD_TILE, _BACKWARD_PROGRAMS = 2048, (4096, 32), 2
 
 
 class Tile(NamedTuple):
@@ -28,56 +32,135 @@ class Tile(NamedTuple):
 
 
 def tile_of(columns: int, elements: int, per_thread: int) -> Tile:
-    """A tile of about ``elements`` elements, ``per_thread`` of them in each thread where 32 warps suffice."""
+    """A tile of about ``elements`` elements, ``per_thread`` of them in each thread unless that takes over 32 warps."""
     width = power_of_two(columns)
     rows = max(1, elements // width)
     return Tile(rows, width, min(32, max(1, rows * width // (32 * per_thread))))
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is no smaller than ``number``."""
     return 1 << max(number - 1, 0).bit_length()
 
 
-def obstacle_of_row(columns: int) -> str | None:
-    """Why the row-wise Triton kernels cannot serve rows of this length, or None."""
+def unsupported_row_length(columns: int) -> str | None:
+    """Why the row-wise Triton kernels do not support rows of this length, or None if they do."""
     return f"rows of {columns} entries are longer than {LONGEST_ROW}" if columns > LONGEST_ROW else None
 
 
+def check_vector(name: str, vector: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless the vector is None or has one entry for each column of ``x``."""
+    if vector is not None and vector.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name} must have one entry for each of the {x.shape[-1]} of x's last dimension, "
+            f"got {tuple(vector.shape)}."
+        )
+
+
 def as_rows(tensor: Tensor) -> Tensor:
-    """``[..., C]`` as ``[R, C]`` with adjacent columns; a copy only where the strides leave no choice."""
+    """``[..., C]`` as ``[R, C]`` with adjacent columns, copied only if the strides require it."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def with_strides(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Kernel arguments: each tensor ``[R, C]`` followed by the stride of its rows, ``None, 0`` for an absent one."""
+    arguments: list[Any] = []
+    for tensor in tensors:
+        arguments += (None, 0) if tensor is None else (tensor, tensor.stride(0))
+    return arguments
+
+
 def wide(tensor: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is fp64: what the torch twins compute in."""
+    """The tensor in fp64 if it is fp64, else in fp32: the dtype that reference implementations compute in."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def as_output(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An autograd function's output, contiguous and in a dtype.
+    """The tensor, contiguous and in ``dtype`` (its own by default), to be returned by an autograd function.
 
-    Nothing is called where nothing changes: torch.compile in torch 2.11 takes the gradient of what
-    ``to`` and ``contiguous`` return unchanged for 0.
+    A tensor that already is both is returned as it is, without a call of ``to`` or ``contiguous``: under torch.compile,
+    torch 2.11 computes a gradient of 0 for an output that such a call returned unchanged.
     """
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def stages_of(tile: Tile, tensors: tuple[Tensor | None, ...]) -> int:
-    """How many tiles ahead the next rows are loaded: as shared memory allows with two programs per multiprocessor."""
-    entry = sum(tensor.element_size() for tensor in tensors if tensor is not None)
-    return 3 if 3 * tile.rows * tile.columns * entry <= SHARED_BYTES else 1
+# --- Launches ---------------------------------------------------------------------------------------------------------
 
 
-def persistent_programs(tiles: int, device: torch.device, per_processor: int) -> int:
-    """How many programs share the tiles: some for each multiprocessor, however many tiles there are."""
-    return min(tiles, processors(device) * per_processor)
+def launch_forward(
+    kernel: Any,
+    per_thread: int,
+    inputs: Sequence[Tensor | None],
+    vectors: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    options: Sequence[Any],
+) -> None:
+    """Launch a kernel with one program per tile of rows.
+
+    Args:
+        kernel: takes the inputs, each with its row stride, the vectors, the outputs, R, C, the options, and the number
+            of rows and columns of a tile.
+        per_thread: elements of a tile that each thread works on.
+        inputs: ``[..., C]``, all of the same shape, or None; the first is not None.
+        vectors: ``[C]``, or None.
+        outputs: contiguous tensors.
+        options: further arguments.
+    """
+    inputs, vectors = _rows_and_vectors(inputs, vectors)
+    rows, columns = inputs[0].shape
+    if rows:
+        tile = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
+        sizes = (rows, columns, *options, tile.rows, tile.columns)
+        kernel[(-(-rows // tile.rows),)](*with_strides(inputs), *vectors, *outputs, *sizes, num_warps=tile.warps)
 
 
-def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
+def _rows_and_vectors(inputs: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:
+    rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
+    return rows, [None if vector is None else vector.contiguous() for vector in vectors]
+
+
+def launch_backward(
+    kernel: Any,
+    inputs: Sequence[Tensor | None],
+    vectors: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    sum_dtypes: Sequence[torch.dtype | None],
+    options: Sequence[Any],
+) -> list[Tensor | None]:
+    """Launch a kernel whose persistent programs share the tiles, and add up the sums over rows that each one writes.
+
+    Args:
+        kernel: takes the inputs, each with its row stride, the vectors, the outputs, ``[programs, C]`` fp32 for each
+            sum (or None), R, C, the number of programs, the options, the number of rows and columns of a tile, and how
+            many tiles ahead rows are loaded.
+        inputs, vectors, options: as in :func:`launch_forward`; vectors may also be ``[R]``.
+        outputs: contiguous tensors, or None.
+        sum_dtypes: the dtype of each sum over rows, or None for one that is not needed.
+
+    Returns:
+        The sums, ``[C]``; the order of summation is always the same.
+    """
+    inputs, vectors = _rows_and_vectors(inputs, vectors)
+    x: Any = inputs[0]
+    rows, columns = x.shape
+    if rows == 0:
+        return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
+    tile = tile_of(columns, *_BACKWARD_TILE)
+    programs = min(-(-rows // tile.rows), processors(x.device) * _BACKWARD_PROGRAMS)
+    partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
+    # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
+    entry_bytes = sum(tensor.element_size() for tensor in inputs if tensor is not None)
+    stages = 3 if 3 * tile.rows * tile.columns * entry_bytes <= SHARED_BYTES else 1
+    sizes = (rows, columns, programs, *options, tile.rows, tile.columns, stages)
+    kernel[(programs,)](*with_strides(inputs), *vectors, *outputs, *partials, *sizes, num_warps=tile.warps)
+    sums = zip(partials, sum_dtypes, strict=True)
+    return [None if partial is None or dtype is None else _column_sums(partial, dtype) for partial, dtype in sums]
+
+
+def _column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """``[P, C]`` fp32 summed over P, always in the same order, and rounded once, to ``[C]``."""
     programs, columns = partial.shape
     out = partial.new_empty(columns, dtype=dtype)
@@ -88,6 +171,9 @@ def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
 @jit(do_not_specialize=["programs"])
 def _column_sums_kernel(partial, out, programs, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -96,3 +182,30 @@ def _column_sums_kernel(partial, out, programs, columns, ROWS: tl.constexpr, COL
         r = start + tl.arange(0, ROWS)[:, None]
         total += tl.load(partial + r.to(tl.int64) * columns + c, mask=(r < programs) & (c < columns), other=0.0)
     tl.store(out + c, tl.sum(total, 0)[None, :].to(out.dtype.element_ty), mask=c < columns)
+
+
+@jit
+def tile_indices(first_row, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row numbers ``[ROWS, 1]`` and column numbers ``[1, COLUMNS]`` of a tile, and the mask of entries that exist."""
+    r = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    return r, c, (r < rows) & (c < columns)
+
+
+@jit
+def load_tile(tensor, stride, r, c, inside):
+    """A tile in fp32, 0 outside of the tensor."""
+    return tl.load(tensor + r * stride + c, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def load_vector(vector, c, columns):
+    """One entry per column in fp32, 0 beyond the last."""
+    return tl.load(vector + c, mask=c < columns, other=0.0).to(tl.float32)
+
+
+@jit
+def store_partial_sum(partial, total, c, columns):
+    """Write this program's sum over the rows of ``total``."""
+    at = tl.program_id(0).to(tl.int64) * columns + c
+    tl.store(partial + at, tl.sum(total, 0)[None, :], mask=c < columns)

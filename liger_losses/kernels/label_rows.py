@@ -184,19 +184,9 @@ def _add_label_rows_kernel(
 
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
-    grad_weight,
-    grad_stride,
-    ordered,
-    source,
-    coef,
-    hidden,
-    hidden_stride,
-    tokens,
-    past_end,
-    hidden_size,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
     first = tl.program_id(0)
     label = tl.load(ordered + first)

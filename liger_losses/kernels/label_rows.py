@@ -55,14 +55,7 @@ def label_logits(
 
 
 def scale_and_add_label_rows(
-    out: Tensor,
-    product: Tensor,
-    scale: Tensor,
-    coef: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    backend: str = "torch",
+    out: Tensor, product: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
 ) -> Tensor:
     """``out_n = scale_n product_n + coef_n weight[labels_n]``, rounded once.
 
@@ -81,16 +74,7 @@ def scale_and_add_label_rows(
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if len(labels):
         _add_label_rows_kernel[(len(labels),)](
-            out,
-            out.stride(0),
-            product,
-            scale,
-            coef,
-            weight,
-            weight.stride(0),
-            labels,
-            product.shape[1],
-            BLOCK=1024,
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024
         )
     return out
 

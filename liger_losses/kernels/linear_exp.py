@@ -221,16 +221,9 @@ class _Run(NamedTuple):
             transform=self.epilogue.transform.for_kernel(),
             PROJECTIONS=projections,
         )
+        limit = None if again else _LARGEST_SUM
         _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
-            partial,
-            self.label_logit,
-            *self.statistics,
-            self.needed,
-            lanes,
-            tokens,
-            None if again else _LARGEST_SUM,
-            BLOCK=128,
-            LANES=32,
+            partial, self.label_logit, *self.statistics, self.needed, lanes, tokens, limit, BLOCK=128, LANES=32
         )
 
 

@@ -124,19 +124,9 @@ def tile_position(tile, row_tiles, column_tiles, group):
 
 @jit
 def project_tile(
-    hidden,
-    weight,
-    hidden_stride,
-    weight_stride,
-    first_row,
-    first_column,
-    tokens,
-    vocab_size,
-    hidden_size,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """A tile of ``hidden @ weight.T``, in fp32; 0 outside of both."""
     z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for k in tl.range(0, hidden_size, BLOCK_H):

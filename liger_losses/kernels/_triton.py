@@ -1,4 +1,4 @@
-"""Triton where it is installed; a package that imports without it."""
+"""Triton if it is installed; the package can be imported without it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ try:
 except ImportError:  # CPU builds of torch, and systems other than Linux
     triton = tl = None  # type: ignore[assignment, unused-ignore]
 
-#: `torch` or `triton` for every kernel, unless a call says otherwise.
+#: Environment variable: `torch` or `triton` for all kernels whose caller chooses no backend.
 BACKEND_VARIABLE = "LIGER_LOSSES_BACKEND"
 BACKENDS = ("torch", "triton")
-
-
 #: Whether kernels run in Triton's interpreter, on any device.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit`` with its options, or the bare function where it will never be launched."""
+    """``triton.jit`` with its options; without Triton, the bare function, which is never launched."""
     if function is None:
         return lambda function: jit(function, **options)
     return function if triton is None else triton.jit(function, **options)
@@ -101,7 +99,7 @@ _NOTHING = nullcontext()
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's, in the forward of a model over several GPUs."""
+    """Make the tensor's device current, where Triton launches: a model may be spread over several GPUs."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return _NOTHING
@@ -109,5 +107,5 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 @cache
 def warn_once(message: str) -> None:
-    """Say so the first time."""
+    """Warn with this message the first time only."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""What the autograd functions share: gradients that have none of their own, and what autocast casts to."""
+"""Shared by the autograd functions: backwards that cannot be differentiated again, and the autocast dtype."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable as _once_differentiable
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``backward`` of which a second derivative is an error.
+    """A ``backward`` that raises when it is differentiated again.
 
-    torch's decorator of this name makes it one only where the upstream gradient has a graph: else, what it returns
-    would count as constant.
+    torch's decorator of this name raises only if the upstream gradient is part of a graph; otherwise the results would
+    silently count as constants.
     """
     inner = _once_differentiable(backward)
 
@@ -29,7 +29,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to on a device, or ``None`` where it is off, or there is none (as for the meta device)."""
+    """The dtype that autocast casts to on a device; ``None`` if it is off, or unavailable (as on the meta device)."""
     kind = device.type
     available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if available else None

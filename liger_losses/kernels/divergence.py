@@ -225,9 +225,13 @@ def _divergence_triton(
 
 
 @jit
-def _side_logits(side, row, at, inside):
-    """A block of a row's logits."""
-    return load_logits(side.projected + row * side.stride, side.bias, at, inside, side.transform)
+def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
+    """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    s = load_logits(student.projected + row * student.stride, student.bias, at, inside, student.transform)
+    t = load_logits(teacher.projected + row * teacher.stride, teacher.bias, at, inside, teacher.transform)
+    return at, inside, s, t
 
 
 @jit
@@ -239,10 +243,7 @@ def _terms(s, t, inside, s_lse, t_lse, series, FORM: tl.constexpr):
     if series.coefficients is not None:
         d = log_p - log_q
         near = tl.abs(d) < series.radius
-        if series.power is not None:
-            q = tl.exp(series.power * log_q)
-        else:
-            q = tl.exp(log_q)
+        q = tl.exp(log_q if series.power is None else series.power * log_q)
         # f begins with d^2, h with d.
         of_f = tl.load(series.coefficients + 8)
         of_h = tl.load(series.coefficients + 17)
@@ -273,25 +274,11 @@ _VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse"]
 
 @jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
 def _divergence_kernel(
-    value,
-    student,
-    teacher,
-    out,
-    out_stride,
-    columns,
-    coef,
-    labels,
-    hard_p,
-    hard_label,
-    hard_lse,
-    temperature,
-    student_lse,
-    teacher_lse,
-    series,
-    FORM: tl.constexpr,
-    BALANCED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    value, student, teacher, out, out_stride, columns,
+    coef, labels, hard_p, hard_label, hard_lse, temperature,
+    student_lse, teacher_lse, series,
+    FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row: its sums from left to right, then its gradient from right to left.
 
     The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
@@ -305,10 +292,7 @@ def _divergence_kernel(
     h_sum = tl.zeros((BLOCK,), tl.float32)
     if out is None or not BALANCED:
         for i in range(blocks):
-            at = i * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _side_logits(student, row, at, inside)
-            t = _side_logits(teacher, row, at, inside)
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
@@ -317,10 +301,7 @@ def _divergence_kernel(
         total = tl.sum(h_sum, 0)
         row_coef = tl.load(coef + row)
         for i in range(blocks):
-            at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _side_logits(student, row, at, inside)
-            t = _side_logits(teacher, row, at, inside)
+            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
             log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
             if BALANCED:
                 f_sum += f
@@ -335,40 +316,24 @@ def _divergence_kernel(
 
 @jit(do_not_specialize_on_alignment=_VECTORS)
 def _cosine_kernel(
-    value,
-    student,
-    teacher,
-    out,
-    out_stride,
-    columns,
-    coef,
-    labels,
-    hard_p,
-    hard_label,
-    hard_lse,
-    temperature,
+    value, student, teacher, out, out_stride, columns,
+    coef, labels, hard_p, hard_label, hard_lse, temperature,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(columns, BLOCK)
     s_sum = tl.zeros((BLOCK,), tl.float32)
     t_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        inside = at < columns
-        s = _side_logits(student, row, at, inside)
-        t = _side_logits(teacher, row, at, inside)
+        at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
         s_sum += s * s  # logits beyond the vocabulary are 0
         t_sum += t * t
     s_scale = 1 / tl.maximum(tl.sqrt(tl.sum(s_sum, 0)), 1e-12)
     t_scale = 1 / tl.maximum(tl.sqrt(tl.sum(t_sum, 0)), 1e-12)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        at = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < columns
-        s = _side_logits(student, row, at, inside)
-        t = _side_logits(teacher, row, at, inside)
+        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
         difference = s * s_scale - t * t_scale
         f_sum += difference * difference / 2
     total = tl.sum(f_sum, 0)
@@ -376,10 +341,7 @@ def _cosine_kernel(
         out += row * out_stride
         row_coef = tl.load(coef + row)
         for i in range(blocks):
-            at = i * BLOCK + tl.arange(0, BLOCK)
-            inside = at < columns
-            s = _side_logits(student, row, at, inside)
-            t = _side_logits(teacher, row, at, inside)
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             unit = s * s_scale
             grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
             _store_gradient(

@@ -55,14 +55,7 @@ def label_logits(
 
 
 def scale_and_add_label_rows(
-    out: Tensor,
-    product: Tensor,
-    scale: Tensor,
-    coef: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    backend: str = "torch",
+    out: Tensor, product: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
 ) -> Tensor:
     """``out_n = scale_n product_n + coef_n weight[labels_n]``, rounded once.
 
@@ -81,16 +74,7 @@ def scale_and_add_label_rows(
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if len(labels):
         _add_label_rows_kernel[(len(labels),)](
-            out,
-            out.stride(0),
-            product,
-            scale,
-            coef,
-            weight,
-            weight.stride(0),
-            labels,
-            product.shape[1],
-            BLOCK=1024,
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024
         )
     return out
 
@@ -184,19 +168,9 @@ def _add_label_rows_kernel(
 
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
-    grad_weight,
-    grad_stride,
-    ordered,
-    source,
-    coef,
-    hidden,
-    hidden_stride,
-    tokens,
-    past_end,
-    hidden_size,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
     first = tl.program_id(0)
     label = tl.load(ordered + first)

@@ -221,16 +221,9 @@ class _Run(NamedTuple):
             transform=self.epilogue.transform.for_kernel(),
             PROJECTIONS=projections,
         )
+        limit = None if again else _LARGEST_SUM
         _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
-            partial,
-            self.label_logit,
-            *self.statistics,
-            self.needed,
-            lanes,
-            tokens,
-            None if again else _LARGEST_SUM,
-            BLOCK=128,
-            LANES=32,
+            partial, self.label_logit, *self.statistics, self.needed, lanes, tokens, limit, BLOCK=128, LANES=32
         )
 
 
@@ -256,18 +249,9 @@ def expm1(x):
 
 @jit(do_not_specialize=["lanes", "tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
-    partial,
-    label_logit,
-    offset,
-    lse,
-    logp,
-    needed,
-    lanes,
-    tokens,
-    limit,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    partial, label_logit, offset, lse, logp, needed, lanes, tokens, limit,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Log-sum-exp and log-probability from the lanes' sums over all columns but the label's.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
@@ -315,20 +299,10 @@ def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, S
 
 @jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])
 def _scales_kernel(
-    scale_out,
-    at_label_out,
-    scaled,
-    hidden,
-    hidden_stride,
-    hidden_size,
-    p_coef,
-    label_coef,
-    offset,
-    lse,
-    logp,
-    transform,
+    scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
+    p_coef, label_coef, offset, lse, logp, transform,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     p_c = tl.load(p_coef + row)
@@ -355,28 +329,10 @@ def _scales_kernel(
     do_not_specialize_on_alignment=["labels", "offset", "partial", "needed", "hidden", "out"],
 )
 def _exponentials_kernel(
-    hidden,
-    weight,
-    hidden_stride,
-    weight_stride,
-    tokens,
-    vocab_size,
-    hidden_size,
-    out,
-    out_stride,
-    bias,
-    labels,
-    offset,
-    partial,
-    needed,
-    group,
-    lanes,
-    transform,
-    PROJECTIONS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    out, out_stride, bias, labels, offset, partial, needed, group, lanes, transform,
+    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
 
     Exponentials are taken and stored in two halves of a tile.

@@ -98,34 +98,12 @@ def linear_softmax_gradient_into(
     do_not_specialize_on_alignment=["hidden", "weight", "out", *GRADIENT_VECTORS],
 )
 def _linear_gradient_kernel(
-    hidden,
-    weight,
-    hidden_stride,
-    weight_stride,
-    tokens,
-    vocab_size,
-    hidden_size,
-    out,
-    out_stride,
-    lse,
-    labels,
-    bias,
-    class_weight,
-    p_coef,
-    p_logp_coef,
-    p_squared_coef,
-    label_coef,
-    uniform_coef,
-    class_coef,
-    first_column,
-    inverse_vocab_size,
-    programs,
-    transform,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    out, out_stride, lse, labels, bias, class_weight,
+    p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef,
+    first_column, inverse_vocab_size, programs, transform,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Persistent programs, which take and store each tile's gradient in two halves."""
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)

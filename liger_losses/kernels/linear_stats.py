@@ -106,26 +106,10 @@ def partial_sums(
     do_not_specialize_on_alignment=["hidden", "labels", "partial", "needed"],
 )
 def _linear_statistics_kernel(
-    hidden,
-    weight,
-    hidden_stride,
-    weight_stride,
-    tokens,
-    vocab_size,
-    hidden_size,
-    labels,
-    bias,
-    class_weight,
-    partial,
-    needed,
-    splits,
-    group,
-    transform,
-    sums,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    labels, bias, class_weight, partial, needed, splits, group, transform, sums,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """One program per tile of tokens and split: it walks the split's columns with the softmax's sums in registers."""
     row_tile, split = tile_position(tl.program_id(0), tl.cdiv(tokens, BLOCK_N), splits, group)
     first_row = row_tile * BLOCK_N
@@ -147,7 +131,8 @@ def _linear_statistics_kernel(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
             BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
-        z = transform_block(z, bias, columns, columns < vocab_size, transform)
+        inside = columns < vocab_size
+        z = transform_block(z, bias, columns, inside, transform)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
-        state = online_step(z, first_column, vocab_size, class_weight, state, sums, 1)
+        state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)
     store_sums(partial + split * tokens + rows, splits * tokens, valid, label_logit, state, sums)

@@ -1,4 +1,4 @@
-"""Matrix products that never round their sums to half precision in between."""
+"""Matrix products whose sums are not rounded to half precision before they are complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
-    """Write ``a @ b`` into ``out``, or add it, with the sum taken at least in fp32.
+    """Write ``a @ b`` into ``out``, or add it to ``out``, with the sum taken at least in fp32.
 
     ``out = a @ b`` or ``out = out + a @ b``
 
@@ -41,10 +41,13 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
 
 
 def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
-    """Start work beside what the caller queues next: on a GPU, the last tiles of one leave processors to the other.
+    """Run ``work`` on a side stream, parallel to the kernels that the caller queues next (on a CPU, at once).
+
+    The tiles of one fill the multiprocessors that the last tiles of the other leave idle.
 
     Returns:
-        What to call before anything that needs the work's results or overwrites its inputs is queued.
+        A function that makes the current stream wait: call it before queueing anything that needs the work's results
+        or overwrites its inputs.
     """
     if device.type != "cuda":
         work()

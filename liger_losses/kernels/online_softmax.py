@@ -115,18 +115,17 @@ def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weigh
 def online_start(zero):
     """The sums of no columns, in the shape of ``zero``: () for one row, ``[R]`` for a tile."""
     # A finite maximum, so that the first rescaling is exp(-huge) = 0 and not exp(-inf + inf).
-    return zero - 3.0e38, zero, zero, zero, zero, zero, tl.zeros((), tl.float32), zero.to(tl.int32)
+    return zero.to(tl.int32), zero, zero, zero, zero - 3.0e38, zero, tl.zeros((), tl.float32), zero
 
 
 @jit
-def online_step(z, first_column, vocab_size, class_weight, state, sums, AXIS: tl.constexpr):
+def online_step(z, first_column, columns, inside, class_weight, state, sums, AXIS: tl.constexpr):
     """Add a block of logits to the sums: ``[C]`` of one row (``AXIS`` 0), or a tile ``[R, C]`` (``AXIS`` 1).
 
-    The sums are relative to the largest logit so far, and are rescaled when it rises. ``class_weight`` is a pointer.
+    The sums are relative to the largest logit so far, and are rescaled when it rises. ``columns [C]``, those ``inside``
+    the vocabulary, begin with ``first_column``; ``class_weight`` is a pointer.
     """
-    top, total, moment, squares, logit_sum, weighted_sum, weight_sum, best = state
-    columns = first_column + tl.arange(0, z.shape[AXIS])
-    inside = columns < vocab_size
+    best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
     if sums.logits is not None:
         logit_sum += tl.sum(tl.where(inside, z, 0.0), AXIS)
     if sums.weighted is not None:
@@ -139,23 +138,20 @@ def online_step(z, first_column, vocab_size, class_weight, state, sums, AXIS: tl
         best = tl.where(block_top > top, first_column + tl.argmax(z, AXIS), best)
     new_top = tl.maximum(top, block_top)
     rescale = tl.exp(top - new_top)
-    if AXIS == 1:
-        z -= new_top[:, None]
-    else:
-        z -= new_top
+    z -= new_top[:, None] if AXIS == 1 else new_top
     e = tl.exp(z)
     if sums.moment is not None:
         moment = rescale * (moment + total * (top - new_top)) + tl.sum(tl.where(e > 0, e * z, 0.0), AXIS)
     if sums.squares is not None:
         squares = squares * rescale * rescale + tl.sum(e * e, AXIS)
     total = total * rescale + tl.sum(e, AXIS)
-    return new_top, total, moment, squares, logit_sum, weighted_sum, weight_sum, best
+    return best, logit_sum, moment, squares, new_top, total, weight_sum, weighted_sum
 
 
 @jit
 def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size):
     """One row's statistics, in the order of :data:`STORED`, ``step`` elements apart."""
-    top, total, moment, squares, logit_sum, weighted_sum, weight_sum, best = state
+    best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
     log_total = tl.log(total)
     lse = top + log_total
     tl.store(out, lse)
@@ -177,7 +173,7 @@ def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size
 @jit
 def store_sums(out, step, valid, label_logit, state, sums):
     """The sums of a tile's rows, in the order of :data:`PARTIAL_SUMS`, ``step`` elements apart."""
-    top, total, moment, squares, logit_sum, weighted_sum, _weight_sum, best = state
+    best, logit_sum, moment, squares, top, total, _weight_sum, weighted_sum = state
     tl.store(out, top, mask=valid)
     tl.store(out + step, total, mask=valid)
     tl.store(out + 2 * step, label_logit, mask=valid)

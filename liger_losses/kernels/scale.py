@@ -1,4 +1,4 @@
-"""Multiply in place by a number that the device holds, for nothing where it is 1."""
+"""Multiply in place by a number on the device; nothing is read or written if it is 1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from liger_losses.kernels._triton import jit, tl, triton
 
 
 def scale_(tensor: Tensor, factor: Tensor, *, backend: str = "torch") -> Tensor:
-    """``tensor *= factor``: the upstream gradient of a loss is 1 in most training, which only the device knows.
+    """``tensor *= factor``. The upstream gradient of a loss is mostly 1, which the host cannot know.
 
     Args:
         tensor: any shape, contiguous, floating point.

@@ -97,7 +97,7 @@ def softmax_gradient_into(
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Gradient of the loss with respect to a slice of projections; see :class:`SoftmaxGradient`.
+    """Gradient of the loss with respect to a slice of the projections; see :class:`SoftmaxGradient`.
 
     Args:
         out: ``[R, C]``, of any floating-point dtype. It may be ``projected`` itself, or lie in the memory of its
@@ -273,26 +273,11 @@ GRADIENT_VECTORS = ["lse", "labels", "bias", "class_weight", *SoftmaxGradient._f
 
 @jit(do_not_specialize=["first_column"], do_not_specialize_on_alignment=GRADIENT_VECTORS)
 def _gradient_kernel(
-    out,
-    out_stride,
-    projected,
-    row_stride,
-    lse,
-    labels,
-    bias,
-    class_weight,
-    p_coef,
-    p_logp_coef,
-    p_squared_coef,
-    label_coef,
-    uniform_coef,
-    class_coef,
-    first_column,
-    columns,
-    inverse_vocab_size,
-    transform,
+    out, out_stride, projected, row_stride, lse, labels, bias, class_weight,
+    p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef,
+    first_column, columns, inverse_vocab_size, transform,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per row, from left to right: a row of ``out`` may begin where its row of projections does."""
     row = tl.program_id(0).to(tl.int64)
     row_lse = tl.load(lse + row)

@@ -102,27 +102,19 @@ def _statistics_triton(
 
 @jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["labels"])
 def _statistics_kernel(
-    projected,
-    row_stride,
-    labels,
-    bias,
-    class_weight,
-    stored,
-    argmax,
-    rows,
-    columns,
-    transform,
-    sums,
+    projected, row_stride, labels, bias, class_weight,
+    stored, argmax, rows, columns, transform, sums,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     projected += row * row_stride
     state = online_start(tl.zeros((), tl.float32))
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = load_logits(projected, bias, at, at < columns, transform)
-        state = online_step(z, start, columns, class_weight, state, sums, 0)
+        inside = at < columns
+        z = load_logits(projected, bias, at, inside, transform)
+        state = online_step(z, start, at, inside, class_weight, state, sums, 0)
     label_logit = load_logits(projected, bias, tl.load(labels + row), True, transform)
     if argmax is not None:
         argmax += row

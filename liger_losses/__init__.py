@@ -1,6 +1,8 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
+from liger_losses import functional
 from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
+from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
     EngineOptions,
     Statistics,
@@ -9,7 +11,8 @@ from liger_losses.chunked.engine.ops import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
-from liger_losses.chunked.losses.base import ChunkedLoss, ChunkedTokenLoss
+from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.completions import Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.distillation import (
@@ -19,13 +22,12 @@ from liger_losses.chunked.losses.distillation import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
-    LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
+from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.losses.policy import (
-    AdaptiveEntropy,
     LigerFusedLinearGRPOLoss,
     PolicyMetrics,
     PolicyMetricsWithoutKL,
@@ -49,7 +51,6 @@ __all__ = [
     "AdaptiveEntropy",
     "AutoLigerModelForCausalLM",
     "ChunkedLoss",
-    "ChunkedTokenLoss",
     "Completions",
     "CrossEntropyOutput",
     "DistillationLoss",
@@ -85,6 +86,7 @@ __all__ = [
     "TeacherLogits",
     "TeacherTopK",
     "UnpairedMetrics",
+    "functional",
     "linear_divergence",
     "linear_divergence_loss",
     "linear_logps",

@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.divergence_block import linear_divergence_loss
 from liger_losses.chunked.engine.ops import Statistics, linear_token_loss
 from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.divergence_functions import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 

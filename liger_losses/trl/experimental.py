@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine.divergence_block import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.divergence_functions import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, allow_materialization
 from liger_losses.patching.lazy_head import force_lazy_head, patch_head
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +157,7 @@ def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weight
 
 
 class CompletionLoss(ChunkedLoss):
-    """Base of losses on completions that may be compared with a reference model.
+    """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
 
     Args:
         ignore_index: label of tokens that carry no loss.
@@ -168,17 +167,12 @@ class CompletionLoss(ChunkedLoss):
         chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
             memory, and there is nothing to compile.
         options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
-    def __init__(
-        self, *, beta: float, average_log_prob: bool | None = False, use_ref_model: bool, compiled: bool, **options: Any
-    ) -> None:
-        self.beta, self.average_log_prob = beta, average_log_prob
-        self.use_ref_model, self.compiled = use_ref_model, compiled
-        super().__init__(**options)
+    beta: float
+    average_log_prob: bool | None = False
+    use_ref_model: bool
+    compiled: bool
 
     @property
     def options(self) -> EngineOptions:

@@ -24,40 +24,11 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class CrossEntropyTerms(NamedTuple):
-    """Each token's cross-entropy and z-loss, and the derivatives of their sum by each statistic."""
+    """Each token's cross-entropy and z-loss ``[n]``, and the derivatives of their sum by each statistic."""
 
     ce: Tensor
     z: Tensor
     derivatives: dict[str, Tensor]
-
-
-def cross_entropy_terms(
-    statistics: Statistics,
-    ce_scale: Tensor,
-    z_scale: Tensor,
-    *,
-    label_weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-) -> CrossEntropyTerms:
-    """Cross-entropy and z-loss with derivatives; formulas at :func:`cross_entropy`.
-
-    Args:
-        statistics: ``logp [n]``; ``mean_logp`` for label smoothing, ``lse`` for the z-loss.
-        ce_scale, z_scale: what each token's terms are multiplied by, ``[]`` or ``[n]``.
-        label_weights, label_smoothing, lse_square_scale: as in :func:`cross_entropy`.
-    """
-    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
-    derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(statistics.logp)}
-    ce = derivatives["logp"] * statistics.logp
-    if label_smoothing:
-        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(statistics.logp)
-        ce = ce + derivatives["mean_logp"] * statistics.mean_logp
-    if statistics.lse is None:
-        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
-    if lse_square_scale:
-        derivatives["lse"] = 2 * lse_square_scale * z_scale * statistics.lse.detach()
-    return CrossEntropyTerms(ce, lse_square_scale * z_scale * statistics.lse.square(), derivatives)
 
 
 def cross_entropy(
@@ -68,29 +39,35 @@ def cross_entropy(
     label_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
-) -> Tensor:
-    """``-(1 - e) c_t logp_t - e mean_logp_t + s lse_t^2`` of each token, with ``e`` the label smoothing.
+    ce_scale: Tensor | None = None,
+    z_scale: Tensor | None = None,
+) -> CrossEntropyTerms:
+    """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
 
     Args:
         logps: ``[n]``, log-probabilities of the labels.
         mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
-        lse: ``[n]``, log-sum-exp of the logits, if ``lse_square_scale`` (z-loss; PaLM, arXiv:2204.02311, section 5).
+        lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
         label_smoothing, lse_square_scale: ``e`` and ``s``.
+        ce_scale, z_scale: what ``ce`` and ``z`` are multiplied by, ``[]`` or ``[n]``, constants; 1 by default.
 
     Returns:
-        ``[n]``.
+        Tokens' terms, differentiable, and their derivatives.
     """
-    statistics, one = Statistics(logp=logps, mean_logp=mean_logps, lse=lse), logps.new_ones(())
-    terms = cross_entropy_terms(
-        statistics,
-        one,
-        one,
-        label_weights=label_weights,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-    )
-    return terms.ce + terms.z
+    ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
+    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
+    derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}
+    ce = derivatives["logp"] * logps
+    if label_smoothing and mean_logps is not None:
+        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
+        ce = ce + derivatives["mean_logp"] * mean_logps
+    if lse is None:
+        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
+    z_scale = logps.new_ones(()) if z_scale is None else z_scale
+    if lse_square_scale:
+        derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
+    return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
@@ -248,20 +225,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def _terms(
         self, values: Statistics, labels: Tensor, ce_total: Tensor, z_total: Tensor, token_weights: Tensor | None
     ) -> CrossEntropyTerms:
-        """:func:`cross_entropy_terms` over their denominators, with token weights and token scaling."""
+        """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
         ce_scale, z_scale = (values.logp.new_ones(()) / total for total in (ce_total, z_total))
         scales = [] if token_weights is None else [token_weights]
         if self.use_token_scaling:
             scales.append(values.logp.detach().exp())
         for scale in scales:
             ce_scale, z_scale = ce_scale * scale, z_scale * scale
-        return cross_entropy_terms(
-            values,
-            ce_scale,
-            z_scale,
+        return cross_entropy(
+            values.logp,
+            mean_logps=values.mean_logp,
+            lse=values.lse,
             label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
             label_smoothing=self.label_smoothing,
             lse_square_scale=self.lse_square_scale,
+            ce_scale=ce_scale,
+            z_scale=z_scale,
         )
 
     def _denominators(

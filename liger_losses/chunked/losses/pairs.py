@@ -106,16 +106,9 @@ class PreferenceLoss(CompletionLoss):
         compiled: bool = False,
         **options: Any,
     ) -> None:
-        self.alpha, self.compute_nll_loss = alpha, compute_nll_loss
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            average_log_prob=average_log_prob,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            compiled=compiled,
-            **options,
-        )
+        self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
+        self.average_log_prob, self.use_ref_model, self.compiled = average_log_prob, use_ref_model, compiled
+        super().__init__(ignore_index=ignore_index, chunk_size=chunk_size, **options)
 
     def check_options(self) -> None:
         super().check_options()

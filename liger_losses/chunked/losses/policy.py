@@ -101,14 +101,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.top_entropy_quantile, self.off_policy_mask_threshold = top_entropy_quantile, off_policy_mask_threshold
         self.entropy_coef = entropy_coef
-        super().__init__(
-            beta=beta,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            temperature=temperature,
-            **options,
-        )
+        self.beta, self.use_ref_model, self.compiled = beta, use_ref_model, compiled
+        super().__init__(chunk_size=chunk_size, temperature=temperature, **options)
 
     def check_options(self) -> None:
         super().check_options()

@@ -125,21 +125,34 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """Base of losses on single completions; the module's docstring has the formula.
 
     Args:
-        loss_type: one of :data:`LOSSES`.
+        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size: as in
+            :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
+        loss_type: one of :attr:`loss_types`; the first by default.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
-        options: as in :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
+        options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     metrics = ("mean_logit",)
-    #: What :attr:`loss_type` may be.
     loss_types: tuple[str, ...] = tuple(LOSSES)
 
     def __init__(
-        self, *, loss_type: str, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, **options: Any
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int | None = None,
+        *,
+        loss_type: str | None = None,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **options: Any,
     ) -> None:
-        self.loss_type = loss_type
+        self.beta, self.loss_type = beta, self.loss_types[0] if loss_type is None else loss_type
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
-        super().__init__(**options)
+        self.average_log_prob, self.use_ref_model, self.compiled = average_log_prob, use_ref_model, compiled
+        super().__init__(ignore_index=ignore_index, chunk_size=chunk_size, **options)
 
     def check_options(self) -> None:
         super().check_options()
@@ -212,37 +225,14 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     the gradient. ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
 
     Args:
-        ignore_index, beta, average_log_prob, use_ref_model, chunk_size, compiled: as in
-            :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
+        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size: as in
+            :class:`liger_losses.chunked.losses.completions.CompletionLoss`; no reference by default.
         loss_type: ``kto`` or ``apo_zero_unpaired``.
         desirable_weight, undesirable_weight: ``w`` of each kind; see the paper's eq. 9 for unbalanced data.
         options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     loss_types = ("kto", "apo_zero_unpaired")
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int | None = None,
-        *,
-        loss_type: str = "kto",
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            loss_type=loss_type,
-            ignore_index=ignore_index,
-            beta=beta,
-            average_log_prob=average_log_prob,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            compiled=compiled,
-            **options,
-        )
 
     def forward(  # type: ignore[override]
         self,
@@ -349,20 +339,10 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         beta: float = 0.1,
         compiled: bool = True,
         use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int | None = None,
+        *arguments: Any,
         **options: Any,
     ) -> None:
-        super().__init__(
-            loss_type="bco",
-            ignore_index=ignore_index,
-            beta=beta,
-            average_log_prob=average_log_prob,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            compiled=compiled,
-            **options,
-        )
+        super().__init__(ignore_index, beta, compiled, use_ref_model, *arguments, **options)
         self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 

@@ -30,6 +30,7 @@ from liger_losses import (
     Teacher,
     TeacherTopK,
 )
+from liger_losses.chunked.engine import Tokens
 
 B, T, H, V = 4, 7, 12, 37
 g = torch.Generator().manual_seed(3)
@@ -371,6 +372,24 @@ def test_each_head_is_made_once(loss, call, monkeypatch):
     heads = 1 if call in (cross_entropy, from_sparse) or not getattr(loss, "use_ref_model", True) else 2
     assert len(made) == heads
     assert len({id(weight) for weight in made}) == heads
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [case for case in HEADS if case[1] in (pairs, unpaired, policy)],
+    ids=["dpo", "orpo", "kto", "grpo"],
+)
+def test_policy_and_reference_share_one_selection_of_tokens(loss, call, monkeypatch):
+    """It costs a host synchronization."""
+    selected, select = [], Tokens.select.__func__
+
+    def counted(cls, *arguments, **options):
+        selected.append(arguments)
+        return select(cls, *arguments, **options)
+
+    monkeypatch.setattr(Tokens, "select", classmethod(counted))
+    call(loss)
+    assert len(selected) == 1
 
 
 def test_native_forms_take_heads():

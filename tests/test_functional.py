@@ -59,7 +59,7 @@ def test_dpo_loss(loss_type, formula):
 
 def test_dpo_loss_of_several_types_and_what_it_needs():
     chosen, rejected, *refs = sums()
-    nll = randn(seed=5).abs()
+    nll = randn(1, seed=5).abs()[0]
     both = functional.dpo_loss(
         chosen, rejected, *refs, loss_type=("sigmoid", "sft"), loss_weights=(0.8, 0.1), chosen_nll=nll
     )
@@ -238,7 +238,7 @@ def test_preference_classes_equal_their_functions():
     marks = torch.tensor([True, False, True, True])
     total, ref_total = torch.cat(policy), torch.cat(reference)
     arguments = (hidden, weight, labels, None, marks, ref_hidden, ref_weight)
-    kto = liger_losses.LigerFusedLinearKTOLoss(use_ref_model=True)(*arguments, 0.2)[0]
+    kto = liger_losses.LigerFusedLinearKTOLoss(use_ref_model=True)(*arguments, kl=0.2)[0]
     bco = liger_losses.LigerFusedLinearBCOLoss().eval()(*arguments)[0]
     torch.testing.assert_close(kto, functional.kto_loss(total, ref_total, marks, 0.2).mean().float())
     torch.testing.assert_close(bco, functional.bco_loss(total, ref_total, marks).mean().float())

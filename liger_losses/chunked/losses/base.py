@@ -59,7 +59,7 @@ class ChunkedLoss(nn.Module):
         self.ignore_index, self.shift, self.compact = ignore_index, shift, compact
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
         self.workspace, self.chunk_size, self.accum_dtype, self.backend = workspace, chunk_size, accum_dtype, backend
-        # Subclasses assign their own attributes before they call this constructor, so that all are checked here.
+        # Subclasses assign their options before they call this constructor, so that all are checked together here.
         self.check_options()
 
     def __setattr__(self, name: str, value: Any) -> None:

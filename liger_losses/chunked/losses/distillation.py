@@ -187,20 +187,20 @@ class DistillationLoss(ChunkedLoss):
 
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "divergence_weight": weights["divergence"]}
-        # The hard loss is of another temperature where the divergence's is not 1, and takes another pass.
-        hard_here, hard_apart = "logp" in weights and self.temperature == 1.0, self.temperature != 1.0
+        # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
+        with_hard = "logp" in weights and self.temperature == 1.0
         loss, found = linear_token_loss(
             call.hidden_states,
             call.head.with_fields(transform=_at_temperature(call.head.transform, self.temperature)),
             tokens,
             token_loss,
-            ("selected_logps", "logp") if hard_here else ("selected_logps",),
-            token_inputs={**inputs, "logp_weight": weights["logp"]} if hard_here else inputs,
+            ("selected_logps", "logp") if with_hard else ("selected_logps",),
+            token_inputs={**inputs, "logp_weight": weights["logp"]} if with_hard else inputs,
             selected=teacher.indices,
             options=self.options,
         )
         logp = found.logp
-        if "logp" in weights and hard_apart:
+        if "logp" in weights and not with_hard:
             hard_loss, statistics = linear_token_loss(
                 call.hidden_states,
                 call.head,

@@ -278,7 +278,8 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
     Meng et al. 2024, arXiv:2405.14734, eq. 6. It is :class:`LigerFusedLinearCPOLoss` with ``loss_type="simpo"``.
 
     Args:
-        ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size, options: as there.
+        ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size, options: as in
+            :class:`LigerFusedLinearCPOLoss`.
     """
 
     def __init__(

@@ -376,7 +376,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         """The loss of completions, in one of the three forms of :meth:`LigerFusedLinearKTOLoss.forward`.
 
         Args:
-            _input, lin_weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, ref_logps: as there.
+            _input, lin_weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, ref_logps: as in KTO.
             sample_weights: ``[B]``, desirable completions first if the two kinds were given separately: density ratios
                 of undesirable prompts, for example (the paper's section 4.3).
 

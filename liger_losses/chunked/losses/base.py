@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
 
-_Options = TypeVar("_Options")
 _UNSET = object()
 
 
@@ -40,6 +39,8 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
+    #: Whether :attr:`chunk_size` counts tokens. liger-kernel's counts completions in some losses, and is ignored there.
+    chunks_are_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -84,13 +85,14 @@ class ChunkedLoss(nn.Module):
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
+        chunk_size = self.chunk_size if self.chunks_are_tokens else None
         return EngineOptions(
-            self.ignore_index, self.compact, self.workspace, self.chunk_size, self.accum_dtype, self.backend
+            self.ignore_index, self.compact, self.workspace, chunk_size, self.accum_dtype, self.backend
         )
 
-    def read_attributes(self, kind: type[_Options]) -> _Options:
-        """A dataclass made from the attributes that bear its fields' names."""
-        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+    def attributes_of(self, options: type) -> dict[str, Any]:
+        """The attributes that bear the names of a dataclass's fields."""
+        return {field.name: getattr(self, field.name) for field in fields(options)}
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""

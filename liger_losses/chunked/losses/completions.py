@@ -169,19 +169,15 @@ class CompletionLoss(ChunkedLoss):
         options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
+    chunks_are_tokens = False
     beta: float
     average_log_prob: bool | None = False
     use_ref_model: bool
     compiled: bool
 
-    @property
-    def options(self) -> EngineOptions:
-        """How the engine streams; liger-kernel's ``chunk_size`` counts completions and is not passed on."""
-        return replace(super().options, chunk_size=None)
-
     def check_options(self) -> None:
         super().check_options()
-        _ = super().options  # checks chunk_size too
+        EngineOptions(chunk_size=self.chunk_size)
 
     @property
     def averages(self) -> bool:
@@ -226,11 +222,11 @@ class CompletionLoss(ChunkedLoss):
         Returns:
             Each group's log-probabilities, and the statistics of ``extra``.
         """
-        others = [] if extra is None else [extra]
-        tokens = batch.select(self.options, [other.labels for other in others])
-        reference = batch.reference_logps(tokens, self.options)
+        others, options = [] if extra is None else [extra], self.options
+        tokens = batch.select(options, [other.labels for other in others])
+        reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
-        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=self.options)
+        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         weights = self.token_weights(masks)
         groups = [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head, Statistics, Tokens, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
 from liger_losses.chunked.losses.completions import CompletionBatch, CompletionLoss
@@ -23,7 +23,6 @@ from liger_losses.chunked.losses.policy_objectives import (
     coupled_loss,
     high_entropy_mask,
     k3,
-    normalized_mask,
     policy_terms,
 )
 
@@ -121,7 +120,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     @property
     def policy(self) -> PolicyOptions:
         """The options of :func:`liger_losses.functional.grpo_loss`."""
-        return self.read_attributes(PolicyOptions)
+        return PolicyOptions(**self.attributes_of(PolicyOptions))
 
     @property
     def needs_reference(self) -> str | None:
@@ -188,21 +187,23 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias)
-        tokens = batch.select(self.options)
+        options = self.options
+        tokens = batch.select(options)
         if self.beta:
-            (ref_per_token_logps,) = batch.reference_logps(tokens, self.options)
+            (ref_per_token_logps,) = batch.reference_logps(tokens, options)
         inputs = PolicyInputs.of(
+            self.policy,
             mask,
             advantages,
+            num_items_in_batch,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
             sampling_per_token_logps=sampling_per_token_logps,
             vllm_is_ratio=vllm_is_ratio,
         )
-        weights = normalized_mask(mask, self.policy, num_items_in_batch)
-        separable = self.policy.separable and self.top_entropy_quantile == 1.0
+        separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
-        loss, logps = compute(head, _input, tokens, inputs, weights)
+        loss, logps = compute(head, _input, tokens, inputs, options)
         return loss.float(), self._metrics(logps, inputs)
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -236,11 +237,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             self.entropy_coef.observe(entropy_sum, tokens)
 
     def _one_pass(
-        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, weights: Tensor
+        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
-        options, mask = self.policy, inputs.mask
-        coef = self._coef / mask.sum().clamp(min=1) if self._has_bonus else None
+        coef = self._coef / inputs.mask.sum().clamp(min=1) if self._has_bonus else None
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
         given = {name: value for name, value in optional.items() if value is not None}
 
@@ -254,7 +254,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             is_ratio: Tensor | None = None,
         ) -> Tensor:
             log_ratio = s.logp - (s.logp.detach() if old is None else old)
-            losses = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, options)
+            losses = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, inputs.options)
             return losses if coef is None else losses - coef * s.entropy
 
         loss, found = linear_token_loss(
@@ -263,15 +263,15 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             tokens,
             token_loss,
             ("logp", "entropy") if self._has_bonus else ("logp",),
-            token_inputs={"weights": weights, "advantages": inputs.advantages, **given},
-            options=self.options,
+            token_inputs={"weights": inputs.weights, "advantages": inputs.advantages, **given},
+            options=options,
         )
         if self._has_bonus:
-            self._observe(found.entropy.sum(), mask.sum())
+            self._observe(found.entropy.sum(), inputs.mask.sum())
         return loss, found.logp
 
     def _two_passes(
-        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, weights: Tensor
+        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics."""
         (found,) = linear_statistics(
@@ -280,12 +280,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             tokens,
             ("logp", "entropy") if self._has_bonus else ("logp",),
             metrics=("entropy",) if self.top_entropy_quantile < 1.0 else (),
-            options=self.options,
+            options=options,
         )
         acting = inputs.mask
         if self.top_entropy_quantile < 1.0:
             acting = high_entropy_mask(found.entropy, acting, self.top_entropy_quantile)
-        loss = coupled_loss(found.logp, inputs, weights, self.policy, acting)
+        loss = coupled_loss(found.logp, inputs, acting)
         if self._has_bonus:
             total, count = (found.entropy * acting).sum(), acting.sum()
             loss = loss - self._coef * total / count.clamp(min=1)
@@ -294,7 +294,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     @torch.no_grad()
     def _metrics(self, logps: Tensor, inputs: PolicyInputs) -> PolicyMetrics | PolicyMetricsWithoutKL:
-        clip_ratio, ratio = clip_fraction(inputs.log_ratio(logps), inputs, self.policy)
+        clip_ratio, ratio = clip_fraction(logps, inputs)
         if not self.beta:
             return PolicyMetricsWithoutKL(clip_ratio)
         kl = torch.zeros_like(logps) if inputs.ref_logps is None else k3(inputs.ref_logps - logps)

@@ -208,7 +208,9 @@ class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``, 0 where the mask is false.
 
     Args:
+        options: which loss.
         mask: bool, true for completion tokens.
+        weights: of each token in the loss.
         advantages: of each token.
         old_logps, ref_logps, sampling_logps: log-probabilities under the policy that the ratio is to (the current one
             by default), the reference, and the sampler (the old policy by default).
@@ -216,7 +218,9 @@ class PolicyInputs:
         is_ratio: the same as it was given, ``[B, 1]`` or ``[B, T]``.
     """
 
+    options: PolicyOptions
     mask: Tensor
+    weights: Tensor
     advantages: Tensor
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
@@ -227,23 +231,30 @@ class PolicyInputs:
     @classmethod
     def of(
         cls,
+        options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
+        num_items_in_batch: Tensor | float | None,
         *,
         old_per_token_logps: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
         sampling_per_token_logps: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
     ) -> PolicyInputs:
-        """Check shapes, and drop what padding holds, which may be NaN."""
+        """Check shapes, drop what padding holds, which may be NaN, and compute the weights."""
 
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
             return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
 
         check_tensor("advantages", advantages)
+        normalizer = LOSS_TYPES[options.loss_type][1]
+        # Only losses that divide by it synchronize all processes.
+        items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
         return cls(
+            options,
             mask,
+            NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items),
             masked("advantages", advantages, column=True),
             masked("old_per_token_logps", old_per_token_logps),
             masked("ref_per_token_logps", ref_per_token_logps),
@@ -307,11 +318,9 @@ def policy_terms(
     return o.beta * (kl * _ratio(log_ratio) if o.use_bias_correction_kl else kl) - objective
 
 
-def coupled_loss(
-    logps: Tensor, inputs: PolicyInputs, weights: Tensor, o: PolicyOptions, acting: Tensor | None = None
-) -> Tensor:
-    """:func:`grpo_loss` of checked inputs with the weights ``[B, T]`` of :data:`NORMALIZERS`."""
-    mask = inputs.mask
+def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
+    """:func:`grpo_loss` of checked inputs."""
+    o, mask = inputs.options, inputs.mask
     number, log_ratio = mask.float(), inputs.log_ratio(logps)
     acting = mask if acting is None else acting
     if o.off_policy_mask_threshold is not None:
@@ -323,15 +332,7 @@ def coupled_loss(
     if o.loss_type == "vespo":
         advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o)
     level = RATIOS[o.importance_sampling_level](log_ratio, number)
-    return (weights * policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)).sum()
-
-
-def normalized_mask(mask: Tensor, o: PolicyOptions, num_items_in_batch: Tensor | float | None = None) -> Tensor:
-    """The weight ``[B, T]`` of each token; arguments as in :func:`grpo_loss`."""
-    normalizer = LOSS_TYPES[o.loss_type][1]
-    # Only losses that divide by it synchronize all processes.
-    items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
-    return NORMALIZERS[normalizer](mask.float(), o.max_completion_length, items)
+    return (inputs.weights * policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)).sum()
 
 
 def grpo_loss(
@@ -371,23 +372,24 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    o, mask = PolicyOptions(**options), mask != 0
     inputs = PolicyInputs.of(
-        mask,
+        PolicyOptions(**options),
+        mask != 0,
         advantages,
+        num_items_in_batch,
         old_per_token_logps=old_logps,
         ref_per_token_logps=ref_logps,
         sampling_per_token_logps=sampling_logps,
         vllm_is_ratio=is_ratio,
     )
-    return coupled_loss(logps, inputs, normalized_mask(mask, o, num_items_in_batch), o, acting)
+    return coupled_loss(logps, inputs, acting)
 
 
 @torch.no_grad()
-def clip_fraction(log_ratio: Tensor, inputs: PolicyInputs, o: PolicyOptions) -> tuple[Tensor, Tensor]:
+def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
-    number = inputs.mask.float()
-    ratio = _ratio(RATIOS[o.importance_sampling_level](log_ratio, number))
+    o, number = inputs.options, inputs.mask.float()
+    ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), number))
     cut = _CUT.get(LOSS_TYPES[o.loss_type][0])
     clipped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask
     return clipped.sum() / number.sum().clamp(min=1), ratio

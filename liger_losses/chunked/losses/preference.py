@@ -189,7 +189,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     @property
     def loss_options(self) -> DPOOptions:
         """The options of :func:`dpo_loss`."""
-        return self.read_attributes(DPOOptions)
+        return DPOOptions(**self.attributes_of(DPOOptions))
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -197,7 +197,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
-        return dpo_loss(**vars(pairs), **vars(self.loss_options))
+        return dpo_loss(**vars(pairs), **self.attributes_of(DPOOptions))
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         if not self.use_weighting:

@@ -1,4 +1,4 @@
-"""A preference loss of one's own, in about 15 lines: the engine, both call forms, metrics and checks come with it.
+"""Write your own preference loss in under 10 lines; call forms, metrics, checks and memory bounds are inherited.
 
 Cal-DPO (arXiv:2412.14516) adds to DPO a calibration term that pulls the chosen reward to +1/2 and the rejected one
 to -1/2. A second loss shows the general base class: any function of per-token statistics.

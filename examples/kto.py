@@ -1,6 +1,6 @@
 """Fine-tune on single completions, each marked good or bad, with KTO: a plain loop, no trainer.
 
-The bundled preference pairs are taken apart: of every pair, one completion is kept. Prints the loss, the estimate of
+Uses one completion of each of the bundled preference pairs. Prints the loss, the estimate of
 the divergence, and the implicit rewards of held-out completions before and after.
 
     python examples/kto.py
@@ -85,10 +85,10 @@ def main():
 
     loss_function = LigerFusedLinearKTOLoss(beta=args.beta, use_ref_model=True, shift=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    # The reference is the model as it starts; what it thinks of each completion is computed once.
+    # The reference is the initial model; its log-probability of each completion is computed once.
     chunks = [slice(i, i + args.batch_size) for i in range(0, needed, args.batch_size)]
     reference = [logps(model, rows[chunk], device) for chunk in chunks]
-    # Each prompt with the completion of the one before it in its batch: the same policy on what it would not say.
+    # Each prompt with the completion of the prompt before it in its batch: mismatched completions for the KL term.
     shifted = []
     for chunk in chunks:
         batch = texts[chunk]

@@ -1,8 +1,8 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
+from liger_losses import functional
 from liger_losses.chunked.engine import (
     EngineOptions,
-    Head,
     Statistics,
     Teacher,
     TeacherLogits,
@@ -13,7 +13,9 @@ from liger_losses.chunked.engine import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.losses.base import ChunkedLoss, ChunkedTokenLoss
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.completions import Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.distillation import (
@@ -23,13 +25,12 @@ from liger_losses.chunked.losses.distillation import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
-    LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
+from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.losses.policy import (
-    AdaptiveEntropy,
     LigerFusedLinearGRPOLoss,
     PolicyMetrics,
     PolicyMetricsWithoutKL,
@@ -53,7 +54,6 @@ __all__ = [
     "AdaptiveEntropy",
     "AutoLigerModelForCausalLM",
     "ChunkedLoss",
-    "ChunkedTokenLoss",
     "Completions",
     "CrossEntropyOutput",
     "DistillationLoss",
@@ -89,6 +89,7 @@ __all__ = [
     "TeacherLogits",
     "TeacherTopK",
     "UnpairedMetrics",
+    "functional",
     "linear_divergence",
     "linear_divergence_loss",
     "linear_logps",

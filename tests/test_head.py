@@ -98,7 +98,7 @@ def test_what_makes_no_head():
 
 
 def test_a_teacher_has_a_head_of_its_own():
-    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    hidden, weight, labels, _ = problem(20, 8, 31)
     states, other, _, other_bias = problem(20, 12, 31, bias=True, seed=3)
     divergence = liger_losses.Divergence.forward_kl()
     transform = LogitTransform(logit_scale=1.2, softcap=5.0)

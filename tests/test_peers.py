@@ -10,7 +10,7 @@ from liger_losses import (
     LigerFusedLinearSimPOLoss,
     linear_statistics,
 )
-from liger_losses.chunked.losses.preference import DPO_LOSSES
+from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from tests.reference import problem
 
 

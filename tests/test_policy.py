@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss
-from liger_losses.chunked.losses.policy import LOSS_TYPES, PolicyOptions, vespo_weights
+from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES, PolicyOptions, vespo_weights
 from tests.reference import plain_statistics
 
 B, T, H, V = 4, 7, 16, 37

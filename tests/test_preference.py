@@ -15,7 +15,7 @@ from liger_losses import (
     Pairs,
     PreferenceLoss,
 )
-from liger_losses.chunked.losses.preference import DPO_LOSSES, F_DIVERGENCES, DPOOptions, Scores
+from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions, Scores
 from tests.reference import plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37

@@ -279,7 +279,7 @@ def make_call(
         labels = (labels,) if alone else tuple(labels)
     compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
     shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
-    vocab_size = _check_query(query, head, hidden, shapes)
+    vocab_size = _check_query(query, head, shapes)
     tokens = labels
     if not isinstance(tokens, Tokens):
         tokens = Tokens.select(
@@ -346,7 +346,7 @@ def make_call(
     return call, hidden
 
 
-def _check_query(query: Query, head: Head, hidden: Sequence[Tensor], shapes: Sequence[torch.Size]) -> int:
+def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     """Raise TypeError or ValueError for a query that does not fit; return the number of columns it is about."""
     check_vector("class_weight", query.class_weight, head.weight)
     names: tuple[str, ...] = _DIFFERENTIABLE
@@ -356,7 +356,7 @@ def _check_query(query: Query, head: Head, hidden: Sequence[Tensor], shapes: Seq
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:
         names, metrics = ("divergence", "logp"), ("entropy",)
-        vocab_size = _check_comparison(query, head, hidden[0])
+        vocab_size = _check_comparison(query, head, shapes[0])
     beside = "" if query.selected is None else " beside selected_logps"
     check_names(query.statistics, names, f"differentiable statistic{beside}")
     check_names(query.metrics, metrics, "statistic")
@@ -367,7 +367,7 @@ def _check_query(query: Query, head: Head, hidden: Sequence[Tensor], shapes: Seq
     return vocab_size
 
 
-def _check_comparison(query: Query, head: Head, hidden_states: Tensor) -> int:
+def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     comparison = query.comparison
     assert comparison is not None
     if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
@@ -383,7 +383,7 @@ def _check_comparison(query: Query, head: Head, hidden_states: Tensor) -> int:
                 f"the temperature of the {whose}'s transform must be 1, got {either.transform.temperature}; give "
                 "temperature= instead, which divides both models' logits."
             )
-    comparison.teacher.check(hidden_states[..., 0], head.weight)
+    comparison.teacher.check(shape, head)
     return min(head.vocab_size, comparison.teacher.vocab_size)
 
 

@@ -150,8 +150,3 @@ def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
             "Cast one side, or run under torch.autocast."
         )
     return dtypes.pop()
-
-
-def check_head(hidden_states: Any, weight: Any, labels: Any, bias: Any = None) -> torch.dtype:
-    check_weight(weight, bias)
-    return check_inputs(hidden_states, weight, bias, labels)

@@ -1,36 +1,39 @@
-"""What a student is distilled from: hidden states and a head, logits, or the log-probabilities of the likeliest tokens.
+"""What a student is distilled from: hidden states and a head, logits, or log-probabilities of the most likely tokens.
 
-T tokens given, Ht the teacher's hidden size, Vt its vocabulary size, k columns of a sparse teacher.
-
-A vocabulary may be padded, the teacher's or the student's: the columns that both have are compared, and the others
-carry no probability on either side.
+Ht is the teacher's hidden size, Vt its vocabulary size, k the number of a sparse teacher's columns. Either vocabulary
+may be padded: the columns that both models have are compared, and the others carry no probability on either side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: What becomes of the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
+#: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Teacher:
-    """Hidden states and head: the teacher's logits are computed block by block, and never all there.
+    """Hidden states and a head: the teacher's logits are computed block by block and never materialized.
 
     Args:
         hidden_states: ``[..., Ht]``, one for each of the student's.
-        weight: ``[Vt, Ht]``, the teacher's ``lm_head``.
-        bias: ``[Vt]``.
+        weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`; read
+            back, it is the tensor.
+        bias: ``[Vt]``, for a weight without one of its own.
         logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
+
+    Raises:
+        TypeError, ValueError: a module that is not a linear layer, or a bias, scale or soft-cap that is given twice.
     """
 
     hidden_states: Tensor
@@ -39,46 +42,44 @@ class Teacher:
     logit_scale: float = 1.0
     softcap: float | None = None
 
-    @property
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, (nn.Module, Head)):
+            head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+            fields = {"weight": head.weight, "bias": head.bias, "head": head}
+            transform = {"logit_scale": head.transform.logit_scale, "softcap": head.transform.softcap}
+            self.__dict__.update(fields | transform)
+
+    @cached_property
     def head(self) -> Head:
-        return Head(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+        """The teacher's head, checked when it is first read."""
+        try:
+            return Head(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"of the teacher: {error}") from None
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        """Vt."""
+        return self.head.vocab_size
 
-    def check(self, labels: Tensor, student_weight: Tensor) -> None:
-        """Raise TypeError or ValueError for what does not fit the student's labels ``[...]`` and weight."""
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
+        head = self.head
         check_tensor("the teacher's hidden_states", self.hidden_states)
-        check_tensor("the teacher's weight", self.weight)
-        if self.weight.dim() != 2 or self.hidden_states.dim() < 2 or 0 in self.weight.shape:
-            raise ValueError(
-                "a teacher has hidden_states [..., hidden_size] and a weight [vocab_size, hidden_size], got "
-                f"{tuple(self.hidden_states.shape)} and {tuple(self.weight.shape)}."
-            )
-        if self.hidden_states.shape[-1] != self.weight.shape[1]:
+        if self.hidden_states.dim() < 2 or self.hidden_states.shape[-1] != head.hidden_size:
             raise ValueError(
                 f"the teacher's hidden_states {tuple(self.hidden_states.shape)} do not fit its weight "
-                f"{tuple(self.weight.shape)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
+                f"{tuple(head.weight.shape)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
             )
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(
-                f"the teacher's bias must be [{self.vocab_size}], one value per row of its weight, got "
-                f"{tuple(self.bias.shape)}."
-            )
-        for name, tensor in (("hidden_states", self.hidden_states), ("weight", self.weight)):
-            if not tensor.is_floating_point():
-                raise TypeError(f"the teacher's {name} must be floating point, got {tensor.dtype}.")
-        _check_tokens("hidden_states", self.hidden_states.shape[:-1], labels)
-        check_device(student_weight, teacher_hidden_states=self.hidden_states, teacher_weight=self.weight)
-
-    def transform(self, temperature: float) -> LogitTransform:
-        return LogitTransform(temperature, self.logit_scale, self.softcap)
+        if not self.hidden_states.is_floating_point():
+            raise TypeError(f"the teacher's hidden_states must be floating point, got {self.hidden_states.dtype}.")
+        states = {"teacher_hidden_states": self.hidden_states, "teacher_weight": head.weight}
+        _check_fits("hidden_states", self.hidden_states.shape[:-1], tokens, student, **states)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeacherLogits:
-    """Logits that are there, or that come when they are asked for.
+    """Logits that are in memory, or that a function returns when they are needed.
 
     Args:
         logits: ``[..., Vt]``, one row for each of the student's hidden states; or a function from positions
@@ -91,28 +92,24 @@ class TeacherLogits:
 
     @property
     def vocab_size(self) -> int:
+        """Vt."""
         if isinstance(self.logits, Tensor):
             return self.logits.shape[-1]
         if self.columns is None:
             raise ValueError("TeacherLogits from a function needs columns=, the width of what it returns.")
         return self.columns
 
-    @property
-    def bias(self) -> None:
-        return None
-
-    def check(self, labels: Tensor, student_weight: Tensor) -> None:
-        """Raise TypeError or ValueError for what does not fit the student's labels ``[...]`` and weight."""
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         if self.vocab_size < 1:
             raise ValueError("the teacher's logits have no columns.")
         if isinstance(self.logits, Tensor):
             if not self.logits.is_floating_point():
                 raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
-            _check_tokens("logits", self.logits.shape[:-1], labels)
-            check_device(student_weight, teacher_logits=self.logits)
+            _check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
 
     def rows(self, positions: Tensor) -> Tensor:
-        """The logits ``[n, Vt]`` of some positions ``[n]``."""
+        """The logits ``[n, Vt]`` at some positions ``[n]``."""
         if isinstance(self.logits, Tensor):
             return self.logits[torch.unravel_index(positions, self.logits.shape[:-1])]
         found = self.logits(positions)
@@ -123,30 +120,24 @@ class TeacherLogits:
             )
         return found.detach()
 
-    def transform(self, temperature: float) -> LogitTransform:
-        return LogitTransform(temperature)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeacherTopK:
-    """Log-probabilities of each token's k likeliest columns, as servers and files give them.
+    """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
 
     Args:
         logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the distillation's temperature.
-        indices: ``[..., k]`` int64, which columns; no column twice in a row of tokens that carry loss.
-        tail: what becomes of the rest. ``bucket``: all other columns are one more, with the probability that the
-            student and the teacher leave to them. ``renormalize``: both softmaxes are taken over the k columns alone.
+        indices: ``[..., k]`` int64, which columns; no column twice for a token that carries loss.
+        tail: what is done with the rest. ``bucket``: the remaining probability of student and teacher is pooled into
+            one extra class. ``renormalize``: both distributions are restricted to the k columns.
     """
 
     logps: Tensor
     indices: Tensor
     tail: str = "bucket"
 
-    def check(self, labels: Tensor, student_weight: Tensor) -> None:
-        """Raise TypeError or ValueError for what does not fit the student's labels ``[...]`` and weight.
-
-        Columns outside the vocabulary or given twice cost a synchronisation to find.
-        """
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         check_tensor("the teacher's logps", self.logps)
         check_tensor("the teacher's indices", self.indices)
         check_names([self.tail], TAILS, "tail")
@@ -160,11 +151,11 @@ class TeacherTopK:
                 f"the teacher's logps and indices must both be [..., k], got {tuple(self.logps.shape)} and "
                 f"{tuple(self.indices.shape)}."
             )
-        _check_tokens("logps", self.logps.shape[:-1], labels)
-        check_device(student_weight, teacher_logps=self.logps, teacher_indices=self.indices)
+        columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
+        _check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
 
-    def check_kept(self, logps: Tensor, indices: Tensor, vocab_size: int) -> None:
-        """Raise ValueError for what is wrong in the rows ``[N, k]`` of tokens that carry loss."""
+    def check_active(self, logps: Tensor, indices: Tensor, vocab_size: int) -> None:
+        """Raise ValueError for values that are wrong in the rows ``[N, k]`` of active tokens; synchronizes once."""
         ordered = indices.sort(-1).values
         outside = ((indices < 0) | (indices >= vocab_size)).any()
         repeated = (ordered[:, 1:] == ordered[:, :-1]).any()
@@ -184,9 +175,10 @@ class TeacherTopK:
             )
 
 
-def _check_tokens(name: str, shape: torch.Size, labels: Tensor) -> None:
-    if shape != labels.shape:
+def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head, **tensors: Tensor) -> None:
+    if shape != tokens:
         raise ValueError(
-            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(labels.shape)}: give one row "
-            "for each of the student's tokens, in the same order."
+            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(tokens)}: give one row for each "
+            "of the student's tokens, in the same order."
         )
+    check_device(student.weight, **tensors)

@@ -1,45 +1,46 @@
-"""The base classes a loss derives from.
-
-A loss names the statistics it reads and returns a scalar; it never sees logits. Two kinds:
-
-- :class:`ChunkedLoss`: any function of all tokens' statistics (sequence sums, pairs, batches);
-- :class:`ChunkedTokenLoss`: a sum over tokens of a function of each token's own statistics, which runs in one pass.
-"""
+"""What every loss derives from. A loss names the statistics that it reads; it never sees logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import EngineOptions, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
 
+_UNSET = object()
+
 
 class ChunkedLoss(nn.Module):
-    """A loss on the output of ``lm_head``, computed without the logits.
+    """A loss on the output of ``lm_head``, computed without materializing the logits.
 
-    Derive from it, name :attr:`statistics`, write :meth:`loss`; or pass a function to :meth:`from_function`.
+    To write one, derive from it, name the :attr:`statistics` that it reads and define :meth:`loss`.
+
+    Every option is an attribute that is read at each call. Assigning a value that does not fit raises, and leaves the
+    attribute as it was.
 
     Args:
-        ignore_index: the label of tokens that carry no loss; they are dropped before the projection.
+        ignore_index: label of tokens that carry no loss; they are dropped before the projection.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
-        compact: drop tokens without loss (costs one synchronisation with the device).
-        workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
-        chunk_size: at most so many tokens' logits in a block of the forward pass, where more would fit the workspace.
-        accum_dtype: ``torch.float32`` to add up the weight's gradient in a buffer of that dtype.
-        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default.
+        compact: drop tokens without loss, at the cost of one host synchronization.
+        workspace: upper bound in bytes for all temporary memory; chosen from the shapes by default.
+        chunk_size: upper bound for the tokens of a block in the forward pass.
+        accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
+        backend: ``torch`` or ``triton``; chosen from the device by default.
     """
 
     #: What :meth:`loss` is differentiated by; names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`.
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
-    #: What it may read besides, without a gradient.
-    metrics: ClassVar[tuple[str, ...]] = ()
+    #: Further statistics that it reads, without a gradient.
+    metrics: tuple[str, ...] = ()
+    #: Whether :attr:`chunk_size` counts tokens. liger-kernel's counts completions in some losses, and is ignored there.
+    chunks_are_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -56,98 +57,86 @@ class ChunkedLoss(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
-        self.shift = shift
-        self.transform = LogitTransform(temperature, logit_scale, softcap)
-        self.options = EngineOptions(ignore_index, compact, workspace, chunk_size, accum_dtype, backend)
+        self.ignore_index, self.shift, self.compact = ignore_index, shift, compact
+        self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
+        self.workspace, self.chunk_size, self.accum_dtype, self.backend = workspace, chunk_size, accum_dtype, backend
+        # Subclasses assign their options before they call this constructor, so that all are checked together here.
+        self.check_options()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__.get(name, _UNSET)
+        super().__setattr__(name, value)
+        if before is not _UNSET:
+            try:
+                self.check_options()
+            except (TypeError, ValueError):
+                self.__dict__[name] = before
+                raise
+
+    def check_options(self) -> None:
+        """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
+        _ = self.transform, self.options  # both check themselves when they are made
+
+    @property
+    def transform(self) -> LogitTransform:
+        """What is done to the logits of policy and reference."""
+        return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+
+    @property
+    def options(self) -> EngineOptions:
+        """How the engine streams."""
+        chunk_size = self.chunk_size if self.chunks_are_tokens else None
+        return EngineOptions(
+            self.ignore_index, self.compact, self.workspace, chunk_size, self.accum_dtype, self.backend
+        )
+
+    def attributes_of(self, options: type) -> dict[str, Any]:
+        """The attributes that bear the names of a dataclass's fields."""
+        return {field.name: getattr(self, field.name) for field in fields(options)}
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Labels ``[...]`` as the engine takes them: shifted if this loss was told that they are not."""
+        """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
         check_tensor("labels", labels)
+        if labels.dtype != torch.int64:
+            raise TypeError(f"labels must be int64 token ids, got {labels.dtype}; convert them with .long().")
         return shift_labels(labels, self.ignore_index) if self.shift else labels
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
-        """The loss of all tokens.
+        """The loss of all tokens; subclasses define it.
 
         Args:
             statistics: tensors ``[...]`` in the labels' shape, 0 for tokens without loss.
             mask: ``[...]`` bool, true for tokens that carry loss.
-            inputs: what :meth:`forward` was given by keyword.
+            inputs: the keyword arguments of the call.
 
         Returns:
-            A 0-dim tensor, or that and metrics.
+            A 0-dim tensor, or a tuple of that and metrics.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
     def forward(
-        self, weight: Tensor, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
+        self,
+        weight: Tensor | nn.Module | Head,
+        hidden_states: Tensor,
+        labels: Tensor,
+        bias: Tensor | None = None,
+        **inputs: Any,
     ) -> Any:
-        """What :meth:`loss` returns, for ``hidden_states [..., H] @ weight [V, H].T + bias [V]``."""
+        """Compute :meth:`loss` from the statistics of ``hidden_states @ weight.T + bias``.
+
+        Args:
+            weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
+            hidden_states: ``[..., H]``.
+            labels: ``[...]`` int64.
+            bias: ``[V]``, for a weight without one of its own.
+            inputs: passed on to :meth:`loss`.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together.
+        """
         labels = self.labels(labels)
+        head = Head.of(weight, bias, self.transform)
         statistics = linear_statistics(
-            hidden_states,
-            weight,
-            labels,
-            self.statistics,
-            metrics=self.metrics,
-            bias=bias,
-            transform=self.transform,
-            options=self.options,
+            hidden_states, head, labels, self.statistics, metrics=self.metrics, options=self.options
         )
         return self.loss(statistics, labels != self.ignore_index, **inputs)
-
-    @staticmethod
-    def from_function(
-        function: Callable[..., Any], statistics: Sequence[str] = ("logp",), metrics: Sequence[str] = (), **options: Any
-    ) -> ChunkedLoss:
-        """A loss from a function.
-
-        Args:
-            function: ``(statistics, mask, **inputs) -> loss`` (or loss and metrics), as :meth:`loss`.
-            statistics: names that it is differentiated by.
-            metrics: names that it reads besides.
-            options: as in :class:`ChunkedLoss`.
-        """
-        body = {
-            "statistics": tuple(statistics),
-            "metrics": tuple(metrics),
-            "loss": staticmethod(function),
-        }
-        return type(getattr(function, "__name__", "FunctionLoss"), (ChunkedLoss,), body)(**options)
-
-
-class ChunkedTokenLoss(ChunkedLoss):
-    """A loss that is a sum over tokens, each of its own statistics: loss and gradients in one pass.
-
-    Derive from it and write :meth:`token_loss`.
-    """
-
-    def token_loss(self, statistics: Statistics, labels: Tensor, **inputs: Tensor) -> Tensor:
-        """Each token's contribution to the loss.
-
-        Args:
-            statistics: tensors ``[n]`` of some tokens.
-            labels: ``[n]``, theirs.
-            inputs: what :meth:`forward` was given by keyword, ``[n]`` each: constants for the gradient.
-
-        Returns:
-            ``[n]``; their sum over all tokens is the loss.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define token_loss(statistics, labels, **inputs)")
-
-    def forward(
-        self, weight: Tensor, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Tensor
-    ) -> Any:
-        """The sum of :meth:`token_loss`, and the detached statistics ``[...]``."""
-        return linear_token_loss(
-            hidden_states,
-            weight,
-            self.labels(labels),
-            self.token_loss,
-            self.statistics,
-            metrics=self.metrics,
-            token_inputs=inputs,
-            bias=bias,
-            transform=self.transform,
-            options=self.options,
-        )

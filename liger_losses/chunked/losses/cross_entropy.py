@@ -1,26 +1,73 @@
-"""Cross-entropy on the output of ``lm_head``, in one pass."""
+"""Cross-entropy on the output of ``lm_head``, in one pass. V vocabulary size."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import check_head, check_names, check_range, check_tensor
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector
 from liger_losses.chunked.losses.base import ChunkedLoss
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss and what was asked for besides; ``None`` for the rest."""
+    """The loss and what else was asked for; ``None`` for the rest."""
 
     loss: Tensor
     z_loss: Tensor | None = None
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+
+
+class CrossEntropyTerms(NamedTuple):
+    """Each token's cross-entropy and z-loss ``[n]``, and the derivatives of their sum by each statistic."""
+
+    ce: Tensor
+    z: Tensor
+    derivatives: dict[str, Tensor]
+
+
+def cross_entropy(
+    logps: Tensor,
+    *,
+    mean_logps: Tensor | None = None,
+    lse: Tensor | None = None,
+    label_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    ce_scale: Tensor | None = None,
+    z_scale: Tensor | None = None,
+) -> CrossEntropyTerms:
+    """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
+
+    Args:
+        logps: ``[n]``, log-probabilities of the labels.
+        mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
+        lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
+        label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
+        label_smoothing, lse_square_scale: ``e`` and ``s``.
+        ce_scale, z_scale: what ``ce`` and ``z`` are multiplied by, ``[]`` or ``[n]``, constants; 1 by default.
+
+    Returns:
+        Tokens' terms, differentiable, and their derivatives.
+    """
+    ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
+    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
+    derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}
+    ce = derivatives["logp"] * logps
+    if label_smoothing and mean_logps is not None:
+        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
+        ce = ce + derivatives["mean_logp"] * mean_logps
+    if lse is None:
+        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
+    z_scale = logps.new_ones(()) if z_scale is None else z_scale
+    if lse_square_scale:
+        derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
+    return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
@@ -32,26 +79,26 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         z  = lse_square_scale * lse^2
 
     ``sum``: ``sum_t w_t (ce_t + z_t)``.
-    ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, both denominators replaced by
-    ``num_items_in_batch`` where that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
+    ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, with both denominators replaced by
+    ``num_items_in_batch`` if that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
     A batch in which no token carries loss has loss 0.
 
     Args:
         ce_weight: class weights ``[V]``, as ``torch.nn.CrossEntropyLoss(weight=)``.
-        ignore_index: the label of tokens that carry no loss.
+        ignore_index: label of tokens that carry no loss.
         lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_smoothing: share of the target distribution that is uniform, in [0, 1].
         reduction: ``mean``, ``sum`` or ``none``.
         softcap: soft-cap of the logits (Gemma 2).
         return_z_loss: also return the z-loss's part of the loss.
-        accum_dtype: ``torch.float32`` to add up the weight's gradient in a buffer of that dtype.
+        accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         use_token_scaling: scale each token's loss by its own probability, detached (DFT, arXiv:2508.05629, eq. 9).
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
-        options: as in :class:`liger_losses.chunked.losses.base.ChunkedLoss`.
+        options: as in :class:`liger_losses.ChunkedLoss`.
 
     Raises:
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
     def __init__(
@@ -67,45 +114,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-        *,
-        temperature: float = 1.0,
-        logit_scale: float = 1.0,
-        shift: bool = False,
-        compact: bool = True,
-        workspace: int | None = None,
-        chunk_size: int | None = None,
-        backend: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            shift=shift,
-            compact=compact,
-            workspace=workspace,
-            chunk_size=chunk_size,
-            accum_dtype=accum_dtype,
-            backend=backend,
-        )
-        check_range("label_smoothing", label_smoothing, 0.0, 1.0)
-        check_names([reduction], _REDUCTIONS, "reduction")
+        self.lse_square_scale, self.label_smoothing, self.reduction = lse_square_scale, label_smoothing, reduction
+        self.return_z_loss, self.use_token_scaling = return_z_loss, use_token_scaling
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
+        super().__init__(ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, **options)
         if ce_weight is not None:
             check_tensor("ce_weight", ce_weight)
         self.ce_weight: Tensor | None
         self.register_buffer("ce_weight", ce_weight, persistent=False)
-        self.lse_square_scale = lse_square_scale
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.softcap, self.accum_dtype = softcap, accum_dtype
-        self.return_z_loss = return_z_loss
-        self.use_token_scaling = use_token_scaling
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
+
+    def check_options(self) -> None:
+        super().check_options()
+        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        check_names([self.reduction], _REDUCTIONS, "reduction")
 
     def forward(  # type: ignore[override]
         self,
-        lin_weight: Tensor,
+        lin_weight: Tensor | nn.Module | Head,
         _input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
@@ -113,13 +140,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         num_items_in_batch: Tensor | int | None = None,
         token_weights: Tensor | None = None,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss of ``_input [..., H] @ lin_weight [V, H].T + bias [V]`` against ``target [...]``.
+        """The loss of ``_input @ lin_weight.T + bias`` against ``target``.
 
         Args:
-            lin_weight: ``[V, H]``, the ``lm_head``.
+            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
             _input: ``[..., H]``, hidden states.
-            target: ``[...]`` int64.
-            bias: ``[V]``.
+            target: ``[...]`` int64, labels.
+            bias: ``[V]``, for a weight without one of its own.
             num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
             token_weights: ``[...]``, weight of each token; a constant for the gradient.
 
@@ -130,37 +157,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             TypeError, ValueError: shapes or dtypes that do not fit together, labels outside the vocabulary,
                 ``num_items_in_batch`` with a reduction other than ``mean``.
         """
-        check_head((_input,), lin_weight, (target,), bias)
-        if self.ce_weight is not None and self.ce_weight.shape != lin_weight.shape[:1]:
-            raise ValueError(
-                f"ce_weight must be [{lin_weight.shape[0]}], one value per row of the weight, got shape "
-                f"{tuple(self.ce_weight.shape)}."
-            )
-        if num_items_in_batch is not None and self.reduction != "mean":
-            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
-        if token_weights is not None:
-            check_tensor("token_weights", token_weights)
-            if token_weights.shape != target.shape:
-                raise ValueError(
-                    f"token_weights must have one value per label, {tuple(target.shape)}, got "
-                    f"{tuple(token_weights.shape)}."
-                )
-            token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+        head = Head.of(lin_weight, bias, self.transform)
         labels = self.labels(target)
+        self._check(head, labels, num_items_in_batch, token_weights)
+        if token_weights is not None:
+            token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
         mask = labels != self.ignore_index
         read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
         statistics = [name for name, wanted in read.items() if wanted]
-        common: dict[str, Any] = {
-            "metrics": [name for name, wanted in also.items() if wanted],
-            "bias": bias,
-            "class_weight": self.ce_weight if self.label_smoothing else None,
-            "transform": self.transform,
-            "options": self.options,
-        }
+        metrics = [name for name, wanted in also.items() if wanted]
+        class_weight = self.ce_weight if self.label_smoothing else None
         z_loss: Tensor | None = None
         if self.reduction == "none":
-            found = linear_statistics(_input, lin_weight, labels, statistics, **common)
+            found = linear_statistics(
+                _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=self.options
+            )
             one = torch.ones((), dtype=found.logp.dtype, device=labels.device)
             ce, z, _ = self._terms(found, labels.where(mask, 0), one, one, token_weights)
             loss = torch.where(mask, ce + z, 0.0)
@@ -169,16 +181,23 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         else:
             ce_total, z_total = self._denominators(labels, mask, num_items_in_batch, token_weights)
 
-            def token_loss(values: Statistics, kept: Tensor, token_weights: Tensor | None = None) -> Any:
-                ce, z, derivatives = self._terms(values, kept, ce_total, z_total, token_weights)
+            def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
+                ce, z, derivatives = self._terms(values, active, ce_total, z_total, token_weights)
                 return ce if values.lse is None else ce + z, derivatives
 
-            inputs = {} if token_weights is None else {"token_weights": token_weights}
             loss, found = linear_token_loss(
-                _input, lin_weight, labels, token_loss, statistics, token_inputs=inputs, **common
+                _input,
+                head,
+                labels,
+                token_loss,
+                statistics,
+                metrics=metrics,
+                token_inputs={} if token_weights is None else {"token_weights": token_weights},
+                class_weight=class_weight,
+                options=self.options,
             )
             if self.return_z_loss:
-                z = self._terms(found, labels.where(mask, 0), ce_total, z_total, token_weights)[1]
+                z = self._terms(found, labels.where(mask, 0), ce_total, z_total, token_weights).z
                 z_loss = torch.where(mask, z, 0.0).sum()
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
@@ -189,28 +208,40 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None,
         )
 
+    def _check(
+        self, head: Head, labels: Tensor, num_items_in_batch: Tensor | int | None, token_weights: Tensor | None
+    ) -> None:
+        check_vector("ce_weight", self.ce_weight, head.weight)
+        if num_items_in_batch is not None and self.reduction != "mean":
+            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
+        if token_weights is not None:
+            check_tensor("token_weights", token_weights)
+            if token_weights.shape != labels.shape:
+                raise ValueError(
+                    f"token_weights must have one value per label, {tuple(labels.shape)}, got "
+                    f"{tuple(token_weights.shape)}."
+                )
+
     def _terms(
         self, values: Statistics, labels: Tensor, ce_total: Tensor, z_total: Tensor, token_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Each token's cross-entropy and z-loss over their denominators, and the derivatives of both."""
+    ) -> CrossEntropyTerms:
+        """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
         ce_scale, z_scale = (values.logp.new_ones(()) / total for total in (ce_total, z_total))
         scales = [] if token_weights is None else [token_weights]
         if self.use_token_scaling:
             scales.append(values.logp.detach().exp())
         for scale in scales:
             ce_scale, z_scale = ce_scale * scale, z_scale * scale
-
-        label_scale = ce_scale if self.ce_weight is None else ce_scale * self.ce_weight.to(ce_scale.dtype)[labels]
-        derivatives = {"logp": ((self.label_smoothing - 1) * label_scale).expand_as(values.logp)}
-        ce = derivatives["logp"] * values.logp
-        if self.label_smoothing:
-            derivatives["mean_logp"] = (-self.label_smoothing * ce_scale).expand_as(values.logp)
-            ce = ce + derivatives["mean_logp"] * values.mean_logp
-        if values.lse is None:
-            return ce, torch.zeros_like(ce), derivatives
-        if self.lse_square_scale:
-            derivatives["lse"] = 2 * self.lse_square_scale * z_scale * values.lse.detach()
-        return ce, self.lse_square_scale * z_scale * values.lse.square(), derivatives
+        return cross_entropy(
+            values.logp,
+            mean_logps=values.mean_logp,
+            lse=values.lse,
+            label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            ce_scale=ce_scale,
+            z_scale=z_scale,
+        )
 
     def _denominators(
         self, labels: Tensor, mask: Tensor, num_items_in_batch: Tensor | int | None, token_weights: Tensor | None
@@ -225,7 +256,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         weights = mask.float() if token_weights is None else token_weights * mask
         z_total = ce_total = weights.sum()
         if self.ce_weight is not None:
-            # Labels outside the vocabulary are the engine's to report.
+            # The engine reports labels outside the vocabulary.
             ce_total = (weights * self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]).sum()
         return torch.where(ce_total == 0, one, ce_total), torch.where(z_total == 0, one, z_total)
 

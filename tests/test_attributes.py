@@ -1,0 +1,423 @@
+"""Attributes of losses: each is read at every call, and a value that does not fit is refused when it is set."""
+
+import pytest
+import torch
+from torch import nn
+
+import liger_losses
+from liger_losses import (
+    AdaptiveEntropy,
+    Completions,
+    DistillationLoss,
+    Divergence,
+    Head,
+    LigerFusedLinearAlphaBetaLoss,
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearMiniLLMLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearReverseKLLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+    LogitTransform,
+    Teacher,
+    TeacherTopK,
+)
+from liger_losses.chunked.engine import Tokens
+
+B, T, H, V = 4, 7, 12, 37
+g = torch.Generator().manual_seed(3)
+HIDDEN, REF_HIDDEN, TEACHER_HIDDEN = (torch.randn(B, T, H, generator=g) for _ in range(3))
+WEIGHT, REF_WEIGHT, TEACHER_WEIGHT = (torch.randn(V, H, generator=g) / 3 for _ in range(3))
+BIAS = torch.randn(V, generator=g)
+LABELS = torch.randint(V - 1, (B, T), generator=g).masked_fill(torch.rand(B, T, generator=g) < 0.3, -100)
+LABELS[0, 0], LABELS[3, 1] = V - 1, V - 1
+MARKS, ADVANTAGES = torch.tensor([True, False, False, True]), torch.tensor([1.0, -0.5, 0.3, -1.0])
+OLD = -3.6 + 0.5 * torch.randn(B, T, generator=g)
+
+
+def tuple_of(result):
+    """All tensors of a result: the loss, and metrics in any nesting."""
+    if isinstance(result, tuple):
+        return [tensor for part in result for tensor in tuple_of(part)]
+    return [] if result is None else [result]
+
+
+def labels_of(loss):
+    return LABELS if loss.ignore_index == -100 else LABELS.clamp(min=0)
+
+
+def teacher(weight=TEACHER_WEIGHT, **head):
+    return Teacher(TEACHER_HIDDEN, weight, **head)
+
+
+def sparse():
+    logps, indices = (TEACHER_HIDDEN @ TEACHER_WEIGHT.T).log_softmax(-1).topk(5)
+    return TeacherTopK(logps, indices)
+
+
+def reference(weight, bias, used):
+    return (REF_HIDDEN, weight, bias) if used else ()
+
+
+# How each family is called with a policy's and another model's weight and bias.
+def cross_entropy(loss, weight=WEIGHT, bias=None, other=REF_WEIGHT, other_bias=None):
+    return loss(weight, HIDDEN, labels_of(loss), bias)
+
+
+def pairs(loss, weight=WEIGHT, bias=None, other=REF_WEIGHT, other_bias=None):
+    return loss(weight, HIDDEN, labels_of(loss), bias, *reference(other, other_bias, loss.use_ref_model))
+
+
+def unpaired(loss, weight=WEIGHT, bias=None, other=REF_WEIGHT, other_bias=None):
+    extra = {"kl": 0.3} if loss.loss_type == "kto" else {}
+    return loss(
+        HIDDEN, weight, labels_of(loss), bias, MARKS, *reference(other, other_bias, loss.use_ref_model), **extra
+    )
+
+
+def policy(loss, weight=WEIGHT, bias=None, other=REF_WEIGHT, other_bias=None):
+    ids, names = LABELS.clamp(min=0), ("ref_input", "ref_weight", "ref_bias")
+    extra = dict(zip(names, reference(other, other_bias, loss.use_ref_model), strict=False))
+    return loss(HIDDEN, weight, ids, LABELS != -100, ADVANTAGES, bias, old_per_token_logps=OLD, **extra)
+
+
+def distillation(loss, weight=WEIGHT, bias=None, other=TEACHER_WEIGHT, other_bias=None):
+    return loss(weight, HIDDEN, LABELS, teacher=teacher(other, bias=other_bias), bias=bias)
+
+
+def from_sparse(loss, weight=WEIGHT, bias=None, other=None, other_bias=None):
+    return loss(weight, HIDDEN, LABELS, sparse(), bias=bias)
+
+
+def generic(**options):
+    return DistillationLoss(options.pop("divergence", Divergence.forward_kl()), **options)
+
+
+def skewed(**options):
+    return LigerFusedLinearAlphaBetaLoss(options.pop("alpha", 0.3), options.pop("beta", 0.6), **options)
+
+
+ENGINE = {"ignore_index": V - 1, "temperature": 0.7, "logit_scale": 1.3, "softcap": 2.0, "shift": True}
+POLICY = {k: v for k, v in ENGINE.items() if k not in ("ignore_index", "shift")}
+DISTILLATION = {
+    "weight_hard_loss": 0.9,
+    "weight_soft_loss": 0.1,
+    "temperature_squared": True,
+    **{k: v for k, v in ENGINE.items() if k != "ignore_index"},
+}
+PAIRS = {"beta": 0.9, **ENGINE}
+NLL = {"alpha": 0.3, "compute_nll_loss": False}
+UNPAIRED = {"beta": 0.9, "average_log_prob": True, "desirable_weight": 2.0, "undesirable_weight": 0.5, **ENGINE}
+
+#: How to build and call a loss, options that are given in any case, and the options that change its result.
+CASES = [
+    (
+        LigerFusedLinearCrossEntropyLoss,
+        cross_entropy,
+        {},
+        {
+            "ce_weight": torch.linspace(0.5, 1.5, V),
+            "lse_square_scale": 0.1,
+            "label_smoothing": 0.2,
+            "reduction": "sum",
+            "return_z_loss": True,
+            "use_token_scaling": True,
+            "return_token_accuracy": True,
+            "return_predicted_tokens": True,
+            **ENGINE,
+        },
+    ),
+    (
+        LigerFusedLinearDPOLoss,
+        pairs,
+        {"compute_nll_loss": True},
+        {
+            **PAIRS,
+            **NLL,
+            "average_log_prob": True,
+            "use_ref_model": False,
+            "loss_type": ["ipo", "sft"],
+            "label_smoothing": 0.2,
+            "loss_weights": [0.5],
+            "f_divergence_type": "js_divergence",
+            "ld_alpha": 0.3,
+            "use_weighting": True,
+        },
+    ),
+    (LigerFusedLinearDPOLoss, pairs, {"loss_type": "discopop", "beta": 0.5}, {"discopop_tau": 0.9}),
+    (LigerFusedLinearDPOLoss, pairs, {"f_divergence_type": "alpha_divergence"}, {"f_alpha_divergence_coef": 0.4}),
+    (
+        LigerFusedLinearCPOLoss,
+        pairs,
+        {},
+        {**PAIRS, **NLL, "average_log_prob": True, "loss_type": "ipo", "label_smoothing": 0.2, "reward_alpha": 0.2},
+    ),
+    (LigerFusedLinearSimPOLoss, pairs, {}, {**PAIRS, **NLL, "gamma": 0.9, "label_smoothing": 0.2}),
+    (LigerFusedLinearORPOLoss, pairs, {}, {**PAIRS, "compute_nll_loss": False}),
+    (LigerFusedLinearKTOLoss, unpaired, {}, {**UNPAIRED, "use_ref_model": True, "loss_type": "apo_zero_unpaired"}),
+    (LigerFusedLinearBCOLoss, unpaired, {}, {**UNPAIRED, "use_ref_model": False}),
+    (
+        LigerFusedLinearGRPOLoss,
+        policy,
+        {},
+        {
+            **POLICY,
+            "beta": 0.9,
+            "epsilon_low": 0.05,
+            "epsilon_high": 0.05,
+            "delta": 1.05,
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "use_bias_correction_kl": True,
+            "top_entropy_quantile": 0.4,
+            "off_policy_mask_threshold": -0.1,
+            "entropy_coef": 0.2,
+        },
+    ),
+    (
+        LigerFusedLinearGRPOLoss,
+        policy,
+        {"loss_type": "dr_grpo", "max_completion_length": 9},
+        {"max_completion_length": 3},
+    ),
+    (
+        LigerFusedLinearGRPOLoss,
+        policy,
+        {"loss_type": "sapo"},
+        {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 0.5},
+    ),
+    (
+        LigerFusedLinearGRPOLoss,
+        policy,
+        {"loss_type": "vespo"},
+        {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+    ),
+    (generic, distillation, {"temperature": 1.5}, {**DISTILLATION, "divergence": Divergence.reverse_kl()}),
+    (generic, from_sparse, {"temperature": 1.5}, {**DISTILLATION, "divergence": Divergence.reverse_kl()}),
+    (
+        LigerFusedLinearJSDLoss,
+        distillation,
+        {"beta": 0.2, "temperature": 1.5},
+        {"beta": 0.7, "convention": "interpolated", **DISTILLATION},
+    ),
+    (LigerFusedLinearKLLoss, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
+    (LigerFusedLinearReverseKLLoss, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
+    (LigerFusedLinearTVDLoss, distillation, {}, {"weight_hard_loss": 0.9}),
+    (skewed, distillation, {}, {"alpha": 0.5, "beta": 0.2, "weight_hard_loss": 0.9}),
+    (LigerFusedLinearCosineSimilarityLoss, distillation, {}, {"beta": 0.7, "weight_hard_loss": 0.9}),
+    (
+        LigerFusedLinearMiniLLMLoss,
+        distillation,
+        {},
+        {"gamma": 0.5, "length_normalization": False, "single_step": False, "softcap": 2.0},
+    ),
+]
+CHANGES = [(b, c, given, n, v) for b, c, given, options in CASES for n, v in options.items()]
+IDS = [
+    f"{build.__name__.removeprefix('LigerFusedLinear')}-{call.__name__}-{name}" for build, call, _, name, _ in CHANGES
+]
+
+
+@pytest.mark.parametrize(("build", "call", "given", "name", "value"), CHANGES, ids=IDS)
+def test_setting_an_option_equals_building_with_it(build, call, given, name, value):
+    if name == "weight_hard_loss" and call is from_sparse:
+        value = 0.2
+    loss = build(**given)
+    before = tuple_of(call(loss))
+    loss = build(**given)
+    setattr(loss, name, value)
+    after, built = tuple_of(call(loss)), tuple_of(call(build(**{**given, name: value})))
+    assert len(after) == len(built)
+    for a, b in zip(after, built, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    changed = len(before) != len(after) or any(
+        a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, after, strict=True)
+    )
+    assert changed, "the option changes nothing here, so that this test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "value"),
+    [
+        (LigerFusedLinearCrossEntropyLoss, "label_smoothing", 2.0),
+        (LigerFusedLinearCrossEntropyLoss, "reduction", "average"),
+        (LigerFusedLinearCrossEntropyLoss, "softcap", -1.0),
+        (LigerFusedLinearCrossEntropyLoss, "workspace", 0),
+        (LigerFusedLinearCrossEntropyLoss, "backend", "cuda"),
+        (LigerFusedLinearCrossEntropyLoss, "ignore_index", 1.5),
+        (LigerFusedLinearDPOLoss, "beta", 0.0),
+        (LigerFusedLinearDPOLoss, "loss_type", "dpo"),
+        (LigerFusedLinearDPOLoss, "loss_type", "exo_pair"),
+        (LigerFusedLinearDPOLoss, "ld_alpha", 2.0),
+        (LigerFusedLinearDPOLoss, "chunk_size", 0),
+        (LigerFusedLinearCPOLoss, "loss_type", "alphapo"),
+        (LigerFusedLinearKTOLoss, "loss_type", "bco"),
+        (LigerFusedLinearBCOLoss, "desirable_weight", -1.0),
+        (LigerFusedLinearGRPOLoss, "beta", -1.0),
+        (LigerFusedLinearGRPOLoss, "epsilon_low", -1.0),
+        (LigerFusedLinearGRPOLoss, "shift", True),
+        (LigerFusedLinearGRPOLoss, "ignore_index", 0),
+        (LigerFusedLinearGRPOLoss, "entropy_coef", "high"),
+        (LigerFusedLinearGRPOLoss, "loss_type", "dr_grpo"),
+        (LigerFusedLinearJSDLoss, "beta", 1.1),
+        (LigerFusedLinearJSDLoss, "temperature", 0.0),
+        (LigerFusedLinearJSDLoss, "weight_soft_loss", -1.0),
+        (LigerFusedLinearKLLoss, "skew", 1.0),
+        (generic, "divergence", "forward_kl"),
+        (LigerFusedLinearMiniLLMLoss, "weight_hard_loss", 0.5),
+        (LigerFusedLinearMiniLLMLoss, "temperature", 2.0),
+    ],
+)
+def test_setting_a_value_that_does_not_fit_raises_and_changes_nothing(build, name, value):
+    loss = build()
+    before = getattr(loss, name)
+    with pytest.raises((TypeError, ValueError)):
+        setattr(loss, name, value)
+    assert getattr(loss, name) == before
+
+
+def test_what_follows_from_attributes_cannot_be_set():
+    for name in ("transform", "options", "loss_options"):
+        with pytest.raises(AttributeError):
+            setattr(LigerFusedLinearDPOLoss(), name, None)
+    with pytest.raises(AttributeError):
+        LigerFusedLinearJSDLoss().divergence = Divergence.reverse_kl()
+
+
+def test_how_to_stream_is_read_at_each_call():
+    for build in (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss):
+        loss = build()
+        loss.workspace, loss.backend, loss.compact, loss.accum_dtype = 10**6, "torch", False, torch.float32
+        options = loss.options
+        assert (options.workspace, options.backend, options.compact) == (10**6, "torch", False)
+        assert options.accum_dtype == torch.float32
+    loss = LigerFusedLinearCrossEntropyLoss()
+    loss.workspace = 100
+    with pytest.raises(ValueError, match="workspace=100"):
+        cross_entropy(loss)
+
+
+def test_ligers_chunk_size_of_completions_does_not_size_blocks():
+    for loss in (LigerFusedLinearDPOLoss(chunk_size=1), LigerFusedLinearGRPOLoss(chunk_size=1)):
+        assert loss.chunk_size == 1
+        assert loss.options.chunk_size is None
+
+
+def test_an_adaptive_coefficient_may_be_set():
+    loss = LigerFusedLinearGRPOLoss()
+    loss.entropy_coef = AdaptiveEntropy(0.1, target=1.0)
+    policy(loss)
+    loss.entropy_coef.step()
+    assert loss.entropy_coef.last_entropy > 0
+
+
+# --- Heads ------------------------------------------------------------------------------------------------------------
+
+
+def module(weight, bias):
+    layer = nn.Linear(H, V, bias=bias is not None)
+    layer.weight, layer.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    return layer
+
+
+HEADS = [
+    (LigerFusedLinearCrossEntropyLoss(softcap=4.0), cross_entropy),
+    (LigerFusedLinearDPOLoss(softcap=4.0), pairs),
+    (LigerFusedLinearORPOLoss(softcap=4.0), pairs),
+    (LigerFusedLinearKTOLoss(use_ref_model=True, softcap=4.0), unpaired),
+    (LigerFusedLinearGRPOLoss(softcap=4.0), policy),
+    (LigerFusedLinearJSDLoss(softcap=4.0), distillation),
+    (LigerFusedLinearKLLoss(softcap=4.0), from_sparse),
+    (LigerFusedLinearMiniLLMLoss(softcap=4.0), distillation),
+]
+HEAD_IDS = [f"{type(loss).__name__}-{call.__name__}" for loss, call in HEADS]
+
+
+@pytest.mark.parametrize(("loss", "call"), HEADS, ids=HEAD_IDS)
+def test_weights_may_be_tensors_modules_and_heads(loss, call):
+    expected = tuple_of(call(loss, WEIGHT, BIAS, REF_WEIGHT, BIAS))
+    for make in (module, Head):
+        found = tuple_of(call(loss, make(WEIGHT, BIAS), None, make(REF_WEIGHT, BIAS), None))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    with_its_own = Head(WEIGHT, BIAS, LogitTransform(softcap=4.0))
+    for a, b in zip(tuple_of(call(loss, with_its_own, None, REF_WEIGHT, BIAS)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="given twice"):
+        call(loss, Head(WEIGHT, BIAS), BIAS)
+    with pytest.raises(ValueError, match="softcap was given twice"):
+        call(loss, Head(WEIGHT, transform=LogitTransform(softcap=3.0)))
+    with pytest.raises(TypeError, match=r"no nn\.Linear|must be a tensor"):
+        call(loss, nn.LayerNorm(H))
+
+
+@pytest.mark.parametrize(("loss", "call"), HEADS, ids=HEAD_IDS)
+def test_each_head_is_made_once(loss, call, monkeypatch):
+    made, check = [], Head.__post_init__
+
+    def counted(self):
+        made.append(self.weight)
+        check(self)
+
+    monkeypatch.setattr(Head, "__post_init__", counted)
+    call(loss)
+    heads = 1 if call in (cross_entropy, from_sparse) or not getattr(loss, "use_ref_model", True) else 2
+    assert len(made) == heads
+    assert len({id(weight) for weight in made}) == heads
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [case for case in HEADS if case[1] in (pairs, unpaired, policy)],
+    ids=["dpo", "orpo", "kto", "grpo"],
+)
+def test_policy_and_reference_share_one_selection_of_tokens(loss, call, monkeypatch):
+    """It costs a host synchronization."""
+    selected, select = [], Tokens.select.__func__
+
+    def counted(cls, *arguments, **options):
+        selected.append(arguments)
+        return select(cls, *arguments, **options)
+
+    monkeypatch.setattr(Tokens, "select", classmethod(counted))
+    call(loss)
+    assert len(selected) == 1
+
+
+def test_native_forms_take_heads():
+    sides = [Completions(HIDDEN[rows], LABELS[rows], REF_HIDDEN[rows]) for rows in (slice(2), slice(2, None))]
+    for loss, extra in (
+        (LigerFusedLinearDPOLoss(), {}),
+        (LigerFusedLinearKTOLoss(use_ref_model=True), {"kl_completions": sides[0]}),
+    ):
+        expected = loss(WEIGHT, *sides, bias=BIAS, ref_weight=REF_WEIGHT, ref_bias=BIAS, **extra)[0]
+        found = loss(Head(WEIGHT, BIAS), *sides, ref_weight=module(REF_WEIGHT, BIAS), **extra)[0]
+        torch.testing.assert_close(found, expected)
+    jsd = LigerFusedLinearJSDLoss()
+    like_liger = jsd(HIDDEN, module(WEIGHT, BIAS), TEACHER_HIDDEN, Head(TEACHER_WEIGHT, BIAS), LABELS)
+    torch.testing.assert_close(like_liger, jsd(WEIGHT, HIDDEN, LABELS, teacher(bias=BIAS), bias=BIAS)[0])
+
+
+def test_a_teachers_head():
+    head = Head(TEACHER_WEIGHT, BIAS, LogitTransform(1.0, 1.1, 3.0))
+    made = teacher(head)
+    assert made.head.transform == head.transform
+    assert (made.weight is TEACHER_WEIGHT, made.bias is BIAS) == (True, True)
+    assert (made.logit_scale, made.softcap, made.vocab_size) == (1.1, 3.0, V)
+    assert teacher(bias=BIAS).head.bias is BIAS
+    with pytest.raises(ValueError, match="teacher's head has temperature 2"):
+        distillation(LigerFusedLinearJSDLoss(), other=Head(TEACHER_WEIGHT, transform=LogitTransform(2.0)))
+
+
+def test_nothing_public_is_gone_but_what_nobody_used():
+    assert not {"ChunkedTokenLoss"} & set(liger_losses.__all__)
+    for name in ("Head", "functional", "ChunkedLoss"):
+        assert hasattr(liger_losses, name)

@@ -1,0 +1,275 @@
+"""Losses as functions of log-probabilities: against formulas in float64, and against the classes that call them."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import liger_losses
+from liger_losses import functional
+from tests.reference import plain_statistics, problem
+
+B, T, C = 5, 6, 11
+
+
+def randn(*shape, seed=0, requires_grad=False):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+def same(ours, exact, *inputs):
+    """Values and gradients."""
+    torch.testing.assert_close(ours, exact)
+    weights = torch.linspace(0.5, 1.5, ours.numel(), dtype=torch.float64).view(ours.shape)
+    first, second = (torch.autograd.grad((x * weights).sum(), inputs, retain_graph=True) for x in (ours, exact))
+    torch.testing.assert_close(first, second)
+
+
+def s(x):
+    return 1 / (1 + (-x).exp())
+
+
+def sums():
+    return (
+        randn(B, seed=1, requires_grad=True),
+        randn(B, seed=2, requires_grad=True),
+        randn(B, seed=3),
+        randn(B, seed=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "formula"),
+    [
+        ("sigmoid", lambda w, l: -s(0.3 * (w - l)).log()),
+        ("hinge", lambda w, l: (1 - 0.3 * (w - l)).clamp(min=0)),
+        ("apo_zero", lambda w, l: 1 - s(0.3 * w) + s(0.3 * l)),
+        ("sppo_hard", lambda w, l: (w - 1 / 0.6) ** 2 + (l + 1 / 0.6) ** 2),
+        ("ipo", lambda w, l: (w / 3 - l / 5 - 1 / 0.6) ** 2),
+    ],
+)
+def test_dpo_loss(loss_type, formula):
+    chosen, rejected, *refs = sums()
+    lengths = {"chosen_lengths": torch.tensor([3] * B), "rejected_lengths": torch.tensor([5] * B)}
+    ours = functional.dpo_loss(chosen, rejected, *refs, beta=0.3, loss_type=loss_type, **lengths)
+    same(ours, formula(chosen - refs[0], rejected - refs[1]), chosen, rejected)
+
+
+def test_dpo_loss_of_several_types_and_what_it_needs():
+    chosen, rejected, *refs = sums()
+    nll = randn(1, seed=5).abs()[0]
+    both = functional.dpo_loss(
+        chosen, rejected, *refs, loss_type=("sigmoid", "sft"), loss_weights=(0.8, 0.1), chosen_nll=nll
+    )
+    same(both, 0.8 * functional.dpo_loss(chosen, rejected, *refs) + 0.1 * nll, chosen, rejected)
+    with pytest.raises(ValueError, match="chosen_lengths="):
+        functional.dpo_loss(chosen, rejected, *refs, loss_type="ipo")
+    with pytest.raises(ValueError, match="chosen_nll="):
+        functional.dpo_loss(chosen, rejected, *refs, loss_type="sft")
+    with pytest.raises(ValueError, match="unknown loss_type"):
+        functional.dpo_loss(chosen, rejected, *refs, loss_type="dpo")
+
+
+def test_losses_without_a_reference():
+    w, l, _, _ = sums()
+    same(functional.cpo_loss(w, l, beta=0.3), -s(0.3 * (w - l)).log(), w, l)
+    same(functional.cpo_loss(w, l, beta=0.3, loss_type="ipo"), (w - l - 1 / 0.6) ** 2, w, l)
+    smoothed = -0.9 * s(0.3 * (w - l) - 0.5).log() - 0.1 * s(0.5 - 0.3 * (w - l)).log()
+    same(functional.simpo_loss(w, l, beta=0.3, label_smoothing=0.1), smoothed, w, l)
+    rewards = [(1 - (-0.25 * x).exp()) / 0.25 for x in (w, l)]
+    ours = functional.cpo_loss(w, l, beta=0.3, loss_type="alphapo", reward_alpha=0.25, gamma=0.2)
+    same(ours, -s(0.3 * (rewards[0] - rewards[1]) - 0.2).log(), w, l)
+    p, q = (-1 - w.detach().abs()).requires_grad_(), (-1 - l.detach().abs()).requires_grad_()
+    odds = [x.exp() / (1 - x.exp()) for x in (p, q)]
+    same(functional.orpo_loss(p, q, beta=0.3), -0.3 * s((odds[0] / odds[1]).log()).log(), p, q)
+
+
+def test_unpaired_losses():
+    logps, _, ref, _ = sums()
+    wanted = torch.tensor([True, False, True, True, False])
+    d, sign = logps - ref, torch.where(wanted, 1.0, -1.0).double()
+    weights = torch.where(wanted, 1.3, 0.6).double()
+    ours = functional.kto_loss(logps, ref, wanted, 0.2, beta=0.3, desirable_weight=1.3, undesirable_weight=0.6)
+    same(ours, weights * (1 - s(sign * 0.3 * (d - 0.2))), logps)
+    same(functional.bco_loss(logps, ref, wanted, 0.2, beta=0.3), -s(sign * (0.3 * d - 0.2)).log(), logps)
+
+
+def test_sequence_logps():
+    logps, mask = randn(B, T, requires_grad=True), randn(B, T, seed=1) > -0.5
+    mask[0] = False
+    total = (logps * mask).sum(-1)
+    same(functional.sequence_logps(logps, mask), total, logps)
+    same(functional.sequence_logps(logps, mask, average=True), total / mask.sum(-1).clamp(min=1), logps)
+
+
+def test_grpo_loss():
+    logps = (randn(B, T) - 3).requires_grad_()
+    old, ref = logps.detach() + 0.3 * randn(B, T, seed=1), logps.detach() + 0.3 * randn(B, T, seed=2)
+    advantages = randn(B, seed=3)
+    mask = (torch.arange(T) < torch.tensor([6, 3, 1, 4, 2])[:, None]).double()
+    old, ref = (torch.where(mask != 0, x, math.nan) for x in (old, ref))  # padding may hold anything
+    tokens = mask.sum(-1, keepdim=True)
+    clean_old, clean_ref = old.nan_to_num(), ref.nan_to_num()
+    ratio, a, d = (logps - clean_old).exp(), advantages[:, None], clean_ref - logps
+    kl = d.exp() - d - 1
+    clipped = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+    common = {"old_logps": old, "ref_logps": ref, "epsilon_high": 0.28, "beta": 0.1}
+    exact = (((0.1 * kl - clipped) * mask) / tokens).sum() / B
+    same(functional.grpo_loss(logps, advantages, mask, loss_type="grpo", **common), exact, logps)
+    exact = ((0.1 * kl - clipped) * mask).sum() / mask.sum()
+    same(functional.grpo_loss(logps, advantages, mask, loss_type="dapo", **common), exact, logps)
+    exact = -(((ratio.clamp(max=0.9).detach() * a * logps) * mask).sum()) / 7
+    ours = functional.grpo_loss(
+        logps, advantages, mask, old_logps=old, loss_type="cispo", epsilon_high=0.9, num_items_in_batch=7
+    )
+    same(ours, exact, logps)
+    level = (((logps - clean_old) * mask).sum(-1, keepdim=True) / tokens).exp()
+    exact = -(torch.minimum(level * a, level.clamp(0.8, 1.2) * a) * mask).sum() / mask.sum()
+    ours = functional.grpo_loss(
+        logps, advantages, mask, old_logps=old, loss_type="bnpo", importance_sampling_level="sequence"
+    )
+    same(ours, exact, logps)
+    torch.testing.assert_close(functional.k3(d.detach()), kl.detach())
+    entropy = randn(B, T, seed=8).abs()
+    keep = functional.high_entropy_mask(entropy, mask != 0, 0.25)
+    assert torch.equal(keep, (mask != 0) & (entropy >= torch.quantile(entropy[mask != 0], 0.75)))
+
+
+def test_cross_entropy():
+    hidden, weight, labels, _ = problem(n=20, dtype=torch.float64)
+    found = plain_statistics(hidden, weight, labels)
+    c = torch.rand(20, dtype=torch.float64)
+    ours = functional.cross_entropy(
+        found["logp"],
+        mean_logps=found["mean_logp"],
+        lse=found["lse"],
+        label_weights=c,
+        label_smoothing=0.1,
+        lse_square_scale=0.01,
+    )
+    same(ours.ce, -0.9 * c * found["logp"] - 0.1 * found["mean_logp"], *[found[n] for n in ("logp", "mean_logp")])
+    same(ours.z, 0.01 * found["lse"].square(), found["lse"])
+
+
+def mixed(share, log_q, log_p):
+    return (share * log_q.exp() + (1 - share) * log_p.exp()).log()
+
+
+def kl(a, b):
+    return (a.exp() * (a - b)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "formula"),
+    [
+        (functional.forward_kl, lambda p, q: kl(q, p)),
+        (functional.reverse_kl, kl),
+        (
+            lambda p, q: functional.jsd(p, q, beta=0.2),
+            lambda p, q: 0.2 * kl(q, mixed(0.2, q, p)) + 0.8 * kl(p, mixed(0.2, q, p)),
+        ),
+        (
+            lambda p, q: functional.jsd(p, q, beta=0.2, convention="interpolated"),
+            lambda p, q: 0.8 * kl(q, mixed(0.2, q, p)) + 0.2 * kl(p, mixed(0.2, q, p)),
+        ),
+        (functional.total_variation, lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2),
+        (
+            lambda p, q: functional.alpha_beta_divergence(p, q, 0.4, 0.3),
+            lambda p, q: (4 / 7 * (0.7 * q).exp() + 3 / 7 * (0.7 * p).exp() - (0.4 * q + 0.3 * p).exp()).sum(-1) / 0.12,
+        ),
+    ],
+)
+@pytest.mark.parametrize("leading", [(), (B,), (2, B)])
+def test_divergences(function, formula, leading):
+    logits, q = randn(*leading, C, requires_grad=True), randn(*leading, C, seed=1).log_softmax(-1)
+    same(function(logits.log_softmax(-1), q), formula(logits.log_softmax(-1), q), logits)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_sparse_divergence(tail):
+    logits, q = randn(B, C, requires_grad=True), randn(B, C, seed=1).log_softmax(-1)
+
+    def whole(logps):
+        if tail == "renormalize":
+            return logps.log_softmax(-1)
+        return torch.cat([logps, (1 - logps.exp().sum(-1, keepdim=True)).log()], -1)
+
+    p = logits.log_softmax(-1)
+    ours = functional.sparse_divergence(p[:, :4], q[:, :4], liger_losses.Divergence.reverse_kl(), tail)
+    same(ours, kl(whole(p[:, :4]), whole(q[:, :4])), logits)
+    with pytest.raises(ValueError, match="cosine needs"):
+        functional.divergence(p, q, liger_losses.Divergence.cosine())
+
+
+def test_minillm_returns():
+    rewards, mask = randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    ours = functional.minillm_returns(rewards, mask, 0.5, length_normalization=False)
+    r = rewards
+    exact = [r[:, 1] + r[:, 2] / 2 + r[:, 3] / 4, r[:, 2] + r[:, 3] / 2, r[:, 3], 0 * r[:, 3]]
+    torch.testing.assert_close(ours, torch.stack(exact, 1))
+
+
+# --- The classes compute their losses with these functions ------------------------------------------------------------
+
+
+def data():
+    hidden, weight, labels, _ = problem(shape=(4, 7), dtype=torch.float64)
+    ref_hidden, ref_weight, _, _ = problem(shape=(4, 7), seed=1, dtype=torch.float64)
+    logps = [plain_statistics(h, w, labels)["logp"] for h, w in ((hidden, weight), (ref_hidden, ref_weight))]
+    return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach(), logps[0], logps[1].detach()
+
+
+def test_preference_classes_equal_their_functions():
+    hidden, weight, labels, ref_hidden, ref_weight, logps, ref = data()
+    policy, reference = (functional.sequence_logps(x, labels != -100).chunk(2) for x in (logps, ref))
+    means = functional.sequence_logps(logps, labels != -100, average=True).chunk(2)
+    inputs = (hidden, weight)
+    for options in ({}, {"loss_type": "apo_down", "beta": 0.7}, {"f_divergence_type": "forward_kl"}):
+        loss = liger_losses.LigerFusedLinearDPOLoss(**options)(weight, hidden, labels, None, ref_hidden, ref_weight)
+        same(loss[0], functional.dpo_loss(*policy, *reference, **options).mean(), *inputs)
+    for build, expected in (
+        (liger_losses.LigerFusedLinearCPOLoss, functional.cpo_loss(*policy)),
+        (liger_losses.LigerFusedLinearSimPOLoss, functional.simpo_loss(*means)),
+        (liger_losses.LigerFusedLinearORPOLoss, functional.orpo_loss(*means)),
+    ):
+        same(build(compute_nll_loss=False)(weight, hidden, labels)[0], expected.mean(), *inputs)
+    marks = torch.tensor([True, False, True, True])
+    total, ref_total = torch.cat(policy), torch.cat(reference)
+    arguments = (hidden, weight, labels, None, marks, ref_hidden, ref_weight)
+    kto = liger_losses.LigerFusedLinearKTOLoss(use_ref_model=True)(*arguments, kl=0.2)[0]
+    bco = liger_losses.LigerFusedLinearBCOLoss().eval()(*arguments)[0]
+    torch.testing.assert_close(kto, functional.kto_loss(total, ref_total, marks, 0.2).mean().float())
+    torch.testing.assert_close(bco, functional.bco_loss(total, ref_total, marks).mean().float())
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "vespo"}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_the_policy_class_equals_its_function(options):
+    hidden, weight, labels, _, _, logps, ref = data()
+    mask, advantages, old = labels != -100, randn(4), logps.detach() - 0.2
+    loss = liger_losses.LigerFusedLinearGRPOLoss(**options)
+    ours, _ = loss(hidden, weight, labels, mask, advantages, None, ref, old)
+    expected = functional.grpo_loss(logps, advantages, mask, old_logps=old, ref_logps=ref, **options)
+    torch.testing.assert_close(ours, expected.float())
+
+
+def test_token_classes_equal_their_functions():
+    hidden, weight, labels, ref_hidden, ref_weight, logps, _ = data()
+    mask = labels != -100
+    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(reduction="none")(weight, hidden, labels)
+    same(loss, torch.where(mask, functional.cross_entropy(logps).ce, 0.0), hidden, weight)
+    p, q = ((h @ w.T).log_softmax(-1) for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    jsd = liger_losses.LigerFusedLinearJSDLoss(0.0, 1.0, 0.3)
+    value = jsd(weight, hidden, labels, liger_losses.Teacher(ref_hidden, ref_weight))[0]
+    same(value, torch.where(mask, functional.jsd(p, q, beta=0.3), 0.0).sum() / mask.sum(), hidden, weight)
+
+
+def test_it_is_documented_and_its_example_runs():
+    for name in functional.__all__:
+        assert getattr(functional, name).__doc__, name
+    lines = functional.__doc__.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    end = next(i for i, line in enumerate(lines) if i > start and line and not line.startswith("    "))
+    code = "\n".join(line[4:] for line in lines[start:end])
+    subprocess.run([sys.executable, "-c", code + "\nassert chosen.grad.isfinite().all()"], check=True)

@@ -178,7 +178,7 @@ class TeacherTopK:
 def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head, **tensors: Tensor) -> None:
     if shape != tokens:
         raise ValueError(
-            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(tokens)}: give one row for each "
-            "of the student's tokens, in the same order."
+            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(tokens)}: give one row for "
+            "each of the student's tokens, in the same order."
         )
     check_device(student.weight, **tensors)

@@ -101,7 +101,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         loss, statistics = linear_divergence_loss(
             hidden_states,
             head,
-            labels,
+            tokens,
             teacher,
             self.divergence,
             {"divergence": per_token * float(self.single_step), "logp": -per_token * later},

@@ -380,8 +380,8 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     for whose, either in heads.items():
         if either.transform.temperature != 1.0:
             raise ValueError(
-                f"the {whose}'s head has temperature {either.transform.temperature}, which must be 1: give temperature= "
-                "instead, which divides both models' logits."
+                f"the {whose}'s head has temperature {either.transform.temperature}, which must be 1; give "
+                "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
     return min(head.vocab_size, comparison.teacher.vocab_size)

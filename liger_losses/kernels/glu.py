@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
+from liger_losses.kernels.rows import as_output, as_rows, wide
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -338,7 +338,10 @@ def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, blo
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
     if count * blocks:
-        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, BLOCK=block, num_warps=warps)
+        arguments: list[Any] = []
+        for tensor in rows:
+            arguments += (None, 0) if tensor is None else (tensor, tensor.stride(0))
+        kernel[(count * blocks,)](*arguments, columns, blocks, *formula, BLOCK=block, num_warps=warps)
 
 
 @jit

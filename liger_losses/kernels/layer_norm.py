@@ -116,15 +116,15 @@ def _backward_torch(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _G
 
 def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape)
-    mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
-    launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y, mean, rstd), (eps,))
+    mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, (eps,))
     return y, mean, rstd
 
 
 def _backward_triton(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _Gradients:
-    x, *vectors = saved
+    x, weight, mean, rstd = saved
     grad_x = x.new_empty(x.shape)
-    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), vectors, (grad_x,), vector_dtypes, ())
+    others = (mean, rstd, grad_x)
+    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), (weight,), others, vector_dtypes, ())
     return grad_x, grad_weight, grad_bias
 
 

@@ -263,8 +263,7 @@ def _forward_triton(
     summed = None if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     normalized = x if summed is None else summed
     y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
-    rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y, rstd), options)
+    (rstd,) = launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y), 1, options)
     return y, summed, rstd
 
 
@@ -274,10 +273,10 @@ def _backward_triton(
     x, gate, weight, rstd = saved
     grad_x = x.new_empty(x.shape)
     grad_gate = None if gate is None else gate.new_empty(gate.shape)
-    inputs, outputs = (grad_y, grad_summed, x, gate), (grad_x, grad_gate)
+    inputs, others = (grad_y, grad_summed, x, gate), (rstd, grad_x, grad_gate)
     weight_dtype = weight.dtype if needs_weight and weight is not None else None
     (grad_weight,) = launch_backward(
-        _backward_kernel, inputs, (weight, rstd), outputs, (weight_dtype,), (options.offset, options.gate_first)
+        _backward_kernel, inputs, (weight,), others, (weight_dtype,), (options.offset, options.gate_first)
     )
     return grad_x, grad_gate, grad_weight
 

@@ -149,11 +149,15 @@ def _rotate_triton(
     heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
     sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
     half = power_of_two(rotated // 2)
-    strided = [(x, x.stride(0), x.stride(token), x.stride(heads)) for x in (q, q_out, k, k_out)]
-    angles = [(x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
     if sequences * tokens * size:
+        arguments: list[Any] = []
+        for x in (q, q_out, k, k_out):
+            strides = x.stride()
+            arguments += x, strides[0], strides[token], strides[heads]
+        for x in (cos, sin):
+            arguments += x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
         _rotate_kernel[(sequences * tokens,)](
-            *[argument for group in (*strided, *angles) for argument in group],
+            *arguments,
             tokens,
             q.shape[heads],
             k.shape[heads],

@@ -63,14 +63,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def with_strides(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Kernel arguments: each tensor ``[R, C]`` followed by the stride of its rows, ``None, 0`` for an absent one."""
-    arguments: list[Any] = []
-    for tensor in tensors:
-        arguments += (None, 0) if tensor is None else (tensor, tensor.stride(0))
-    return arguments
-
-
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in fp64 if it is fp64, else in fp32: the dtype that reference implementations compute in."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -96,55 +88,58 @@ def launch_forward(
     inputs: Sequence[Tensor | None],
     vectors: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
+    row_outputs: int,
     options: Sequence[Any],
-) -> None:
+) -> list[Tensor]:
     """Launch a kernel with one program per tile of rows.
 
     Args:
-        kernel: takes the inputs, each with its row stride, the vectors, the outputs, R, C, the options, and the number
-            of rows and columns of a tile.
+        kernel: takes the inputs, each with its row stride, the vectors, the outputs, the outputs per row, R, C, the
+            options, and the number of rows and columns of a tile.
         per_thread: elements of a tile that each thread works on.
         inputs: ``[..., C]``, all of the same shape, or None; the first is not None.
         vectors: ``[C]``, or None.
-        outputs: contiguous tensors.
+        outputs: contiguous tensors ``[..., C]``.
+        row_outputs: how many vectors ``[R]`` in fp32 the kernel writes.
         options: further arguments.
+
+    Returns:
+        The vectors ``[R]``.
     """
-    inputs, vectors = _rows_and_vectors(inputs, vectors)
-    rows, columns = inputs[0].shape
+    arguments = _arguments(inputs, vectors)
+    x: Tensor = arguments[0]
+    rows, columns = x.shape
+    per_row = [x.new_empty(rows, dtype=torch.float32) for _ in range(row_outputs)]
     if rows:
         tile = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
         sizes = (rows, columns, *options, tile.rows, tile.columns)
-        kernel[(-(-rows // tile.rows),)](*with_strides(inputs), *vectors, *outputs, *sizes, num_warps=tile.warps)
-
-
-def _rows_and_vectors(inputs: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:
-    rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
-    return rows, [None if vector is None else vector.contiguous() for vector in vectors]
+        kernel[(-(-rows // tile.rows),)](*arguments, *outputs, *per_row, *sizes, num_warps=tile.warps)
+    return per_row
 
 
 def launch_backward(
     kernel: Any,
     inputs: Sequence[Tensor | None],
     vectors: Sequence[Tensor | None],
-    outputs: Sequence[Tensor | None],
+    others: Sequence[Tensor | None],
     sum_dtypes: Sequence[torch.dtype | None],
     options: Sequence[Any],
 ) -> list[Tensor | None]:
     """Launch a kernel whose persistent programs share the tiles, and add up the sums over rows that each one writes.
 
     Args:
-        kernel: takes the inputs, each with its row stride, the vectors, the outputs, ``[programs, C]`` fp32 for each
+        kernel: takes the inputs, each with its row stride, the vectors, the others, ``[programs, C]`` fp32 for each
             sum (or None), R, C, the number of programs, the options, the number of rows and columns of a tile, and how
             many tiles ahead rows are loaded.
-        inputs, vectors, options: as in :func:`launch_forward`; vectors may also be ``[R]``.
-        outputs: contiguous tensors, or None.
+        inputs, vectors, options: as in :func:`launch_forward`.
+        others: contiguous tensors to be read or written, or None.
         sum_dtypes: the dtype of each sum over rows, or None for one that is not needed.
 
     Returns:
         The sums, ``[C]``; the order of summation is always the same.
     """
-    inputs, vectors = _rows_and_vectors(inputs, vectors)
-    x: Any = inputs[0]
+    arguments = _arguments(inputs, vectors)
+    x: Tensor = arguments[0]
     rows, columns = x.shape
     if rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
@@ -152,15 +147,27 @@ def launch_backward(
     programs = min(-(-rows // tile.rows), processors(x.device) * _BACKWARD_PROGRAMS)
     partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
-    entry_bytes = sum(tensor.element_size() for tensor in inputs if tensor is not None)
+    entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
     stages = 3 if 3 * tile.rows * tile.columns * entry_bytes <= SHARED_BYTES else 1
     sizes = (rows, columns, programs, *options, tile.rows, tile.columns, stages)
-    kernel[(programs,)](*with_strides(inputs), *vectors, *outputs, *partials, *sizes, num_warps=tile.warps)
-    sums = zip(partials, sum_dtypes, strict=True)
-    return [None if partial is None or dtype is None else _column_sums(partial, dtype) for partial, dtype in sums]
+    kernel[(programs,)](*arguments, *others, *partials, *sizes, num_warps=tile.warps)
+    return [None if dtype is None else _column_sums(partials[i], dtype) for i, dtype in enumerate(sum_dtypes)]
 
 
-def _column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
+def _arguments(inputs: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> list[Any]:
+    arguments: list[Any] = []
+    for tensor in inputs:
+        if tensor is None:
+            arguments += (None, 0)
+        else:
+            rows = as_rows(tensor)
+            arguments += (rows, rows.stride(0))
+    for vector in vectors:
+        arguments.append(None if vector is None else vector.contiguous())
+    return arguments
+
+
+def _column_sums(partial: Any, dtype: torch.dtype) -> Tensor:
     """``[P, C]`` fp32 summed over P, always in the same order, and rounded once, to ``[C]``."""
     programs, columns = partial.shape
     out = partial.new_empty(columns, dtype=dtype)

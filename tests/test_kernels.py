@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
+from liger_losses.kernels.autograd import scale_
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import matmul_into
-from liger_losses.kernels.scale import scale_
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import STATISTICS, softmax_statistics
 from tests.reference import NAMES

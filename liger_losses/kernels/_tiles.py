@@ -40,9 +40,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def tile_counts(hidden: Tensor, weight: Tensor, tiling: Tiling) -> tuple[int, int]:
-    """How many tiles cover the tokens, and how many the vocabulary."""
-    return -(-len(hidden) // tiling.tokens), -(-len(weight) // tiling.columns)
+def tile_counts(hidden: Tensor, weight: Tensor, tiling: Tiling) -> tuple[int, int, int]:
+    """How many tiles cover the tokens, how many the vocabulary, and how many programs run at a time."""
+    programs = tiling.programs * processors(hidden.device)
+    return -(-len(hidden) // tiling.tokens), -(-len(weight) // tiling.columns), programs
 
 
 def with_contiguous_rows(matrix: Tensor) -> Tensor:

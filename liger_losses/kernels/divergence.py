@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms
-from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, load_logits, transform_gradient
+from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, transform_block, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
@@ -45,7 +45,7 @@ class Logits(NamedTuple):
 
     def for_kernel(self) -> Side:
         """The argument of the kernels."""
-        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
+        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.for_kernel())
 
     def log_probs(self) -> Tensor:
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
@@ -229,8 +229,12 @@ def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
     """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    s = load_logits(student.projected + row * student.stride, student.bias, at, inside, student.transform)
-    t = load_logits(teacher.projected + row * teacher.stride, teacher.bias, at, inside, teacher.transform)
+    s = tl.load(student.projected + row * student.stride + at, mask=inside, other=0.0)
+    t = tl.load(teacher.projected + row * teacher.stride + at, mask=inside, other=0.0)
+    if student.transform is not None:
+        s = transform_block(s, student.bias, at, inside, student.transform)
+    if teacher.transform is not None:
+        t = transform_block(t, teacher.bias, at, inside, teacher.transform)
     return at, inside, s, t
 
 
@@ -264,7 +268,8 @@ def _store_gradient(out, grad, s, at, inside, row, labels, hard_p, hard_label, h
         at_label = at == tl.load(labels + row).to(tl.int32)
         hard = p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0)
         grad += temperature * hard
-    grad = transform_gradient(grad, s, transform)
+    if transform is not None:
+        grad = transform_gradient(grad, s, transform)
     tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 

@@ -33,10 +33,10 @@ def label_logits(
     Returns:
         ``[N]`` fp32.
     """
-    transform, bias, _ = epilogue
+    bias = epilogue.bias
     if backend == "torch":
         projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
-        return transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
+        return epilogue.transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
     out = torch.empty(len(labels), device=hidden.device)
     if len(labels):
         _label_logits_kernel[(len(labels),)](
@@ -48,7 +48,7 @@ def label_logits(
             bias,
             labels,
             hidden.shape[1],
-            transform.for_kernel(),
+            epilogue.for_kernel(),
             BLOCK=1024,
         )
     return out
@@ -146,7 +146,10 @@ def _label_logits_kernel(
         h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
         products += h * w
-    tl.store(out + row, transform_block(tl.sum(products, 0), bias, label, True, transform))
+    logit = tl.sum(products, 0)
+    if transform is not None:
+        logit = transform_block(logit, bias, label, True, transform)
+    tl.store(out + row, logit)
 
 
 @jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])

@@ -203,11 +203,10 @@ class _Run(NamedTuple):
 
     def launch(self, out: Tensor | None, projections: bool, again: bool) -> None:
         """Exponentials and statistics, from the label's logit as offset, or ``again`` from ``statistics.offset``."""
-        tokens, device = len(self.hidden), self.hidden.device
-        row_tiles, column_tiles = tile_counts(self.hidden, self.weight, _TILING)
+        tokens, (row_tiles, column_tiles, programs) = len(self.hidden), tile_counts(self.hidden, self.weight, _TILING)
         group = _group(row_tiles)
-        lanes = max(1, min(_TILING.programs * processors(device) // group, column_tiles))
-        partial = torch.empty(lanes, tokens, device=device)
+        lanes = max(1, min(programs // group, column_tiles))
+        partial = torch.empty(lanes, tokens, device=self.hidden.device)
         _exponentials_kernel[(lanes * group,)](
             **product_arguments(self.hidden, self.weight, _TILING),
             **output_arguments(out, _TILING),
@@ -218,7 +217,7 @@ class _Run(NamedTuple):
             needed=self.needed if again else None,
             group=group,
             lanes=lanes,
-            transform=self.epilogue.transform.for_kernel(),
+            transform=self.epilogue.for_kernel(),
             PROJECTIONS=projections,
         )
         limit = None if again else _LARGEST_SUM
@@ -310,12 +309,13 @@ def _scales_kernel(
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)
-    if transform.factor is not None:
-        s *= transform.factor
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
+    if transform is not None:
+        s *= transform.factor
+        at_label = transform_gradient(at_label, row_logp + row_lse, transform)
     tl.store(scale_out + row, s)
-    tl.store(at_label_out + row, transform_gradient(at_label, row_logp + row_lse, transform))
+    tl.store(at_label_out + row, at_label)
     if hidden is not None:
         for start in range(0, hidden_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -362,15 +362,16 @@ def _exponentials_kernel(
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
             x = left if half == 0 else right
-            z = transform_block(x, bias, columns, columns < vocab_size, transform)
+            z = x if transform is None else transform_block(x, bias, columns, columns < vocab_size, transform)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
-            if transform.cap is not None:
-                tanh = z / transform.cap
-                e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
+            if transform is not None:
+                if transform.cap is not None:
+                    tanh = z / transform.cap
+                    e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x
             if out is not None:

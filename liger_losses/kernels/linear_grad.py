@@ -10,7 +10,6 @@ from torch import Tensor
 from liger_losses.kernels._tiles import (
     Tiling,
     output_arguments,
-    processors,
     product_arguments,
     project_tile,
     split_tile,
@@ -74,8 +73,8 @@ def linear_softmax_gradient_into(
     if not len(hidden):
         return out
     hidden = with_contiguous_rows(hidden)
-    row_tiles, column_tiles = tile_counts(hidden, weight, _TILING)
-    programs = min(_TILING.programs * processors(hidden.device), row_tiles * column_tiles)
+    row_tiles, column_tiles, programs = tile_counts(hidden, weight, _TILING)
+    programs = min(programs, row_tiles * column_tiles)
     _linear_gradient_kernel[(programs,)](
         **product_arguments(hidden, weight, _TILING),
         **output_arguments(out, _TILING),
@@ -87,7 +86,7 @@ def linear_softmax_gradient_into(
         first_column=first_column,
         inverse_vocab_size=1.0 / vocab_size,
         programs=programs,
-        transform=epilogue.transform.for_kernel(),
+        transform=epilogue.for_kernel(),
         GROUP=_TILING.group,
     )
     return out
@@ -126,6 +125,8 @@ def _linear_gradient_kernel(
             start = first_of_tile + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
             inside = columns < vocab_size
-            z = transform_block(left if half == 0 else right, bias, columns, inside, transform)
+            z = left if half == 0 else right
+            if transform is not None:
+                z = transform_block(z, bias, columns, inside, transform)
             grad = gradient_block(z, columns, inside, row_lse, label, class_weight, coefficients, values, transform)
             store_tile(out, out_stride, grad, rows, columns, first_row, start, tokens, vocab_size)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiling,
-    processors,
     product_arguments,
     project_tile,
     tile_counts,
@@ -81,9 +80,9 @@ def partial_sums(
     """
     sums = Sums.needed(names, epilogue.class_weight)
     tokens = len(hidden)
-    row_tiles, column_tiles = tile_counts(hidden, weight, _TILING)
+    row_tiles, column_tiles, programs = tile_counts(hidden, weight, _TILING)
     group = max(1, min(row_tiles, _TILING.group))
-    splits = max(1, min(processors(hidden.device) // group, column_tiles))
+    splits = max(1, min(programs // group, column_tiles))
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
         _linear_statistics_kernel[(row_tiles * splits,)](
@@ -95,7 +94,7 @@ def partial_sums(
             needed=needed,
             splits=splits,
             group=group,
-            transform=epilogue.transform.for_kernel(),
+            transform=epilogue.for_kernel(),
             sums=sums,
         )
     return partial
@@ -132,7 +131,8 @@ def _linear_statistics_kernel(
             BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         inside = columns < vocab_size
-        z = transform_block(z, bias, columns, inside, transform)
+        if transform is not None:
+            z = transform_block(z, bias, columns, inside, transform)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
         state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)
     store_sums(partial + split * tokens + rows, splits * tokens, valid, label_logit, state, sums)

@@ -72,10 +72,10 @@ class LogitTransform:
             grad.mul_(self.factor)
         return grad
 
-    def for_kernel(self) -> KernelTransform:
-        """The transform as a kernel argument."""
+    def for_kernel(self) -> KernelTransform | None:
+        """The transform as a kernel argument; ``None`` where it changes nothing."""
         if self.softcap is None:
-            return KernelTransform(float(self.factor) if self.factor != 1.0 else None, None)
+            return KernelTransform(float(self.factor), None) if self.factor != 1.0 else None
         return KernelTransform(float(self.factor), float(self.softcap / self.temperature))
 
 
@@ -100,6 +100,11 @@ class Epilogue(NamedTuple):
     def __call__(self, projected: Tensor) -> Tensor:
         """Logits ``[R, C]``; the projections themselves where there is nothing to do."""
         return self.transform(projected, self.bias)
+
+    def for_kernel(self) -> KernelTransform | None:
+        """The transform as a kernel argument; ``None`` where projections are logits, without a bias too."""
+        transform = self.transform.for_kernel()
+        return KernelTransform(None, None) if transform is None and self.bias is not None else transform
 
 
 class KernelTransform(NamedTuple):
@@ -130,7 +135,7 @@ def transform_block(x, bias, columns, inside, transform):
 def load_logits(projected, bias, columns, inside, transform):
     """Logits at ``columns`` of a row whose projections begin at ``projected``."""
     x = tl.load(projected + columns, mask=inside, other=0.0)
-    return transform_block(x, bias, columns, inside, transform)
+    return x if transform is None else transform_block(x, bias, columns, inside, transform)
 
 
 @jit

@@ -205,7 +205,7 @@ def _gradient_triton(
             first_column,
             columns,
             1.0 / vocab_size,
-            epilogue.transform.for_kernel(),
+            epilogue.for_kernel(),
             BLOCK=min(4096, triton.next_power_of_2(columns)),
             num_warps=8,
         )
@@ -264,7 +264,7 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
         grad += class_value * tl.load(class_weight + columns, mask=inside, other=0.0)
     if label_coef is not None:
         grad += tl.where(columns == label, label_value, 0.0)
-    return transform_gradient(grad, z, transform)
+    return grad if transform is None else transform_gradient(grad, z, transform)
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.

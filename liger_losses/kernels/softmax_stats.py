@@ -91,7 +91,7 @@ def _statistics_triton(
             argmax,
             rows,
             columns,
-            epilogue.transform.for_kernel(),
+            epilogue.for_kernel(),
             Sums.needed(names, epilogue.class_weight),
             BLOCK=min(4096, triton.next_power_of_2(columns)),
             num_warps=8,

@@ -22,10 +22,9 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.scale import scale_
 
 
 def linear_statistics(

@@ -152,7 +152,7 @@ class Side(NamedTuple):
     projected: Tensor
     stride: int
     bias: Tensor | None
-    transform: KernelTransform
+    transform: KernelTransform | None
 
 
 class KernelSeries(NamedTuple):

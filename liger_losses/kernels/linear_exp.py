@@ -368,7 +368,7 @@ def _exponentials_kernel(
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
-            if transform is not None:
+            if transform is not None:  # noqa: SIM102, likewise
                 if transform.cap is not None:
                     tanh = z / transform.cap
                     e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)

@@ -110,6 +110,9 @@ def _linear_statistics_kernel(
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of tokens and split: it walks the split's columns with the softmax's sums in registers."""
+    if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
+        if tl.load(needed) == 0:
+            return
     row_tile, split = tile_position(tl.program_id(0), tl.cdiv(tokens, BLOCK_N), splits, group)
     first_row = row_tile * BLOCK_N
     rows = first_row + tl.arange(0, BLOCK_N)
@@ -119,8 +122,6 @@ def _linear_statistics_kernel(
     per_split = tl.cdiv(column_tiles, splits)
     first_tile = split * per_split
     last_tile = tl.minimum(first_tile + per_split, column_tiles)
-    if needed is not None:
-        last_tile = last_tile * tl.load(needed)
     state = online_start(tl.zeros((BLOCK_N,), tl.float32))
     label_logit = tl.zeros((BLOCK_N,), tl.float32)
     for tile in tl.range(first_tile, last_tile, flatten=True):

@@ -20,7 +20,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.kernels import _tiles, label_rows, linear_exp, linear_grad, linear_stats, softmax_grad
+from liger_losses.kernels import _tiles, autograd, label_rows, linear_exp, linear_grad, linear_stats, softmax_grad
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 

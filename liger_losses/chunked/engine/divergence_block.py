@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import Block, Part, Upstream
+from liger_losses.chunked.engine.blocks import Block, HeadGradients, Part, Upstream
 from liger_losses.chunked.engine.call import OpenCall
-from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.head import Projection, can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.teachers import TeacherLogits

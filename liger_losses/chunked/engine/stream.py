@@ -11,10 +11,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import Block, ExponentialBlock, LogitBlock, Part, Upstream, projection_gradient
+from liger_losses.chunked.engine.blocks import (
+    Block,
+    ExponentialBlock,
+    Gradients,
+    HeadGradients,
+    HiddenGradients,
+    LogitBlock,
+    Part,
+    Upstream,
+    projection_gradient,
+)
 from liger_losses.chunked.engine.call import OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
-from liger_losses.chunked.engine.gradients import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.head import MeanLogit
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials

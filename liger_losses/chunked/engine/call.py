@@ -181,8 +181,7 @@ class Call:
         query: what is asked, with per-token tensors of the active tokens.
         transform: from projections to logits.
         tokens: the active ones.
-        work: dtypes, and what blocks hold.
-        plan: sizes of the blocks.
+        work, plan: dtypes, what blocks hold, and their sizes.
         strategy: one of :data:`STRATEGIES`.
         grad_weight_dtype: dtype in which the weight's gradient is accumulated.
         backend: ``torch`` or ``triton``.
@@ -263,15 +262,8 @@ def make_call(
 ) -> tuple[Call, tuple[Tensor, ...]]:
     """Check the inputs, select the active tokens, and decide how to run.
 
-    Args:
-        hidden_states: ``[..., H]``, or a sequence of such tensors.
-        head: what projects them.
-        labels: ``[...]`` int64, or a sequence of such tensors, or :class:`Tokens`.
-        query: what is asked.
-        options: how to stream.
-
-    Returns:
-        The call, and the tensors of hidden states.
+    ``hidden_states`` and ``labels`` are tensors or sequences of them, ``labels`` or the :class:`Tokens` selected from
+    them. Returns the call, and the tensors of hidden states.
     """
     alone = not isinstance(hidden_states, (list, tuple))
     hidden = (hidden_states,) if alone else tuple(hidden_states)
@@ -282,9 +274,7 @@ def make_call(
     vocab_size = _check_query(query, head, shapes)
     tokens = labels
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(
-            labels, vocab_size=vocab_size, ignore_index=options.ignore_index, compact=options.compact
-        )
+        tokens = Tokens.select(labels, vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
@@ -361,7 +351,14 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     check_names(query.statistics, names, f"differentiable statistic{beside}")
     check_names(query.metrics, metrics, "statistic")
     if query.selected is not None:
-        _check_selected(query.selected, shapes)
+        check_tensor("selected", query.selected)
+        if len(shapes) != 1:
+            raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
+        if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != shapes[0]:
+            raise ValueError(
+                f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
+                f"{query.selected.dtype} of {tuple(query.selected.shape)}."
+            )
     for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
         check_like_labels(name, value, shapes[0])
     return vocab_size
@@ -385,18 +382,6 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
             )
     comparison.teacher.check(shape, head)
     return min(head.vocab_size, comparison.teacher.vocab_size)
-
-
-def _check_selected(selected: Any, shapes: Sequence[torch.Size]) -> None:
-    check_tensor("selected", selected)
-    if len(shapes) != 1:
-        raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
-    shape = shapes[0]
-    if selected.dtype != torch.int64 or selected.dim() != len(shape) + 1 or selected.shape[:-1] != shape:
-        raise ValueError(
-            f"selected must be int64 columns [..., k] for each label of {tuple(shape)}, got {selected.dtype} of "
-            f"{tuple(selected.shape)}."
-        )
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

@@ -76,20 +76,9 @@ def check_vector(name: str, vector: Any, weight: Tensor) -> None:
 def check_inputs(
     hidden_states: Sequence[Tensor], weight: Tensor, bias: Tensor | None, labels: Sequence[Tensor] | Tokens
 ) -> torch.dtype:
-    """Check that hidden states and labels fit each other and a head, which has been checked itself.
+    """Raise TypeError or ValueError unless hidden states ``[..., H]`` and labels ``[...]`` fit each other and a head.
 
-    Args:
-        hidden_states: ``[..., H]`` each.
-        weight: ``[V, H]``.
-        bias: ``[V]`` or ``None``.
-        labels: ``[...]`` each, one per tensor of hidden states; or the active tokens of such labels.
-
-    Returns:
-        The dtype to compute in: the inputs' common one, or autocast's.
-
-    Raises:
-        TypeError: not tensors, integer hidden states, floating-point labels, mixed dtypes outside autocast.
-        ValueError: shapes or devices that do not fit together.
+    Returns the dtype to compute in: the inputs' common one, or autocast's.
     """
     for part in hidden_states:
         check_tensor("hidden_states", part)

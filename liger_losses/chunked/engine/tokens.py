@@ -56,12 +56,7 @@ class Tokens:
 
     @classmethod
     def select(
-        cls,
-        labels: Sequence[Tensor],
-        *,
-        vocab_size: int,
-        ignore_index: int = -100,
-        compact: bool = True,
+        cls, labels: Sequence[Tensor], vocab_size: int, ignore_index: int = -100, compact: bool = True
     ) -> Tokens:
         """Find the tokens whose label is not ``ignore_index``.
 

@@ -1,7 +1,8 @@
-"""Write your own preference loss in under 10 lines; call forms, metrics, checks and memory bounds are inherited.
+"""Two losses of your own. Both inherit call forms, checks and memory bounds; neither materializes the logits.
 
-Cal-DPO (arXiv:2412.14516) adds to DPO a calibration term that pulls the chosen reward to +1/2 and the rejected one
-to -1/2. A second loss shows the general base class: any function of per-token statistics.
+- Cal-DPO (arXiv:2412.14516), a preference loss in under 10 lines: DPO and a calibration term, which pulls the chosen
+  completion's reward to 1/2 and the rejected one's to -1/2.
+- The focal loss (arXiv:1708.02002), on the general base class: any function of per-token statistics.
 
     python examples/custom_loss.py
 """

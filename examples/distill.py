@@ -1,7 +1,7 @@
-"""Distil a model into a shallow copy of itself with the Jensen-Shannon divergence: a plain loop, no trainer.
+"""Distill a model into a shallow copy of itself with the Jensen-Shannon divergence: a plain loop, no trainer.
 
-The student keeps a few of the teacher's layers, evenly spread, and its embeddings. Prints the loss of every step, and
-the perplexity of held-out text before and after.
+The student has the teacher's embeddings and a few of its layers, evenly spaced. Prints the loss of every step, and the
+perplexity of held-out text before and after training.
 
     python examples/distill.py
 """

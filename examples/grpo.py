@@ -1,7 +1,6 @@
-"""Train with GRPO towards a rule: a plain loop of sampling, scoring and one step, no trainer.
+"""Train with GRPO on a rule-based reward: a plain loop of sampling, scoring and one optimizer step, no trainer.
 
-The reward is the share of a completion's words that begin with the letter s, which anybody can check. Prints the mean
-reward as it rises.
+The reward is the share of a completion's words that begin with the letter s. Prints the mean reward of every step.
 
     python examples/grpo.py
 """

@@ -1,7 +1,7 @@
-"""Fine-tune on single completions, each marked good or bad, with KTO: a plain loop, no trainer.
+"""Fine-tune with KTO on single completions, each marked desirable or undesirable: a plain loop, no trainer.
 
-Uses one completion of each of the bundled preference pairs. Prints the loss, the estimate of
-the divergence, and the implicit rewards of held-out completions before and after.
+Uses one completion of each bundled preference pair. Prints the loss and the estimate of the KL divergence of every
+step, and the implicit rewards of held-out completions before and after training.
 
     python examples/kto.py
 """

@@ -1,7 +1,7 @@
-"""TRL's DistillationTrainer with this library's head, which one line gives it.
+"""TRL's DistillationTrainer with this library's loss head, which ``enable()`` installs.
 
 The student is a shallow copy of the teacher, as in ``distill.py``, and learns on completions that it samples itself.
-Prints the loss of every step, and the perplexity of held-out text before and after.
+Prints the loss of every step, and the perplexity of held-out text before and after training.
 
     python examples/trl_distill.py
 """

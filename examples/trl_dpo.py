@@ -1,7 +1,7 @@
-"""Fine-tune a small instruct model with TRL's DPOTrainer and this library's head, which one line gives it.
+"""Fine-tune a small instruct model with TRL's DPOTrainer and this library's loss head, which ``enable()`` installs.
 
-Without arguments: SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, first with this library, then
-the same steps with plain TRL, each in a process of its own so that their peak memory can be compared. Prints a table,
+Without arguments, it trains SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, then repeats the first
+steps with plain TRL. Each run is a process of its own, so that their peak memory can be compared. It prints a table,
 draws a plot, and saves the tuned model.
 
     python examples/trl_dpo.py

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer with this library's head, which one line gives it.
+"""TRL's GRPOTrainer with this library's loss head, which ``enable()`` installs.
 
-The reward is the share of a completion's words that begin with the letter s, as in ``grpo.py``. Prints loss and reward
-of every step, and the mean reward of the first and the last steps.
+The reward is the share of a completion's words that begin with the letter s, as in ``grpo.py``. Prints the loss and the
+mean reward of every step, and the mean reward of the first and of the last steps.
 
     python examples/trl_grpo.py
 """

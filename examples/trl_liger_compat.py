@@ -1,7 +1,7 @@
-"""Trainers that build losses of ``liger_kernel.chunked_loss`` themselves, on this library's classes instead.
+"""Give this library's classes to trainers that build losses of ``liger_kernel.chunked_loss``.
 
-TRL up to 1.12 did so for ``use_liger_kernel=True``. Classes here have the same names, constructor keywords, calls and
-metrics, so another import is all that it takes: call :func:`use_instead_of_liger` before the trainers are imported.
+TRL up to 1.12 builds them with ``use_liger_kernel=True``. This library's classes have the same names, constructor
+keywords, calls and metrics, so only the import changes: call :func:`use_instead_of_liger` before you import a trainer.
 
     python examples/trl_liger_compat.py
 """

@@ -1,12 +1,15 @@
-"""What CONTRIBUTING.md promises of new losses: a pair loss is one class of under 10 lines, and gets everything else."""
+"""CONTRIBUTING.md holds: a pair loss is one class of under 10 lines; a divergence is two functions and a row."""
 
 import inspect
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import Completions, Head, PreferenceLoss
-from tests.reference import plain_statistics, problem
+from liger_losses import Completions, DistillationLoss, Divergence, Head, PreferenceLoss, Teacher, functional
+from liger_losses.kernels import BACKENDS, divergence_forms
+from liger_losses.kernels._triton import jit, tl
+from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
 
 
 class SquaredMarginLoss(PreferenceLoss):
@@ -65,3 +68,76 @@ def test_a_loss_with_options_of_its_own_checks_them_when_they_are_set():
         except ValueError:
             assert loss.floor == 1e9
     assert loss.floor == 0.0
+
+
+def jeffreys(log_p, log_q, a, b, c):
+    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
+    return (p - q) * d, p * d + p - q
+
+
+@jit
+def jeffreys_t(log_p, log_q, a, b, c):
+    p, q, d = tl.exp(log_p), tl.exp(log_q), log_p - log_q
+    return (p - q) * d, p * d + p - q
+
+
+class JeffreysLoss(DistillationLoss):
+    """Jeffreys' divergence, ``KL(p || q) + KL(q || p) = sum (p - q) (log p - log q)``."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(Divergence("jeffreys"), *arguments, **options)
+
+
+@pytest.fixture
+def jeffreys_form(monkeypatch):
+    monkeypatch.setitem(divergence_forms.FORMS, "jeffreys", divergence_forms.Form(jeffreys, jeffreys_t))
+
+
+def plain_jeffreys(log_p, log_q):
+    return ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
+
+
+@pytest.mark.usefixtures("jeffreys_form")
+@pytest.mark.parametrize("distance", [1.0, 1e-2, 1e-4])
+def test_a_new_divergence_keeps_its_digits_close_to_the_teacher(distance):
+    logits = torch.randn(5, 61, generator=torch.Generator().manual_seed(0))
+    log_p = (logits + distance * logits.flip(1)).log_softmax(-1).requires_grad_()
+    log_q = logits.log_softmax(-1)
+    found = functional.divergence(log_p, log_q, Divergence("jeffreys"))
+    exact_p, exact_q = double(log_p, log_q)
+    exact = plain_jeffreys(exact_p, exact_q)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0)
+    grads = [torch.autograd.grad(value.sum(), leaf)[0] for value, leaf in ((found, log_p), (exact, exact_p))]
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=2e-6, atol=0)
+    same = functional.divergence(log_q.requires_grad_(), log_q.detach(), Divergence("jeffreys"))
+    assert (same == 0).all()
+    assert (torch.autograd.grad(same.sum(), log_q)[0] == 0).all()
+
+
+@pytest.mark.usefixtures("jeffreys_form")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_new_divergence_takes_two_functions_and_a_row(backend, dtype):
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, labels, _ = problem(dtype=dtype)
+    teacher_hidden, teacher_weight, _, _ = problem(h=16, dtype=dtype, seed=1)
+    mask = labels != -100
+
+    def plain(hidden, weight, teacher_hidden, teacher_weight):
+        logits = hidden @ weight.t(), teacher_hidden @ teacher_weight.t()
+        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) / 2 for part in logits]
+        log_p, log_q = (part.log_softmax(-1) for part in wide)
+        hard = -(2 * wide[0]).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        value = (0.25 * hard + 0.75 * plain_jeffreys(log_p, log_q))[mask].mean()
+        return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+    leaves = hidden, weight, teacher_hidden, teacher_weight
+    given = [leaf.detach().to(device).requires_grad_() for leaf in leaves]
+    loss = JeffreysLoss(0.25, 0.75, temperature=2.0, backend=backend)
+    value, metrics = loss(given[1], given[0], labels.to(device), Teacher(given[2], given[3]))
+    found = value, *torch.autograd.grad(value, given[:2])
+    for name, ours, rounded, exact in zip(
+        ("loss", "hidden", "weight"), found, plain(*leaves), plain(*double(*leaves)), strict=True
+    ):
+        assert_as_exact_as_plain(ours.cpu(), rounded, exact, name)
+    assert metrics.soft_loss > 0

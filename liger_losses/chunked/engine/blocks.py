@@ -43,18 +43,11 @@ class HeadGradients:
     def add(
         self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool, out: Tensor | None = None
     ) -> Tensor | None:
-        """Take both products with a block of ``d loss / d projection``, side by side: neither needs the other.
+        """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
 
-        Args:
-            grad: ``[R, C]`` in the operand dtype.
-            hidden: ``[R, H]``, the same tokens' hidden states.
-            columns: the C columns of the vocabulary.
-            first: whether these are the first tokens whose gradients reach these columns.
-            out: ``[R, H]``, to which the product with the head is added.
-
-        Returns:
-            ``out + grad @ weight[columns]`` if any hidden state needs a gradient. One product over the whole
-            vocabulary is rounded to half precision once; a sum of several is accumulated in fp32.
+        ``grad`` is d loss / d projection ``[R, C]`` in the operand dtype; ``first`` says whether these are the first
+        tokens whose gradients reach these columns. Without ``out``, one product over the whole vocabulary is rounded
+        to half precision once, and a sum of several is accumulated in fp32; ``None`` if no hidden state needs one.
         """
         call, accumulate = self.call, out is not None
         if out is None and any(call.needs_hidden):
@@ -93,14 +86,8 @@ class HeadGradients:
         if self.weight is not None and self.label_coefficients is not None:
             # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
             for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
-                add_to_label_rows_(
-                    self.weight,
-                    tokens.labels[part],
-                    self.label_coefficients[part],
-                    hidden,
-                    index,
-                    backend=self.call.backend,
-                )
+                labels, coefficients = tokens.labels[part], self.label_coefficients[part]
+                add_to_label_rows_(self.weight, labels, coefficients, hidden, index, backend=self.call.backend)
         return (
             None if self.weight is None else self.whole_weight.to(opened.weight.dtype),
             None if self.bias is None or opened.bias is None else self.whole_bias.to(opened.bias.dtype),
@@ -196,6 +183,12 @@ class Block:
 
     def wait(self) -> None:
         """Make the caller's stream wait for the work that the block started on another; a no-op where there is none."""
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()  # the block's memory is about to be freed
 
 
 class LogitBlock(Block):

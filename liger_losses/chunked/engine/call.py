@@ -29,7 +29,8 @@ from liger_losses.kernels.softmax_stats import STATISTICS
 class Statistics(NamedTuple):
     """Per-token statistics of the logits' softmax; ``None`` for those not asked for, 0 for tokens without loss.
 
-    See :func:`liger_losses.kernels.softmax_stats.softmax_statistics` for their definitions.
+    :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
+    log-probabilities of selected columns, ``divergence`` is that from a teacher.
     """
 
     logp: Any = None

@@ -18,7 +18,7 @@ from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
-from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 
@@ -50,20 +50,19 @@ class DivergenceBlock(Block):
         soft = replace(call.transform, temperature=comparison.temperature)
         fused = can_fuse(opened.weight, call.work.operand_dtype, call.backend)
         self.student = _Model(opened.projection, Epilogue(soft, opened.bias), fused)
-        self.teacher_epilogue, self.teacher = self._teacher()
-
-    def _teacher(self) -> tuple[Epilogue, _Model | None]:
-        """The teacher's epilogue, and the teacher itself if its logits are computed here."""
-        call, teacher, temperature = self.call, self.comparison.teacher, self.comparison.temperature
-        if isinstance(teacher, TeacherLogits):
-            return Epilogue(replace(call.transform, temperature=temperature, logit_scale=1.0, softcap=None)), None
-        head = teacher.head.detach().columns(slice(0, self.vocab_size))
+        #: The teacher, if its logits are computed here.
+        self.teacher: _Model | None = None
+        self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
+        if isinstance(comparison.teacher, TeacherLogits):
+            return
+        head = comparison.teacher.head.detach().columns(slice(0, self.vocab_size))
         bias = None if head.bias is None else head.bias.contiguous()
-        epilogue = Epilogue(replace(head.transform, temperature=temperature), bias)
+        self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
-        states = teacher.hidden_states.detach()
+        fused = can_fuse(head.weight, call.work.operand_dtype, call.backend)
+        self.teacher = _Model(projection, self.teacher_epilogue, fused)
+        states = comparison.teacher.hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
-        return epilogue, _Model(projection, epilogue, can_fuse(head.weight, call.work.operand_dtype, call.backend))
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         if upstream is not None and self.gradient is None:

@@ -55,7 +55,7 @@ class Head:
             transform: joined with the head's own: what one of the two leaves at its default comes from the other.
 
         Raises:
-            TypeError: a module that is no linear layer: a whole model, an adapter, a quantised layer.
+            TypeError: a module that is no linear layer: a whole model, an adapter, a quantized layer.
             ValueError: a bias, temperature, scale or soft-cap that is given twice.
         """
         if isinstance(weight, (nn.Linear, nn.Embedding)):

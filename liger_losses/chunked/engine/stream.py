@@ -95,18 +95,14 @@ class Stream:
         for tensor in self.opened.hidden_states:
             dtype = torch.promote_types(dtype, tensor.dtype)
         unit_gradient = self.opened.weight.new_empty(self.count, self.opened.weight.shape[1], dtype=dtype)
-        block = self._block(self.call.plan.rows)
-        for part in self._parts(self.call.plan.rows, values):
-            out_view = unit_gradient[part.rows]
-            try:
+        with self._block(self.call.plan.rows) as block:
+            for part in self._parts(self.call.plan.rows, values):
+                out_view = unit_gradient[part.rows]
                 self._fill(block, part)
                 ones = {statistic: torch.ones_like(part.values["lse"])}
                 gradient = block.gradients(part, ones, head_grads, out_view)
-            except BaseException:
-                block.wait()
-                raise
-            if gradient is not None and gradient is not out_view:
-                out_view.copy_(gradient)
+                if gradient is not None and gradient is not out_view:
+                    out_view.copy_(gradient)
         return values, unit_gradient
 
     def scaled(self, unit_gradient: Tensor, upstream: Upstream) -> list[Tensor | None]:
@@ -121,18 +117,15 @@ class Stream:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         values, weights = self._empty_statistics(), self.call.query.token_weights
         losses = torch.empty(self.count, dtype=self.call.work.logits_dtype, device=self.opened.weight.device)
-        block, grads = self._block(self.call.plan.rows), None
-        for part in self._parts(self.call.plan.rows, values):
-            known = None if weights is None else _rows_of(weights, part.rows)
-            try:
+        grads = None
+        with self._block(self.call.plan.rows) as block:
+            for part in self._parts(self.call.plan.rows, values):
+                known = None if weights is None else _rows_of(weights, part.rows)
                 self._fill(block, part, known)
                 losses[part.rows], upstream = self._token_losses(part, known)
                 # Allocated once the first block is queued, so that the device need not wait for it.
                 grads = grads or Gradients(self.opened)
                 self._write_gradients(block, part, upstream, grads)
-            except BaseException:
-                block.wait()  # its memory is about to be freed
-                raise
         return losses.sum(), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------

@@ -216,10 +216,6 @@ class Call:
         """The statistics that blocks compute."""
         return frozenset({*self.outputs, "lse"}) - self.linear_metrics
 
-    def open(self, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> OpenCall:
-        """The call with the tensors that autograd tracks."""
-        return OpenCall(self, weight, bias, hidden_states)
-
 
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
@@ -289,7 +285,10 @@ def make_call(
     computed = {*query.statistics, *query.metrics} - query.linear_metrics(head.transform)
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and operand == torch.bfloat16 and computed <= {"logp", "lse"}
-    temporaries = 4 if backend == "torch" or (needs_bias and query.comparison is None) else 0
+    temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
+    if query.comparison is not None:
+        temporaries = TEMPORARIES if backend == "torch" else 0
+        teacher_row_bytes = _teacher_row_bytes(query.comparison.teacher, vocab_size, operand)
     work = Workload(
         tokens=tokens.count,
         hidden_size=head.hidden_size,
@@ -297,12 +296,12 @@ def make_call(
         operand_dtype=operand,
         weight_dtype=head.weight.dtype,
         device=head.weight.device,
-        temporaries=TEMPORARIES if temporaries and query.comparison is not None else temporaries,
+        temporaries=temporaries,
         gathers=_gathers(hidden, tokens, operand),
         fused=fused,
         exponentials=exponentials,
         fused_products=fused_products,
-        teacher_row_bytes=_teacher_row_bytes(query, vocab_size, operand),
+        teacher_row_bytes=teacher_row_bytes,
     )
     plan = make_plan(work, options.workspace, options.chunk_size)
     grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
@@ -313,7 +312,10 @@ def make_call(
         # fp16 gradients underflow without the loss scale, which is only known in backward.
         one_pass = query.separable and torch.float16 not in (compute_dtype, operand) and few_roundings
         frozen_head = not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1
-        possible = _strategies(plan, one_pass, frozen_head, needs_weight)
+        # Those that are exact for these inputs and fit the workspace, the cheapest first.
+        allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
+        single = [name for name, possible in allowed.items() if possible]
+        possible = [*single, "two_pass"] if plan.tall_blocks or not needs_weight else ["two_pass", *single]
         strategy = possible[0]
         if options.strategy is not None:
             check_names([options.strategy], possible, "strategy for these inputs")
@@ -392,18 +394,11 @@ def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> 
     return bool(more) or index is not None or not dense or first.dtype != operand
 
 
-def _teacher_row_bytes(query: Query, vocab_size: int, operand: torch.dtype) -> int:
-    """Bytes of a teacher's hidden state, gathered and cast, or of its logits; 0 without a teacher."""
-    if query.comparison is None:
-        return 0
-    teacher, item = query.comparison.teacher, torch.promote_types(torch.float32, operand).itemsize
-    if isinstance(teacher, TeacherLogits):
-        return vocab_size * item
-    return teacher.head.hidden_size * (operand.itemsize + item)
-
-
-def _strategies(plan: Plan, one_pass: bool, frozen_head: bool, needs_weight: bool) -> list[str]:
-    """The strategies that are exact for these inputs and fit the workspace, the cheapest first."""
-    allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
-    single = [name for name, possible in allowed.items() if possible]
-    return [*single, "two_pass"] if plan.tall_blocks or not needs_weight else ["two_pass", *single]
+def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
+    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
+    item = torch.promote_types(torch.float32, operand).itemsize
+    return (
+        vocab_size * item
+        if isinstance(teacher, TeacherLogits)
+        else teacher.head.hidden_size * (operand.itemsize + item)
+    )

@@ -74,12 +74,10 @@ class Head:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.weight.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        """H."""
         return self.weight.shape[1]
 
     def with_fields(self, **changes: Any) -> Head:

@@ -247,12 +247,8 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
-    query = Query(
-        tuple(weights),
-        tuple(metrics),
-        comparison=Comparison(teacher, divergence, temperature),
-        token_weights=weights,
-    )
+    comparison = Comparison(teacher, divergence, temperature)
+    query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
@@ -302,7 +298,7 @@ def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> d
     if call.strategy != "statistics":
         return dict(zip(call.outputs, _LinearStatistics.apply(call, head.weight, head.bias, *hidden), strict=True))
     with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
-        values, _ = Stream(call.open(head.weight, head.bias, hidden)).statistics()
+        values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
     return {name: call.tokens.scatter(values[name]) for name in call.outputs}
 
 
@@ -314,7 +310,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
         with torch.autocast(weight.device.type, enabled=False):
-            stream = Stream(call.open(weight, bias, hidden))
+            stream = Stream(call, weight, bias, hidden)
             if call.strategy == "frozen_head":
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
@@ -342,7 +338,7 @@ class _LinearStatistics(torch.autograd.Function):
             if g is not None
         }
         with torch.autocast(weight.device.type, enabled=False):
-            stream = Stream(call.open(weight, bias, hidden))
+            stream = Stream(call, weight, bias, hidden)
             if ctx.unit_gradient is not None:
                 return None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
@@ -357,7 +353,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with torch.autocast(weight.device.type, enabled=False):
-            loss, values, gradients = Stream(call.open(weight, bias, [hidden])).token_loss()
+            loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
         ctx.call, ctx.gradients = call, gradients
         ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
         outputs = tuple(call.tokens.scatter(values[name]) for name in call.outputs)
@@ -375,5 +371,5 @@ class _LinearTokenLoss(torch.autograd.Function):
             # The first backward scaled them in place and returned them: a second one computes them again.
             weight, bias, hidden, _ = ctx.saved_tensors
             with torch.autocast(weight.device.type, enabled=False):
-                gradients = Stream(call.open(weight, bias, [hidden])).token_loss()[-1]
+                gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
         return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

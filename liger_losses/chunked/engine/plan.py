@@ -81,14 +81,16 @@ class Workload:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token in a block of whole rows."""
-        item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
+        """Bytes of one token in a block of whole rows: its logits, exponentials or gradient, and its hidden state."""
+        columns, operand = padded(self.vocab_size), self.operand_dtype.itemsize
         if self.teacher_row_bytes:
-            hidden_bytes = self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
-            return padded(self.vocab_size) * operand + hidden_bytes
+            return columns * operand + (
+                self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
+            )
         if self.exponentials:  # 1024: the partial sums of the kernel's programs
-            return padded(self.vocab_size) * operand + self.tile_hidden_bytes + self.hidden_size * operand + 1024
-        return padded(self.vocab_size) * item + self.hidden_size * (8 + operand + 2 * item)
+            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + 1024
+        item = self.logits_dtype.itemsize
+        return columns * item + self.hidden_size * (8 + operand + 2 * item)
 
     @property
     def part_bytes(self) -> int:

@@ -5,7 +5,7 @@ N active tokens, H hidden size, V vocabulary size, R rows and C columns of a blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.blocks import (
     Upstream,
     projection_gradient,
 )
-from liger_losses.chunked.engine.call import OpenCall, Statistics
+from liger_losses.chunked.engine.call import Call, OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.head import MeanLogit
 from liger_losses.chunked.engine.plan import blocks, padded
@@ -40,8 +40,9 @@ def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
 class Stream:
     """The passes over all active tokens of a call."""
 
-    def __init__(self, opened: OpenCall) -> None:
-        self.opened, self.call, self.count = opened, opened.call, opened.count
+    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
+        self.opened = OpenCall(call, weight, bias, hidden_states)
+        self.call, self.count = call, self.opened.count
 
     # --- Whole passes ------------------------------------------------------------------------------------------
 

@@ -59,7 +59,6 @@ class Teacher:
 
     @property
     def vocab_size(self) -> int:
-        """Vt."""
         return self.head.vocab_size
 
     def check(self, tokens: torch.Size, student: Head) -> None:
@@ -92,7 +91,6 @@ class TeacherLogits:
 
     @property
     def vocab_size(self) -> int:
-        """Vt."""
         if isinstance(self.logits, Tensor):
             return self.logits.shape[-1]
         if self.columns is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_losses.kernels.glu import glu, glu_fused, glu_linear
 from liger_losses.kernels.plain import is_plain, is_plain_linear
-from liger_losses.patching.probing import Case, Observed, first_match, floats_of, random
+from liger_losses.patching.probing import Case, first_match, floats_of, random
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,8 @@ class Gate:
         return (second, first) if self.layout == "second" else (first, second)
 
     @property
-    def _formula(self) -> Any:
-        return {
-            "activation": self.activation,
-            "limit": self.limit,
-            "alpha": self.alpha,
-            "up_offset": self.up_offset,
-        }
+    def _formula(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
 
 
 #: Name, leading dimensions of the input, dtype, and whether in training mode.
@@ -82,17 +77,11 @@ def inner_values(leading: Sequence[int], size: int, dtype: torch.dtype, generato
     return (random((*leading, size), generator) * scales).to(dtype)
 
 
-def case_of(name: str, inner: list[Tensor], observed: Observed) -> Case:
-    """The product that a module computed from the outputs of its inner layers."""
-    half = inner[0].dtype is torch.bfloat16
+def case_of(name: str, inner: list[Tensor], output: Tensor, grads: list[Tensor | None]) -> Case:
+    """The product that a module computed from the outputs of its inner layers, and their gradients."""
+    rare, grad_tolerance = (2**-6, 2**-5) if inner[0].dtype is torch.bfloat16 else (None, 1e-5)
     return Case(
-        name,
-        inner,
-        observed,
-        lambda gate: partial(gate.compute, backend="torch"),
-        tolerance=1e-5,
-        rare=2**-6 if half else None,
-        grad_tolerance=2**-5 if half else 1e-5,
+        name, inner, output, grads, lambda gate: partial(gate.compute, backend="torch"), 1e-5, grad_tolerance, rare
     )
 
 
@@ -107,13 +96,9 @@ def match_gate(module: nn.Module, cases: Sequence[Case]) -> Gate:
 
 def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:
     for layout in ("first", "second") if tensors == 2 else ("first", "second", "interleaved"):
-        for activation in ("silu", "gelu", "gelu_tanh"):
-            yield Gate(layout, activation)
-        for limit in floats_of(module):
-            if limit <= 0:
-                continue
+        for limit in (None, *(number for number in floats_of(module) if number > 0)):
             for activation in ("silu", "gelu", "gelu_tanh"):
                 yield Gate(layout, activation, limit)
-            for alpha in floats_of(module):
+            for alpha in floats_of(module) if limit is not None else ():
                 for up_offset in (0.0, 1.0):
                     yield Gate(layout, "silu", limit, alpha, up_offset)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from liger_losses.patching.lazy import lazy_linear
-from liger_losses.patching.zero import gathered
+from liger_losses.patching.report import Entry
 
 _FORCED = ContextVar("force_lazy_head", default=False)
 
@@ -51,7 +52,36 @@ def _lazy_forward(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return F.linear(hidden_states, layer.weight, layer.bias)
     keep_gathered(layer)
-    return lazy_linear(hidden_states, gathered(layer.weight), gathered(layer.bias))
+    weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
+    return lazy_linear(hidden_states, weight, bias)
+
+
+class _Gathered(torch.autograd.Function):
+    """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
+
+    DeepSpeed gathers a module's weights for its forward and again for its backward, but lazy logits use them in
+    between, and no backward of the module runs. So backward gathers the weight again, and partitions it afterwards.
+    DeepSpeed marks its parameters with ``ds_id`` and ``ds_status``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parameter = ctx.parameter
+        if parameter.ds_status.name != "AVAILABLE":
+            parameter.all_gather(param_list=[parameter])
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_repartition, parameter))
+        return gradient
+
+
+def _repartition(parameter: Any) -> None:
+    """Partition again after backward, unless DeepSpeed has done so or a submodule (tied weights) uses the weight."""
+    if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
+        parameter.partition(param_list=[parameter], has_been_updated=False)
 
 
 def keep_gathered(module: nn.Module) -> None:
@@ -82,22 +112,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
-class HeadChange(NamedTuple):
-    """One layer of a head that was made lazy or left as it is.
-
-    Attributes:
-        path: the layer's name in the model.
-        module: the layer.
-        replaced_by: the name of its new class, or ``None`` if it was left.
-        reason: why it was left.
-    """
-
-    path: str
-    module: nn.Module
-    replaced_by: str | None
-    reason: str = ""
-
-
 def head_layers(model: nn.Module) -> list[nn.Module]:
     """The output embedding; under an adapter, the linear layers inside it that are as wide as the vocabulary."""
     find = getattr(model, "get_output_embeddings", None)
@@ -113,11 +127,8 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def make_head_lazy(
-    model: nn.Module,
-    *,
-    only_when_forced: bool = False,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> list[HeadChange]:
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None, *, only_when_forced: bool = False
+) -> list[Entry]:
     """Make the output embedding return lazy logits.
 
     Under an adapter (PEFT's ``lora.Linear``, say), all linear layers as wide as the vocabulary become lazy: the sum of
@@ -125,17 +136,18 @@ def make_head_lazy(
 
     Args:
         model: with ``get_output_embeddings``, as transformers' models have it.
+        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
         only_when_forced: logits are lazy within :func:`force_lazy_head` only. A head that is lazy already stays as it
             is; without this option, one that is lazy only when forced becomes lazy everywhere.
-        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
 
     Returns:
-        The layers that were changed, and those that were left with the reason; nothing about layers that were lazy.
+        An entry for each layer that was changed, or left with the reason; none for layers that were lazy already.
     """
     layers = head_layers(model)
     if not layers:
-        return [HeadChange("", model, None, "the model has no output embedding (get_output_embeddings() gives none)")]
-    changes = []
+        absent = "the model has no output embedding (get_output_embeddings() gives none)"
+        return [Entry("", type(model).__name__, None, absent)]
+    entries = []
     for module in layers:
         if isinstance(module, LazyLinear) and (only_when_forced or not module.only_when_forced):
             continue
@@ -143,20 +155,17 @@ def make_head_lazy(
         reason = unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
             reason = "filter_fn"
-        if reason is None:
-            module.__class__ = LazyLinear
-            vars(module)["only_when_forced"] = only_when_forced
-        changes.append(HeadChange(path, module, None if reason else "LazyLinear", reason or ""))
-    return changes
-
-
-def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[HeadChange]:
-    """:func:`make_head_lazy` for all of training, whether forced or not."""
-    return make_head_lazy(model, filter_fn=filter_fn)
+        if reason is not None:
+            entries.append(Entry(path, type(module).__name__, None, reason))
+            continue
+        module.__class__ = LazyLinear
+        vars(module)["only_when_forced"] = only_when_forced
+        entries.append(Entry(path, "Linear", "LazyLinear"))
+    return entries
 
 
 def is_patched_head(module: nn.Module) -> bool:
-    """Whether :func:`patch_head` made this layer lazy; one that is lazy only when forced belongs to its trainer."""
+    """Whether a layer is lazy in all of training; one that is lazy only when forced belongs to its trainer."""
     return type(module) is LazyLinear and not module.only_when_forced
 
 

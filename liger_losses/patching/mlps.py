@@ -1,12 +1,12 @@
-"""Finds gated MLPs by running them with their linear layers replaced by recorders.
+"""Finds gated MLPs and experts by running copies of them.
 
-The layers themselves stay and are called as before, so that adapters and quantization go on working; what happens
-between them is replaced.
+The linear layers of an MLP stay and are called as before, so that adapters and quantization go on working; what
+happens between them is replaced. Experts have their weights stacked in one tensor: in transformers, such modules run
+grouped matrix products and call their method ``_apply_gate`` on the output of the first; that method is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from liger_losses.kernels.plain import is_plain
 from liger_losses.patching import probing
 from liger_losses.patching.gates import CASES, Gate, case_of, inner_values, match_gate
-from liger_losses.patching.kinds import PatchKind
 from liger_losses.patching.probing import Case, Mismatch
+from liger_losses.patching.swap import Replacement
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """``down(act(gate(x)) * up(x))``.
+class GatedMLP(Replacement):
+    """``down(act(gate(x)) * up(x))`` of three linear layers, or of two, the first of which gives gate and up.
 
     Attributes:
         inner: the names of the layers applied to the input, in the order of their calls: two, or one for gate and up.
@@ -34,34 +34,21 @@ class GatedMLP:
     down: str
     gate: Gate
 
-    method: ClassVar[str] = "forward"
-
     def __str__(self) -> str:
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate})"
 
-    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the module's new class; calls that were not probed go to the original forward."""
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not is_plain(*args):
+            return NotImplemented
+        return self.gate.into(getattr(module, self.down), *(getattr(module, name)(args[0]) for name in self.inner))
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if len(args) != 1 or kwargs or not is_plain(*args):
-                return original.forward(module, *args, **kwargs)
-            inner = [getattr(module, name)(args[0]) for name in self.inner]
-            return self.gate.into(getattr(module, self.down), *inner)
-
-        return forward
-
-
-class _GatedMLPs(PatchKind):
-    """MLPs of three linear layers (gate, up, down), or of two, the first of which gives gate and up."""
-
-    replacement = GatedMLP
-
-    def is_candidate(self, module: nn.Module) -> bool:
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
         """Nothing but the linear layers has parameters or buffers, their sizes fit, and forward takes one argument."""
         linears = _linears(module)
         if len(linears) not in (2, 3) or module._parameters or module._buffers:
             return False
-        if any(part._parameters or part._buffers for part in self.bypassed(module).values()):
+        if any(part._parameters or part._buffers for part in cls.bypassed(module).values()):
             return False
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
@@ -69,7 +56,8 @@ class _GatedMLPs(PatchKind):
             return False
         return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
 
-    def match(self, module: nn.Module) -> GatedMLP:
+    @classmethod
+    def match(cls, module: nn.Module) -> GatedMLP:
         """Runs copies whose linear layers return given values."""
         with probing.isolated():
             observations = [found for case in CASES if (found := _observe(module, *case)) is not None]
@@ -78,27 +66,57 @@ class _GatedMLPs(PatchKind):
                 raise Mismatch("it calls its layers in different orders")
             return GatedMLP(inner, down, match_gate(module, [case for *_, case in observations]))
 
-    def key(self, module: nn.Module) -> Any:
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
         """The linear layers count by their sizes only."""
         linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
         return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
 
-    def bypassed(self, module: nn.Module) -> dict[str, nn.Module]:
+    @classmethod
+    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
         """All submodules but the linear layers."""
         linears = _linears(module)
-        return {
-            f"{name}.{inner}".strip("."): part
-            for name, child in module._modules.items()
-            if child is not None and name not in linears
-            for inner, part in child.named_modules()
-        }
+        parts = super().bypassed(module)
+        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
 
-    def is_worth_listing(self, module: nn.Module) -> bool:
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
         """Modules whose forward takes one argument and no more."""
         return len(probing.positional_defaults(module.forward)) == 1
 
 
-GATED_MLPS = _GatedMLPs()
+@dataclass(frozen=True)
+class GatedExperts(Replacement):
+    """The gate of experts with stacked weights."""
+
+    gate: Gate
+
+    method: ClassVar[str] = "_apply_gate"
+
+    def __str__(self) -> str:
+        return f"experts' glu_fused ({self.gate})"
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if len(args) != 1 or kwargs or not is_plain(*args) else self.gate.compute(*args)
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        """Weights of three dimensions, and the method."""
+        stacked = any(p is not None and len(probing.shape_of(p)) == 3 for p in module._parameters.values())
+        return stacked and callable(getattr(type(module), cls.method, None)) and getattr(module, "has_gate", True)
+
+    @classmethod
+    def match(cls, module: nn.Module) -> GatedExperts:
+        """Runs the method on copies without weights, and on 64 gates: it does not depend on the weights' sizes."""
+        cases = []
+        with probing.isolated():
+            for name, leading, dtype, training in CASES:
+                generator = torch.Generator().manual_seed(13)
+                copy: Any = probing.copy_of(module, generator, with_parameters=False).train(training)
+                inner = [inner_values(leading, 128, dtype, generator)]
+                with probing.unchanged(name, copy):
+                    cases.append(case_of(name, inner, *probing.observe(copy._apply_gate, inner)))
+            return GatedExperts(match_gate(module, cases))
 
 
 def _linears(module: nn.Module) -> dict[str, Any]:
@@ -150,12 +168,18 @@ def _observe(
     copy.train(training)
     state = torch.get_rng_state()
     with probing.unchanged(name, copy, recorders):
-        try:
-            x, output = _call(copy, recorders.values(), leading, dtype, generator)
-        except Mismatch:
+        for size in sorted({recorder.in_features for recorder in recorders.values()}):
+            calls.clear()
+            x = probing.random((*leading, size), generator, dtype).requires_grad_()
+            try:
+                output = copy(x)
+                break
+            except Exception as error:
+                failure = error
+        else:
             if name == "two dimensions":
                 return None
-            raise
+            raise Mismatch(f"its code does not fit a gated MLP ({type(failure).__name__}: {str(failure)[:160]})")
         if len(calls) != len(recorders) or len(set(calls)) != len(calls):
             raise Mismatch(f"{name}: it does not call each of its layers once")
         if not torch.equal(state, torch.get_rng_state()):
@@ -172,27 +196,8 @@ def _observe(
     if of_input is not None or of_output is not None:
         raise Mismatch(f"{name}: the last layer is given more than the product")
     names = {recorder: key for key, recorder in recorders.items()}
-    case = case_of(name, [leaf.detach() for leaf in leaves], probing.Observed(product.detach(), list(grads)))
+    case = case_of(name, [leaf.detach() for leaf in leaves], product.detach(), list(grads))
     return tuple(names[recorder] for recorder in inner), names[down], case
-
-
-def _call(
-    copy: nn.Module,
-    recorders: Iterable[_Recorder],
-    leading: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> tuple[Tensor, Any]:
-    """An input of a size that the module takes, and its output."""
-    for size in sorted({recorder.in_features for recorder in recorders}):
-        for recorder in recorders:
-            recorder.calls.clear()
-        x = probing.random((*leading, size), generator, dtype).requires_grad_()
-        try:
-            return x, copy(x)
-        except Exception as error:
-            failure = error
-    raise Mismatch(f"its code does not fit a gated MLP ({type(failure).__name__}: {str(failure)[:160]})")
 
 
 def _check_same(what: str, actual: Any, expected: Tensor) -> None:
@@ -201,9 +206,9 @@ def _check_same(what: str, actual: Any, expected: Tensor) -> None:
         raise Mismatch(f"{what} is not a tensor")
     if actual.shape != expected.shape or actual.dtype != expected.dtype or not torch.equal(actual, expected):
         raise Mismatch(f"{what} is changed")
-    if not actual.requires_grad:
-        raise Mismatch(f"{what} does not pass gradients on")
-    upstream = probing.random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
-    (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
+    grad = None
+    if actual.requires_grad:
+        upstream = probing.random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
+        (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
     if grad is None or not torch.equal(grad, upstream):
         raise Mismatch(f"{what} does not pass gradients on")

@@ -8,11 +8,9 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching import rotations
-from liger_losses.patching.experts import EXPERTS
-from liger_losses.patching.kinds import PatchKind
-from liger_losses.patching.lazy_head import is_patched_head, patch_head, unpatch_head
-from liger_losses.patching.mlps import GATED_MLPS
-from liger_losses.patching.norms import NORMS
+from liger_losses.patching.lazy_head import is_patched_head, make_head_lazy, unpatch_head
+from liger_losses.patching.mlps import GatedExperts, GatedMLP
+from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
 from liger_losses.patching.swap import (
@@ -66,7 +64,7 @@ def patch(
         TypeError: ``model`` is not a module.
     """
     _check_model(model)
-    kinds: list[PatchKind] = ([NORMS] if norms else []) + ([GATED_MLPS, EXPERTS] if mlps else [])
+    kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     entries: list[Entry] = []
     for path, module in model.named_modules():
@@ -157,7 +155,7 @@ def _check_model(model: Any) -> None:
 
 
 def _patch_module(
-    kind: PatchKind,
+    kind: type[Replacement],
     path: str,
     module: nn.Module,
     filter_fn: Filter | None,
@@ -170,14 +168,14 @@ def _patch_module(
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
-        return Entry(path, name, str(replacement)) if isinstance(replacement, kind.replacement) else None
+        return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None
     if not kind.is_candidate(module):
         return None
     result: Replacement | str | None = reason_not_to_swap(module, kind.bypassed(module))
     if result is None and filter_fn is not None and not filter_fn(module, path):
         result = LEFT_OUT
     if result is None:
-        key = type(kind), kind.key(module)
+        key = kind, kind.key(module)
         if key not in matches:
             try:
                 matches[key] = kind.match(module), module
@@ -191,13 +189,8 @@ def _patch_module(
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    patched = [(path, module) for path, module in model.named_modules() if is_patched_head(module)]
-    entries = [Entry(path, "Linear", "LazyLinear") for path, _ in patched]
-    for change in patch_head(model, filter_fn):
-        name = "Linear" if change.replaced_by else type(change.module).__name__
-        if change.path or not patched:
-            entries.append(Entry(change.path, name, change.replaced_by, change.reason))
-    return entries
+    patched = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
+    return patched + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not patched]
 
 
 def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:

@@ -127,16 +127,10 @@ def unchanged(case: str, module: nn.Module, without: Collection[str] = ()) -> It
         raise Mismatch(f"{case}: it changes its own attributes")
 
 
-@dataclass
-class Observed:
-    """A function's output, and the gradients of its inputs and of other leaves."""
-
-    output: Tensor
-    grads: list[Tensor | None]
-
-
-def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Observed:
-    """Call a function, and take the gradients with respect to its inputs and to other leaves.
+def observe(
+    function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A function's output, and the gradients with respect to its inputs and to other leaves.
 
     Raises:
         Mismatch: it fails, returns no tensor, changes its inputs, or draws random numbers.
@@ -158,10 +152,10 @@ def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequ
     if not all(torch.equal(x, y) for x, y in zip(inputs, originals, strict=True)):
         raise Mismatch("it changes its input in place")
     if not output.requires_grad:
-        return Observed(output, [None] * (len(inputs) + len(others)))
+        return output, [None] * (len(inputs) + len(others))
     upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype)
     grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
-    return Observed(output.detach(), list(grads))
+    return output.detach(), list(grads)
 
 
 def check_close(
@@ -197,6 +191,7 @@ class Case:
     """What a module returned for some inputs; a candidate must return the same, with the same gradients.
 
     Attributes:
+        output, grads: what :func:`observe` found.
         function_of: from a candidate to the function of the inputs that it computes.
         tolerance, rare: of the output; see :func:`check_close`.
         parameters: the other leaves, by name, whose gradients were observed.
@@ -204,7 +199,8 @@ class Case:
 
     name: str
     inputs: Sequence[Tensor]
-    observed: Observed
+    output: Tensor
+    grads: list[Tensor | None]
     function_of: Callable[[Any], Callable[..., Tensor]]
     tolerance: float
     grad_tolerance: float
@@ -215,12 +211,12 @@ class Case:
     def check(self, candidate: Any) -> None:
         """Raise Mismatch unless a candidate computes the same."""
         try:
-            expected = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
+            output, grads = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
         except Mismatch as mismatch:
             raise Mismatch(f"{self.name}: {mismatch}") from mismatch
-        check_close(f"{self.name}: the output", self.observed.output, expected.output, self.tolerance, self.rare)
+        check_close(f"{self.name}: the output", self.output, output, self.tolerance, self.rare)
         names = [*(f"input {number}" for number in range(len(self.inputs))), *self.parameters]
-        for name, actual, wanted in zip(names, self.observed.grads, expected.grads, strict=True):
+        for name, actual, wanted in zip(names, self.grads, grads, strict=True):
             tolerance = self.parameter_tolerance if name in self.parameters else self.grad_tolerance
             check_close(f"{self.name}: the gradient of {name}", actual, wanted, tolerance)
 

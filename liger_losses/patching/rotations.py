@@ -151,13 +151,13 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
 
     inputs = (q, k)[:tensors]
     try:
-        observed = probing.observe(call, inputs)
+        output, grads = probing.observe(call, inputs)
     except Mismatch as mismatch:
         if mismatch.__cause__ is not None:
             return None
         raise
     tolerance = 1e-5 if (dtype, angle_dtype) == (_F32, _F32) else 2**-6
-    return Case(name, inputs, observed, function_of, tolerance, tolerance)
+    return Case(name, inputs, output, grads, function_of, tolerance, tolerance)
 
 
 class _Replaced(NamedTuple):

@@ -21,7 +21,9 @@ from liger_losses.chunked.engine import (
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, teacher_of
+
+#: The label of tokens without loss, in TRL as in PyTorch.
+IGNORE_INDEX = -100
 
 
 def mean_divergence(
@@ -85,21 +87,15 @@ def chunked_divergence_loss(
     Returns:
         The loss; and without gradient the summed entropy of the student in nats, and the number of active tokens.
     """
-    transform = LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping)
-    student = _gathered_head(student_hidden_states, student_lm_head_weight, student_lm_head_bias, transform)
-    transform = LogitTransform(1.0, teacher_logit_scale, teacher_final_logit_softcapping)
-    teacher = _gathered_head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias, transform)
+    weight, bias = (_gathered(p, student_hidden_states.dtype) for p in (student_lm_head_weight, student_lm_head_bias))
+    student = Head(weight, bias, LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping))
+    weight, bias = (_gathered(p, teacher_hidden_states.dtype) for p in (teacher_lm_head_weight, teacher_lm_head_bias))
+    teacher = Teacher(teacher_hidden_states, weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)
     mask = completion_mask != 0
     count = mask.sum()
+    divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, statistics = mean_divergence(
-        student_hidden_states,
-        student,
-        teacher_of(teacher_hidden_states, teacher),
-        mask,
-        count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch,
-        beta,
-        temperature,
-        metrics=("entropy",),
+        student_hidden_states, student, teacher, mask, divisor, beta, temperature, metrics=("entropy",)
     )
     return loss, statistics.entropy.sum(), count
 
@@ -172,12 +168,6 @@ def chunked_jsd_loss(
     return loss, divergences.sum(), statistics.entropy.sum(), entropies.sum(), per_teacher.flatten()
 
 
-def _gathered_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Head:
-    """A head whose parameters FSDP may have sharded: gathered, in the hidden states' dtype as FSDP's own all-gather."""
-
-    def gathered(parameter: Any) -> Any:
-        if not hasattr(parameter, "full_tensor"):
-            return parameter
-        return parameter.full_tensor().to(hidden_states.dtype)
-
-    return Head(gathered(weight), gathered(bias), transform)
+def _gathered(parameter: Any, dtype: torch.dtype) -> Any:
+    """A parameter that FSDP may have sharded: gathered, in the hidden states' dtype as by FSDP's own all-gather."""
+    return parameter.full_tensor().to(dtype) if hasattr(parameter, "full_tensor") else parameter

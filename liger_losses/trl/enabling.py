@@ -33,7 +33,7 @@ def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
 
 #: Replaced besides, where the models are to have the kernels: the constructor of all trainers.
 KERNELS = PatchPoint(
-    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels, wraps=True)
+    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels)
 )
 
 

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
-from liger_losses.patching.lazy import DeferredLogits, allow_materialization
+from liger_losses.patching.lazy import DeferredLogits, allow_materialization, deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
-from liger_losses.trl.divergences import mean_divergence
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, teacher_of
+from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +99,10 @@ def _deferred(logits: Tensor) -> DeferredLogits | None:
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     deferred = _deferred(logits)
-    return TeacherLogits(logits) if deferred is None else teacher_of(deferred.hidden_states, deferred.head)
+    if deferred is None:
+        return TeacherLogits(logits)
+    head = deferred.head
+    return Teacher(deferred.hidden_states, head.weight, head.bias, head.transform.logit_scale, head.transform.softcap)
 
 
 def _statistics(

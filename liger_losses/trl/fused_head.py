@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits
+from liger_losses.patching.lazy import DeferredLogits, deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, keep_gathered, make_head_lazy
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits
+from liger_losses.trl.divergences import IGNORE_INDEX
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {

@@ -14,9 +14,9 @@ from liger_losses.patching.lazy import reductions as _reductions
 from liger_losses.patching.lazy import views as _views
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.materialize import allow_materialization, true_values
-from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear
+from liger_losses.patching.lazy.tensor import LazyLogits, deferred_logits, lazy_linear
 
-__all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "lazy_linear", "true_values"]
+__all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "deferred_logits", "lazy_linear", "true_values"]
 
 #: Importing them registers their operations.
 _OPERATIONS = (_reductions, _views)

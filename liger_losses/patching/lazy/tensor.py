@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,10 @@ from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.materialize import LazyTensor, materialize_all, true_values, warn_materialized
-from liger_losses.patching.lazy.registry import call_implementation
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+#: By the name of an operation that needs no values: the function for it, and its signature.
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: Methods that ask about the tensor and not about its values.
 _METADATA = frozenset(
     """size dim ndimension numel nelement stride storage_offset element_size get_device dim_order result_type can_cast
@@ -35,6 +38,32 @@ _IN_PLACE = frozenset(
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
+
+
+def implements(*names: str) -> Callable[[_Function], _Function]:
+    """Register a function for operations of these names, be they called as method, function or operator.
+
+    The function takes the lazy logits and the operation's other arguments, and returns ``NotImplemented`` where the
+    values are needed after all.
+    """
+
+    def register(function: _Function) -> _Function:
+        _IMPLEMENTATIONS.update(dict.fromkeys(names, (function, inspect.signature(function))))
+        return function
+
+    return register
+
+
+def _call_implementation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``NotImplemented`` if there is no function for the operation, or none that takes these arguments."""
+    if name not in _IMPLEMENTATIONS:
+        return NotImplemented
+    function, signature = _IMPLEMENTATIONS[name]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return function(*args, **kwargs)
 
 
 @dataclass
@@ -127,8 +156,10 @@ class LazyLogits(LazyTensor):
 
     def _materialize_for_hooks(self) -> None:
         """Compute the values as a function of this tensor, so that their gradient arrives here, whoever asks first."""
+        with torch.inference_mode(False), torch.no_grad():
+            values = self.materialize()
         with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.materialized, self.hooked = _Materialize.apply(self), True
+            self.materialized, self.hooked = WithGradientOf.apply(values, self), True
 
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable."""
@@ -156,7 +187,7 @@ class LazyLogits(LazyTensor):
             first.check()
             if name in _HOOKS:
                 return _register_hook(first, func, name, args, kwargs)
-            result = call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
+            result = _call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
             if result is not NotImplemented:
                 if not torch.is_grad_enabled() and (first.requires_grad or first.made_without_grad):
                     for part in result if isinstance(result, tuple) else (result,):
@@ -210,17 +241,10 @@ class _LazyLinear(torch.autograd.Function):
     """Lazy logits as an output of hidden states, weight and bias, with the gradient that their values would have."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        deferred: DeferredLogits,
-        dtype: torch.dtype,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        lazy = LazyLogits._empty(deferred.shape, dtype, hidden_states.device)
+    def forward(ctx: Any, deferred: DeferredLogits, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+        lazy = LazyLogits._empty(deferred.shape, dtype, deferred.hidden_states.device)
         ctx.deferred, ctx.own_version = deferred, lazy.own_version
-        ctx.save_for_backward(hidden_states, weight, bias)
+        ctx.save_for_backward(*tensors)
         return lazy
 
     @staticmethod
@@ -240,16 +264,16 @@ class _LazyLinear(torch.autograd.Function):
         return None, None, *(None if leaf is None else next(gradients) for leaf in leaves)
 
 
-class _Materialize(torch.autograd.Function):
-    """The values as an output of the lazy tensor itself."""
+class WithGradientOf(torch.autograd.Function):
+    """The first tensor's values, with the gradient of the second, which differs from it by rounding at most."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: Tensor) -> Tensor:
-        return true_values(lazy).detach()
+    def forward(ctx: Any, values: Tensor, differentiable: Tensor) -> Tensor:
+        return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def _forward_class(node: Any) -> Any:
@@ -315,3 +339,11 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     lazy.storage_version.count += 1
     lazy.seen_version = lazy.storage_version.count
     return values
+
+
+def deferred_logits(logits: Any) -> DeferredLogits | None:
+    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
+    if not isinstance(logits, LazyLogits):
+        return None
+    logits.check()
+    return logits.deferred if logits.materialized is None else None

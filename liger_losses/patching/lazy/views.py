@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.patching.lazy.registry import implements
-from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.tensor import LazyLogits, implements
 
 
 def is_vocabulary(lazy: LazyLogits, dim: Any) -> bool:
@@ -151,29 +150,24 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return lazy if dtype is None else _cast(lazy, dtype)
 
 
-def _scale(lazy: LazyLogits, by: float, step: Callable[[Tensor], Tensor]) -> Any:
-    """Multiply the logits by a number: a scale of the head, and of its soft-cap if there is one."""
+def _scale(operation: Callable[..., Tensor], lazy: LazyLogits, other: Any) -> Any:
+    """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
+    number = isinstance(other, (int, float)) and not isinstance(other, bool)
+    if not number or not math.isfinite(other) or other == 0 or lazy.deferred.normalized:
+        return NotImplemented
+    by = 1.0 / other if operation is torch.div else float(other)
     transform = lazy.deferred.head.transform
     scale = transform.logit_scale * by
     softcap = None if transform.softcap is None else transform.softcap * by
-    if lazy.deferred.normalized or not math.isfinite(scale) or not (softcap is None or 0 < softcap < math.inf):
+    if not math.isfinite(scale) or not (softcap is None or 0 < softcap < math.inf):
         return NotImplemented
-    return lazy.derive(lazy.deferred.with_step(step, logit_scale=scale, softcap=softcap))
+    return lazy.derive(
+        lazy.deferred.with_step(lambda logits: operation(logits, other), logit_scale=scale, softcap=softcap)
+    )
 
 
-def _is_factor(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value != 0
-
-
-@implements("mul", "multiply", "__mul__", "__rmul__")
-def _mul(lazy: LazyLogits, other: Any) -> Any:
-    return _scale(lazy, float(other), lambda logits: torch.mul(logits, other)) if _is_factor(other) else NotImplemented
-
-
-@implements("div", "divide", "true_divide", "__truediv__", "__div__")
-def _div(lazy: LazyLogits, other: Any) -> Any:
-    return _scale(lazy, 1.0 / other, lambda logits: torch.div(logits, other)) if _is_factor(other) else NotImplemented
+implements("mul", "multiply", "__mul__", "__rmul__")(partial(_scale, torch.mul))
+implements("div", "divide", "true_divide", "__truediv__", "__div__")(partial(_scale, torch.div))
 
 
 @implements("tanh")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,11 +46,12 @@ class LazyLinear(nn.Linear):
 
 
 @torch.compiler.disable
-def _lazy_forward(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
+def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     """The lazy forward, outside of compiled graphs, which end here: what follows is small."""
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return F.linear(hidden_states, layer.weight, layer.bias)
-    keep_gathered(layer)
+    if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
+        layer.set_reshard_after_forward(False, recurse=False)
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     return lazy_linear(hidden_states, weight, bias)
 
@@ -60,8 +60,8 @@ class _Gathered(torch.autograd.Function):
     """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
 
     DeepSpeed gathers a module's weights for its forward and again for its backward, but lazy logits use them in
-    between, and no backward of the module runs. So backward gathers the weight again, and partitions it afterwards.
-    DeepSpeed marks its parameters with ``ds_id`` and ``ds_status``.
+    between, and no backward of the module runs. So backward gathers the weight again, and partitions it at its end
+    unless DeepSpeed has done so or a submodule (tied weights) uses it. DeepSpeed's parameters have a ``ds_id``.
     """
 
     @staticmethod
@@ -72,32 +72,21 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         parameter = ctx.parameter
+
+        def partition() -> None:
+            if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
+                parameter.partition(param_list=[parameter], has_been_updated=False)
+
         if parameter.ds_status.name != "AVAILABLE":
             parameter.all_gather(param_list=[parameter])
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_repartition, parameter))
+            torch.autograd.Variable._execution_engine.queue_callback(partition)
         return gradient
-
-
-def _repartition(parameter: Any) -> None:
-    """Partition again after backward, unless DeepSpeed has done so or a submodule (tied weights) uses the weight."""
-    if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
-        parameter.partition(param_list=[parameter], has_been_updated=False)
-
-
-def keep_gathered(module: nn.Module) -> None:
-    """Tell a ``fully_shard`` unit to keep its weights from its forward to its backward: lazy logits need them between.
-
-    Any other module is left as it is.
-    """
-    keep: Any = getattr(module, "set_reshard_after_forward", None)
-    if keep is not None:
-        keep(False, recurse=False)
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
     if not (type(module) is nn.Linear or type(module) is LazyLinear):
-        if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
+        if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
@@ -112,14 +101,11 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
-def head_layers(model: nn.Module) -> list[nn.Module]:
+def _head_layers(model: nn.Module) -> list[nn.Module]:
     """The output embedding; under an adapter, the linear layers inside it that are as wide as the vocabulary."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = None if find is None else find()
-    if not isinstance(head, nn.Module):
-        return []
-    if isinstance(head, nn.Linear):
-        return [head]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) or not isinstance(head, nn.Module):
+        return [head] if isinstance(head, nn.Module) else []
     weight = getattr(head, "weight", None)
     width = weight.shape[0] if isinstance(weight, Tensor) else None
     inner = [m for m in head.modules() if isinstance(m, nn.Linear) and m.out_features == (width or m.out_features)]
@@ -143,7 +129,7 @@ def make_head_lazy(
     Returns:
         An entry for each layer that was changed, or left with the reason; none for layers that were lazy already.
     """
-    layers = head_layers(model)
+    layers = _head_layers(model)
     if not layers:
         absent = "the model has no output embedding (get_output_embeddings() gives none)"
         return [Entry("", type(model).__name__, None, absent)]
@@ -155,12 +141,12 @@ def make_head_lazy(
         reason = unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
             reason = "filter_fn"
-        if reason is not None:
+        if reason is None:
+            module.__class__ = LazyLinear
+            vars(module)["only_when_forced"] = only_when_forced
+            entries.append(Entry(path, "Linear", "LazyLinear"))
+        else:
             entries.append(Entry(path, type(module).__name__, None, reason))
-            continue
-        module.__class__ = LazyLinear
-        vars(module)["only_when_forced"] = only_when_forced
-        entries.append(Entry(path, "Linear", "LazyLinear"))
     return entries
 
 

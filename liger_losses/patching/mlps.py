@@ -7,17 +7,64 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.plain import is_plain
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.plain import is_plain, is_plain_linear
 from liger_losses.patching import probing
-from liger_losses.patching.gates import CASES, Gate, case_of, inner_values, match_gate
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``act(gate) * up``.
+
+    Attributes:
+        layout: where the gate is: ``first`` or ``second`` of two tensors or halves, or ``interleaved`` with ``up``.
+        activation, limit, alpha, up_offset: as in :func:`~liger_losses.kernels.glu.glu`.
+    """
+
+    layout: str
+    activation: str
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __str__(self) -> str:
+        return self.activation if self.limit is None else f"{self.activation}, limit {self.limit:g}"
+
+    def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
+        """The product of gate and up, given as two tensors or as one that holds both."""
+        gate, up = self._parts(inner)
+        if up is None:
+            return glu_fused(gate, interleaved=self.layout == "interleaved", backend=backend, **self._formula)
+        return glu(gate, up, backend=backend, **self._formula)
+
+    def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
+        """The output of a layer applied to the product; for a plain linear layer, without saving the product."""
+        gate, up = self._parts(inner)
+        if not is_plain_linear(linear) or not is_plain(*inner):
+            return linear(self.compute(*inner))
+        layer = cast(nn.Linear, linear)
+        return glu_linear(gate, up, layer.weight, layer.bias, interleaved=self.layout == "interleaved", **self._formula)
+
+    def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gate and up; or one tensor that holds both as the kernels take it, and None."""
+        if len(inner) == 1 and self.layout != "second":
+            return inner[0], None
+        first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
+        return (second, first) if self.layout == "second" else (first, second)
+
+    @property
+    def _formula(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
 
 
 @dataclass(frozen=True)
@@ -60,11 +107,11 @@ class GatedMLP(Replacement):
     def match(cls, module: nn.Module) -> GatedMLP:
         """Runs copies whose linear layers return given values."""
         with probing.isolated():
-            observations = [found for case in CASES if (found := _observe(module, *case)) is not None]
+            observations = [found for case in _CASES if (found := _observe(module, *case)) is not None]
             inner, down, _ = observations[0]
             if any(names != [inner, down] for *names, _ in observations):
                 raise Mismatch("it calls its layers in different orders")
-            return GatedMLP(inner, down, match_gate(module, [case for *_, case in observations]))
+            return GatedMLP(inner, down, _match_gate(module, [case for *_, case in observations]))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:
@@ -110,13 +157,13 @@ class GatedExperts(Replacement):
         """Runs the method on copies without weights, and on 64 gates: it does not depend on the weights' sizes."""
         cases = []
         with probing.isolated():
-            for name, leading, dtype, training in CASES:
+            for name, leading, dtype, training in _CASES:
                 generator = torch.Generator().manual_seed(13)
-                copy: Any = probing.copy_of(module, generator, with_parameters=False).train(training)
-                inner = [inner_values(leading, 128, dtype, generator)]
+                copy: Any = probing.copy_of(module, generator, empty=True).train(training)
+                inner = [_inner_values(leading, 128, dtype, generator)]
                 with probing.unchanged(name, copy):
-                    cases.append(case_of(name, inner, *probing.observe(copy._apply_gate, inner)))
-            return GatedExperts(match_gate(module, cases))
+                    cases.append(_case_of(name, inner, *probing.observe(copy._apply_gate, inner)))
+            return GatedExperts(_match_gate(module, cases))
 
 
 def _linears(module: nn.Module) -> dict[str, Any]:
@@ -129,19 +176,12 @@ def _linears(module: nn.Module) -> dict[str, Any]:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a linear layer: records its call and its input, and returns the given values.
-
-    Args:
-        linear: the layer.
-        calls: a list of the recorders in the order of their calls, to append to.
-        values: ``[..., out_features]``, a leaf.
-    """
+    """Stands in for a linear layer: adds itself to ``calls``, keeps its input, and returns the given values, a leaf."""
 
     def __init__(self, linear: Any, calls: list[_Recorder], values: Tensor) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.calls, self.values = calls, values
-        self.input: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -161,7 +201,7 @@ def _observe(
     generator = torch.Generator().manual_seed(13)
     calls: list[_Recorder] = []
     recorders = {
-        key: _Recorder(child, calls, inner_values(leading, child.out_features, dtype, generator).requires_grad_())
+        key: _Recorder(child, calls, _inner_values(leading, child.out_features, dtype, generator).requires_grad_())
         for key, child in _linears(module).items()
     }
     copy = probing.copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
@@ -175,11 +215,11 @@ def _observe(
                 output = copy(x)
                 break
             except Exception as error:
-                failure = error
+                failure = f"{type(error).__name__}: {str(error)[:160]}"
         else:
             if name == "two dimensions":
                 return None
-            raise Mismatch(f"its code does not fit a gated MLP ({type(failure).__name__}: {str(failure)[:160]})")
+            raise Mismatch(f"its code does not fit a gated MLP ({failure})")
         if len(calls) != len(recorders) or len(set(calls)) != len(calls):
             raise Mismatch(f"{name}: it does not call each of its layers once")
         if not torch.equal(state, torch.get_rng_state()):
@@ -189,14 +229,14 @@ def _observe(
         _check_same(f"{name}: the input of a layer", recorder.input, x)
     _check_same(f"{name}: the output", output, down.values)
     product, leaves = down.input, [recorder.values for recorder in inner]
-    if product is None or not product.requires_grad:
+    if not product.requires_grad:
         raise Mismatch(f"{name}: no gradient reaches its inner layers")
     upstream = probing.random(product.shape, torch.Generator().manual_seed(7), product.dtype)
     *grads, of_input, of_output = torch.autograd.grad(product, [*leaves, x, down.values], upstream, allow_unused=True)
     if of_input is not None or of_output is not None:
         raise Mismatch(f"{name}: the last layer is given more than the product")
     names = {recorder: key for key, recorder in recorders.items()}
-    case = case_of(name, [leaf.detach() for leaf in leaves], product.detach(), list(grads))
+    case = _case_of(name, [leaf.detach() for leaf in leaves], product.detach(), list(grads))
     return tuple(names[recorder] for recorder in inner), names[down], case
 
 
@@ -212,3 +252,43 @@ def _check_same(what: str, actual: Any, expected: Tensor) -> None:
         (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
     if grad is None or not torch.equal(grad, upstream):
         raise Mismatch(f"{what} does not pass gradients on")
+
+
+#: Name, leading dimensions of the input, dtype, and whether in training mode.
+_CASES = (
+    ("float32", (2, 9), torch.float32, True),
+    ("bfloat16", (2, 9), torch.bfloat16, True),
+    ("evaluation", (2, 9), torch.float32, False),
+    ("two dimensions", (18,), torch.float32, True),
+)
+#: The scales of the rows of gate and up; a clamp would show in the largest.
+_SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
+
+
+def _inner_values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values for the output of an inner layer in a probe."""
+    scales = torch.tensor(_SCALES).repeat(2).view(*leading, 1)
+    return (probing.random((*leading, size), generator) * scales).to(dtype)
+
+
+def _case_of(name: str, inner: list[Tensor], output: Tensor, grads: list[Tensor | None]) -> Case:
+    """The product that a module computed from the outputs of its inner layers, and their gradients."""
+    rare, grad_tolerance = (2**-6, 2**-5) if inner[0].dtype is torch.bfloat16 else (None, 1e-5)
+    return Case(
+        name, inner, output, grads, lambda gate: partial(gate.compute, backend="torch"), 1e-5, grad_tolerance, rare
+    )
+
+
+def _match_gate(module: nn.Module, cases: Sequence[Case]) -> Gate:
+    """The gate that computes the same in all cases; raises Mismatch if there is none."""
+    return probing.first_match(_gates(module, len(cases[0].inputs)), cases, lambda gate: f"glu ({gate})")
+
+
+def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:
+    for layout in ("first", "second") if tensors == 2 else ("first", "second", "interleaved"):
+        for limit in (None, *(number for number in probing.floats_of(module) if number > 0)):
+            for activation in ("silu", "gelu", "gelu_tanh"):
+                yield Gate(layout, activation, limit)
+            for alpha in probing.floats_of(module) if limit is not None else ():
+                for up_offset in (0.0, 1.0):
+                    yield Gate(layout, "silu", limit, alpha, up_offset)

@@ -66,13 +66,8 @@ def patch(
     _check_model(model)
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    entries: list[Entry] = []
-    for path, module in model.named_modules():
-        for kind in kinds:
-            entry = _patch_module(kind, path, module, filter_fn, matches)
-            if entry is not None:
-                entries.append(entry)
-                break
+    modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
+    entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches)) is not None]
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
@@ -155,11 +150,7 @@ def _check_model(model: Any) -> None:
 
 
 def _patch_module(
-    kind: type[Replacement],
-    path: str,
-    module: nn.Module,
-    filter_fn: Filter | None,
-    matches: dict[Any, tuple[Replacement | str, nn.Module]],
+    kind: type[Replacement], path: str, module: nn.Module, filter_fn: Filter | None, matches: dict[Any, Any]
 ) -> Entry | None:
     """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
 
@@ -171,21 +162,22 @@ def _patch_module(
         return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None
     if not kind.is_candidate(module):
         return None
-    result: Replacement | str | None = reason_not_to_swap(module, kind.bypassed(module))
-    if result is None and filter_fn is not None and not filter_fn(module, path):
-        result = LEFT_OUT
-    if result is None:
+    reason = reason_not_to_swap(module, kind.bypassed(module))
+    if reason is None and filter_fn is not None and not filter_fn(module, path):
+        reason = LEFT_OUT
+    if reason is None:
         key = kind, kind.key(module)
         if key not in matches:
             try:
                 matches[key] = kind.match(module), module
             except Mismatch as mismatch:
                 matches[key] = str(mismatch), module
-        result = matches[key][0]
-    if not isinstance(result, str):
-        swap(module, result)
-        return Entry(path, name, str(result))
-    return Entry(path, name, None, result) if kind.is_worth_listing(module) else None
+        found, _ = matches[key]
+        if not isinstance(found, str):
+            swap(module, found)
+            return Entry(path, name, str(found))
+        reason = found
+    return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
 
 
 def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
@@ -195,16 +187,15 @@ def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
 
 def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
     entries = []
-    for namespace, name, callers in rotations.functions_of(model):
-        path = str(namespace.get("__name__"))
-        if filter_fn is not None and not any(filter_fn(module, module_path) for module_path, module in callers):
-            entries.append(Entry(path, name, None, LEFT_OUT))
-            continue
+    for namespace, name, classes in rotations.functions_of(model):
+        callers = [(module, path) for path, module in model.named_modules() if original_class(module) in classes]
+        replaced_by, reason = None, ""
         try:
-            rotation = rotations.rotation_of(namespace[name])
+            if filter_fn is None or any(filter_fn(module, path) for module, path in callers):
+                replaced_by = str(rotations.replace_function(model, namespace, name))
+            else:
+                reason = LEFT_OUT
         except Mismatch as mismatch:
-            entries.append(Entry(path, name, None, str(mismatch)))
-            continue
-        rotations.replace_function(model, namespace, name, rotation)
-        entries.append(Entry(path, name, str(rotation)))
+            reason = str(mismatch)
+        entries.append(Entry(str(namespace.get("__name__")), name, replaced_by, reason))
     return entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -60,22 +61,15 @@ def positional_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def copy_of(
-    module: nn.Module,
-    generator: torch.Generator,
-    stand_ins: Mapping[nn.Module, nn.Module] | None = None,
-    *,
-    with_parameters: bool = True,
+    module: nn.Module, generator: torch.Generator, stand_ins: Mapping[Any, Any] | None = None, *, empty: bool = False
 ) -> nn.Module:
-    """Copy a module to the CPU, with random fp32 parameters (or empty ones), and ``stand_ins`` for some children.
+    """Copy a module to the CPU, with random fp32 parameters or ``empty`` ones, and ``stand_ins`` for some children.
 
     Neither its parameters nor the replaced children are copied, so that large modules cost nothing.
-
-    Raises:
-        Mismatch: the module cannot be copied.
     """
     memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
-        memo[id(parameter)] = nn.Parameter(random(shape_of(parameter) if with_parameters else (0,), generator))
+        memo[id(parameter)] = nn.Parameter(random((0,) if empty else shape_of(parameter), generator))
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -166,10 +160,10 @@ def check_close(
     With ``rare``, one element in two hundred may be off by that much instead: sums in another order sometimes round to
     another number of a half precision.
     """
-    if actual is None or expected is None:
-        if actual is not expected:
-            raise Mismatch(f"{what} is {'missing' if actual is None else 'there'}")
+    if actual is None and expected is None:
         return
+    if actual is None or expected is None:
+        raise Mismatch(f"{what} is {'missing' if actual is None else 'there'}")
     if actual.dtype != expected.dtype:
         raise Mismatch(f"{what} is of {actual.dtype}, not {expected.dtype}")
     if actual.shape != expected.shape:
@@ -178,11 +172,9 @@ def check_close(
     if not bool(a.isfinite().all() & e.isfinite().all()):
         raise Mismatch(f"{what} is not finite")
     scale = e.abs().amax(-1, keepdim=True)
-    off = (a - e).abs() > tolerance * scale
-    if not bool(off.any()):
-        return
-    largest = float(((a - e).abs() / scale.clamp(min=1e-300)).max())
-    if rare is None or largest > rare or int(off.sum()) > max(1, off.numel() // 200):
+    off = int(((a - e).abs() > tolerance * scale).sum())
+    largest = float(((a - e).abs() / scale.clamp(min=1e-300)).max()) if off else 0.0
+    if off and (rare is None or largest > rare or off > max(1, a.numel() // 200)):
         raise Mismatch(f"{what} differs by up to {largest:.1e} of the row's largest entry")
 
 
@@ -231,22 +223,23 @@ def first_match(
     """
     known: list[Case] = []
     pending = iter(cases)
+
+    def more() -> Iterator[Case]:
+        for case in pending:
+            known.append(case)
+            yield case
+
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:
-        number = 0
-        while True:
-            if number == len(known):
-                case = next(pending, None)
-                if case is None:
-                    return candidate
-                known.append(case)
+        for number, case in enumerate(itertools.chain(list(known), more())):
             try:
-                known[number].check(candidate)
+                case.check(candidate)
             except Mismatch as mismatch:
                 if number > furthest:
                     furthest, reason = number, f"not {describe(candidate)}: in {mismatch}"
                 break
-            number += 1
+        else:
+            return candidate
     raise Mismatch(reason)
 
 

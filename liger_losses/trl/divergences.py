@@ -47,15 +47,11 @@ def mean_divergence(
         temperature: what both models' logits are divided by.
         metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
     """
+    labels = torch.where(mask, 0, IGNORE_INDEX)
+    weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
+    divergence = generalized_jsd(beta)
     return linear_divergence_loss(
-        hidden_states,
-        head,
-        torch.where(mask, 0, IGNORE_INDEX),
-        teacher,
-        generalized_jsd(beta),
-        {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)},
-        metrics=metrics,
-        temperature=temperature,
+        hidden_states, head, labels, teacher, divergence, weights, metrics=metrics, temperature=temperature
     )
 
 
@@ -145,15 +141,11 @@ def chunked_jsd_loss(
         dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
         hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
         lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)
+    head = Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping))
+    labels, columns = torch.zeros_like(target_ids[:, 0]), target_ids.clamp(min=0)
+    inputs, names = {"teacher": teacher, "mask": valid_candidate_mask}, ("selected_logps",)
     loss, statistics = linear_token_loss(
-        hidden_valid,
-        Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping)),
-        torch.zeros_like(target_ids[:, 0]),
-        token_loss,
-        ("selected_logps",),
-        metrics=("entropy",),
-        token_inputs={"teacher": teacher, "mask": valid_candidate_mask},
-        selected=target_ids.clamp(min=0),
+        hidden_valid, head, labels, token_loss, names, metrics=("entropy",), token_inputs=inputs, selected=columns
     )
     with torch.no_grad():
         student = masked(statistics.selected_logps, valid_candidate_mask)

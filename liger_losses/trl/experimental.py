@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization, deferred_logits
-from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence
 
 
@@ -47,11 +47,6 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
             warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 
     return wrapped
-
-
-def with_forced_lazy_heads(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in which heads are lazy without gradients too, as for a teacher."""
-    return force_lazy_head()(method)
 
 
 #: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.
@@ -140,7 +135,7 @@ def selective_log_softmax_and_entropy(
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
     """Answers with the entropies ``[B, T]`` of active tokens."""
-    statistics = None if _deferred(logits) is None else _statistics(logits, _masked_labels(logits), ("entropy",))
+    statistics = _statistics(logits, _masked_labels(logits), ("entropy",))
     return NotImplemented if statistics is None else statistics.entropy
 
 
@@ -159,9 +154,8 @@ def generalized_jsd_loss(
     With ``top_k``, TRL's function runs: its ``gather`` of lazy logits is fused already.
     """
     student = _deferred(student_logits)
-    scalar = reduction in ("batchmean", "sum") or num_items_in_batch is not None
-    partial = options.get("top_k") or options.get("logits_are_probs")
-    if student is None or labels is None or not scalar or partial:
+    per_token = reduction not in ("batchmean", "sum") and num_items_in_batch is None
+    if student is None or labels is None or per_token or options.get("top_k") or options.get("logits_are_probs"):
         return NotImplemented
     mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
     if divisor is None:
@@ -177,13 +171,9 @@ def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor,
     if student is None:
         return NotImplemented
     with student.under_forward_autocast():
-        return linear_divergence(
-            student.hidden_states,
-            student.head,
-            _masked_labels(student_logits),
-            _teacher(teacher_logits),
-            generalized_jsd(distillation_alpha),
-        ).divergence
+        labels, divergence = _masked_labels(student_logits), generalized_jsd(distillation_alpha)
+        teacher = _teacher(teacher_logits)
+        return linear_divergence(student.hidden_states, student.head, labels, teacher, divergence).divergence
 
 
 def topk_self_distillation(
@@ -204,10 +194,8 @@ def topk_self_distillation(
         return NotImplemented
     labels = _masked_labels(student_logits)
     columns = student_logits.detach().topk(distillation_topk).indices
-    logps, teacher_logps = (
-        deferred.statistics(labels, ("selected_logps",), selected=columns).selected_logps
-        for deferred in (student, teacher)
-    )
+    models = (student, teacher)
+    logps, teacher_logps = (m.statistics(labels, ("selected_logps",), selected=columns).selected_logps for m in models)
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
 

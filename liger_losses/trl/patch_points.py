@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from liger_losses.patching.lazy_head import force_lazy_head
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
@@ -18,12 +19,7 @@ TESTED = ("1.16",)
 
 
 class Replacement(NamedTuple):
-    """How an attribute is replaced.
-
-    Args:
-        of: from the original function or class to its replacement.
-        parameters: those that the original must take for the replacement to stand in for it.
-    """
+    """A function from the original to what replaces it, and the parameters that the original must take for that."""
 
     of: Callable[[Any], Any]
     parameters: tuple[str, ...] = ()
@@ -123,7 +119,8 @@ _LOGPS = {"selective_log_softmax": _answer(experimental.selective_log_softmax)}
 _LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _answer(experimental.selective_log_softmax_and_entropy)}
 _ENTROPY = {"entropy_from_logits": _answer(experimental.entropy_from_logits)}
 _LAZY_HEADS = {".__init__": Replacement(experimental.with_lazy_heads, ("self", "model"))}
-_FORCED = Replacement(experimental.with_forced_lazy_heads, ("self", "model"))
+# Heads are lazy without gradients too, as for a teacher.
+_FORCED = Replacement(lambda method: force_lazy_head()(method), ("self", "model"))
 _JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _answer(experimental.generalized_jsd_loss)}
 _BY_SEQUENCE = Replacement(experimental.sequence_by_sequence, ("self", "student_logits", "student_labels"))
 _SEQUENCES = {"ULDLoss._compute_distillation_loss": _BY_SEQUENCE}

@@ -10,13 +10,9 @@ It has a ``grad_fn`` of its own (``tensor.py``): code that never looks at the Py
 functions and DDP, gets the right gradients.
 """
 
-from liger_losses.patching.lazy import reductions as _reductions
-from liger_losses.patching.lazy import views as _views
+from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.materialize import allow_materialization, true_values
-from liger_losses.patching.lazy.tensor import LazyLogits, deferred_logits, lazy_linear
+from liger_losses.patching.lazy.materialize import allow_materialization
+from liger_losses.patching.lazy.tensor import LazyLogits, deferred_logits, lazy_linear, true_values
 
 __all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "deferred_logits", "lazy_linear", "true_values"]
-
-#: Importing them registers their operations.
-_OPERATIONS = (_reductions, _views)

@@ -1,4 +1,4 @@
-"""The true values of lazy tensors, and the warning that they were computed."""
+"""The warning that the values of lazy logits were computed."""
 
 from __future__ import annotations
 
@@ -7,35 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
-
-from torch import Tensor
-
-
-class LazyTensor(Tensor):
-    """A tensor whose values are computed when they are needed."""
-
-    def materialize(self) -> Tensor:
-        """The values as an ordinary, differentiable tensor."""
-        raise NotImplementedError
-
-
-def true_values(tensor: Tensor) -> Tensor:
-    """The values of a lazy tensor as an ordinary one; any other tensor as it is."""
-    return tensor.materialize() if isinstance(tensor, LazyTensor) else tensor
-
-
-def materialize_all(arguments: Any) -> Any:
-    """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
-    if isinstance(arguments, LazyTensor):
-        return arguments.materialize()
-    if isinstance(arguments, (list, tuple)):
-        parts = [materialize_all(part) for part in arguments]
-        return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
-    if isinstance(arguments, dict):
-        return {key: materialize_all(value) for key, value in arguments.items()}
-    return arguments
-
 
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 #: Operations and their callers for which the warning was given.

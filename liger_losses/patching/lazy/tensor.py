@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.materialize import LazyTensor, materialize_all, true_values, warn_materialized
+from liger_losses.patching.lazy.materialize import warn_materialized
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: By the name of an operation that needs no values: the function for it, and its signature.
@@ -73,19 +73,18 @@ class VersionCounter:
     count: int = 0
 
 
-class LazyLogits(LazyTensor):
+class LazyLogits(Tensor):
     """Logits ``[..., V]`` that are computed when their values are needed; made by :func:`lazy_linear`.
 
     Attributes:
         deferred: how to compute them.
-        materialized: their values, once ``deferred`` does not tell the whole of them: after an in-place operation, with
-            hooks on the gradient, or as a leaf. ``None`` before.
+        materialized: their values, after an in-place operation, with hooks on the gradient, or as a leaf.
         hooked: whether ``materialized`` was computed for hooks, so that its gradient arrives at this tensor.
         storage_version: counts in-place operations on this tensor and its views, which share the counter.
         seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
         own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
-        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as autograd functions
-            do in their forward. If it requires grad later, :meth:`check` finds out what its gradient is.
+        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
+            autograd functions. If it requires grad later, :meth:`check` finds its gradient.
     """
 
     deferred: DeferredLogits
@@ -116,9 +115,7 @@ class LazyLogits(LazyTensor):
             lazy.storage_version, lazy.seen_version = view_of.storage_version, view_of.storage_version.count
         return lazy
 
-    def derive(
-        self, deferred: DeferredLogits, dtype: torch.dtype | None = None, *, is_view: bool = False
-    ) -> LazyLogits:
+    def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
 
@@ -144,7 +141,7 @@ class LazyLogits(LazyTensor):
         node, output = self.grad_fn, self.output_nr
         while node is not None and _passes_gradient_back(node):
             node, output = node.next_functions[output]
-        if _forward_class(node) is _LazyLinear:
+        if getattr(node, "_forward_cls", None) is _LazyLinear:
             deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
             try:
                 self.deferred = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
@@ -197,7 +194,7 @@ class LazyLogits(LazyTensor):
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
         warn_materialized(name)
-        return func(*materialize_all(args), **materialize_all(kwargs))
+        return func(*_materialize_all(args), **_materialize_all(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -212,7 +209,24 @@ class LazyLogits(LazyTensor):
             return alias
         warn_materialized(str(func))
         with torch.no_grad():
-            return func(*materialize_all(args), **materialize_all(kwargs or {}))
+            return func(*_materialize_all(args), **_materialize_all(kwargs or {}))
+
+
+def true_values(tensor: Tensor) -> Tensor:
+    """The values of lazy logits as an ordinary tensor; any other tensor as it is."""
+    return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
+
+
+def _materialize_all(arguments: Any) -> Any:
+    """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
+    if isinstance(arguments, LazyLogits):
+        return arguments.materialize()
+    if isinstance(arguments, (list, tuple)):
+        parts = [_materialize_all(part) for part in arguments]
+        return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
+    if isinstance(arguments, dict):
+        return {key: _materialize_all(value) for key, value in arguments.items()}
+    return arguments
 
 
 def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -260,8 +274,8 @@ class _LazyLinear(torch.autograd.Function):
         with torch.enable_grad():
             values = ctx.deferred.with_tensors(*leaves).values()
         upstream = true_values(gradient).to(values.dtype)
-        gradients = iter(torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream))
-        return None, None, *(None if leaf is None else next(gradients) for leaf in leaves)
+        gradients = torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream)
+        return None, None, *gradients, *[None] * (len(leaves) - len(gradients))  # there may be no bias
 
 
 class WithGradientOf(torch.autograd.Function):
@@ -276,14 +290,9 @@ class WithGradientOf(torch.autograd.Function):
         return None, gradient
 
 
-def _forward_class(node: Any) -> Any:
-    """The ``torch.autograd.Function`` that made a node of the graph, or ``None``."""
-    return getattr(type(node), "_forward_cls", None)
-
-
 def _passes_gradient_back(node: Any) -> bool:
     """Whether an autograd node gives its inputs the gradients of its outputs and does nothing else."""
-    if getattr(_forward_class(node), "__name__", "") not in _IDENTITY_FUNCTIONS:
+    if getattr(getattr(node, "_forward_cls", None), "__name__", "") not in _IDENTITY_FUNCTIONS:
         return False
     if len(getattr(node, "_input_metadata", ())) != len(node.next_functions):
         return False  # it returned more than tensors, so that outputs cannot be matched with inputs by number
@@ -333,7 +342,7 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     values = lazy.materialize()
     if lazy.materialized is None:
         values = values.clone()  # so that values saved by autograd stay as they are
-    func(values, *materialize_all(args[1:]), **materialize_all(kwargs))
+    func(values, *_materialize_all(args[1:]), **_materialize_all(kwargs))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1
     lazy.storage_version.count += 1

@@ -170,20 +170,14 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
             with torch.no_grad():
                 if not torch.equal(copy(*inputs), output):
                     raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
+        # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
         half = _B16 in (dtype, parameter_dtype)
-        yield Case(
-            name,
-            inputs,
-            output,
-            grads,
-            lambda norm, copy=copy: partial(norm.compute, copy, backend="torch"),  # type: ignore[misc]
-            tolerance=1e-5,
-            rare=2**-6 if half else None,
-            grad_tolerance=2**-6 if half else 2e-5,
-            # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
-            parameters=parameters,
-            parameter_tolerance=2**-4 if half else 2e-5,
-        )
+        rare, of_input, of_weight = (2**-6, 2**-6, 2**-4) if half else (None, 2e-5, 2e-5)
+
+        def function_of(norm: Norm, copy: nn.Module = copy) -> Callable[..., Tensor]:
+            return partial(norm.compute, copy, backend="torch")
+
+        yield Case(name, inputs, output, grads, function_of, 1e-5, of_input, rare, parameters, of_weight)
 
 
 def _sizes(module: nn.Module) -> list[int]:

@@ -71,7 +71,8 @@ def patch(
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
-        entries.extend(_patch_head(model, filter_fn))
+        lazy = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
+        entries += lazy + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not lazy]
     return PatchReport(entries)
 
 
@@ -125,20 +126,17 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
         Returns:
             The model; its ``liger_report`` says what was replaced.
         """
-        return cls._load("from_pretrained", args, kwargs, patch_options)
+        return _patched(cls.__getattr__("from_pretrained")(*args, **kwargs), patch_options)
 
     @classmethod
     def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Make a model with random weights and patch it; arguments and result are as in :meth:`from_pretrained`."""
-        return cls._load("from_config", args, kwargs, patch_options)
+        return _patched(cls.__getattr__("from_config")(*args, **kwargs), patch_options)
 
-    @staticmethod
-    def _load(how: str, args: tuple[Any, ...], kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> Any:
-        from transformers import AutoModelForCausalLM
 
-        model = getattr(AutoModelForCausalLM, how)(*args, **kwargs)
-        model.liger_report = patch(model, **(patch_options or {}))
-        return model
+def _patched(model: Any, options: dict[str, Any] | None) -> Any:
+    model.liger_report = patch(model, **(options or {}))
+    return model
 
 
 def _check_model(model: Any) -> None:
@@ -178,11 +176,6 @@ def _patch_module(
             return Entry(path, name, str(found))
         reason = found
     return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
-
-
-def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    patched = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
-    return patched + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not patched]
 
 
 def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from liger_losses.patching import probing
 
 
-class Replacement:
+class Replacement(Protocol):
     """What replaces a method of some modules: a hashable value, which modules share and pickles of them contain.
 
     The class holds how modules of its kind are recognized.
@@ -25,12 +25,10 @@ class Replacement:
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
-        raise NotImplementedError
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module has the right parameters, buffers and children; nothing is run."""
-        raise NotImplementedError
 
     @classmethod
     def match(cls, module: nn.Module) -> Replacement:
@@ -39,7 +37,6 @@ class Replacement:
         Raises:
             Mismatch: there is no kernel for it; the message says how the nearest one differs.
         """
-        raise NotImplementedError
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:

@@ -111,20 +111,14 @@ def _statistics(
     return None if deferred is None else deferred.statistics(labels, names)
 
 
-def selective_log_softmax(
-    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> Any:
+def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
     """Answers for one column of each token: the log-probabilities ``[B, T]`` of ``index``."""
     statistics = _statistics(logits, index, ("logp",), temperature, row_mask)
     return NotImplemented if statistics is None else statistics.logp
 
 
 def selective_log_softmax_and_entropy(
-    logits: Tensor,
-    index: Tensor,
-    entropy_requires_grad: bool = True,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
+    logits: Tensor, index: Tensor, entropy_requires_grad: bool = True, temperature: float = 1.0, row_mask: Any = None
 ) -> Any:
     """Answers with the log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
     statistics = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)
@@ -194,8 +188,9 @@ def topk_self_distillation(
         return NotImplemented
     labels = _masked_labels(student_logits)
     columns = student_logits.detach().topk(distillation_topk).indices
-    models = (student, teacher)
-    logps, teacher_logps = (m.statistics(labels, ("selected_logps",), selected=columns).selected_logps for m in models)
+    logps, teacher_logps = (
+        model.statistics(labels, ("selected_logps",), selected=columns).selected_logps for model in (student, teacher)
+    )
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +19,6 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.materialize import warn_materialized
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: By the name of an operation that needs no values: the function for it, and its signature.
@@ -36,6 +39,9 @@ _IN_PLACE = frozenset(
     ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
+_ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
+#: Operations and their callers for which the warning was given.
+_WARNED: set[tuple[str, str]] = set()
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
 
@@ -148,7 +154,7 @@ class LazyLogits(Tensor):
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
-            warn_materialized("an autograd function")
+            _warn_materialized("an autograd function")
             self._materialize_for_hooks()
 
     def _materialize_for_hooks(self) -> None:
@@ -193,7 +199,7 @@ class LazyLogits(Tensor):
                 return result
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
-        warn_materialized(name)
+        _warn_materialized(name)
         return func(*_materialize_all(args), **_materialize_all(kwargs))
 
     @classmethod
@@ -207,9 +213,40 @@ class LazyLogits(Tensor):
             alias.deferred, alias.materialized, alias.hooked = lazy.deferred, lazy.materialized, lazy.hooked
             alias.storage_version, alias.seen_version = lazy.storage_version, lazy.seen_version
             return alias
-        warn_materialized(str(func))
+        _warn_materialized(str(func))
         with torch.no_grad():
             return func(*_materialize_all(args), **_materialize_all(kwargs or {}))
+
+
+@contextlib.contextmanager
+def allow_materialization() -> Iterator[None]:
+    """Suppress the materialization warning within this context."""
+    token = _ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def _warn_materialized(operation: str) -> None:
+    """Warn once per operation and caller, the innermost frame outside of torch and this package."""
+    if _ALLOWED.get():
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
+            break
+        frame = frame.f_back
+    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    if (operation, caller) not in _WARNED:
+        _WARNED.add((operation, caller))
+        warnings.warn(
+            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
+            "are computed now. The losses of liger_losses do not need them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def true_values(tensor: Tensor) -> Tensor:
@@ -308,7 +345,7 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
             return lazy.materialized.grad
         sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
         if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            warn_materialized("requires_grad_")
+            _warn_materialized("requires_grad_")
             lazy.materialized = lazy.materialize().detach().requires_grad_()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -328,7 +365,7 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        warn_materialized(name)
+        _warn_materialized(name)
         lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -338,7 +375,7 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     """An in-place operation on the values, which the tensor holds from now on."""
     if name in _IN_PLACE_VIEWS:
         raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
-    warn_materialized(name)
+    _warn_materialized(name)
     values = lazy.materialize()
     if lazy.materialized is None:
         values = values.clone()  # so that values saved by autograd stay as they are

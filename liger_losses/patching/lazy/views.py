@@ -157,13 +157,12 @@ def _scale(operation: Callable[..., Tensor], lazy: LazyLogits, other: Any) -> An
         return NotImplemented
     by = 1.0 / other if operation is torch.div else float(other)
     transform = lazy.deferred.head.transform
-    scale = transform.logit_scale * by
-    softcap = None if transform.softcap is None else transform.softcap * by
-    if not math.isfinite(scale) or not (softcap is None or 0 < softcap < math.inf):
+    changes = {"logit_scale": transform.logit_scale * by}
+    if transform.softcap is not None:
+        changes["softcap"] = transform.softcap * by
+    if not math.isfinite(changes["logit_scale"]) or not 0 < changes.get("softcap", 1) < math.inf:
         return NotImplemented
-    return lazy.derive(
-        lazy.deferred.with_step(lambda logits: operation(logits, other), logit_scale=scale, softcap=softcap)
-    )
+    return lazy.derive(lazy.deferred.with_step(lambda logits: operation(logits, other), **changes))
 
 
 implements("mul", "multiply", "__mul__", "__rmul__")(partial(_scale, torch.mul))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,13 @@ class Gate:
             return glu_fused(gate, interleaved=self.layout == "interleaved", backend=backend, **self._formula)
         return glu(gate, up, backend=backend, **self._formula)
 
-    def into(self, linear: nn.Module, *inner: Tensor) -> Tensor:
+    def into(self, linear: Any, *inner: Tensor) -> Tensor:
         """The output of a layer applied to the product; for a plain linear layer, without saving the product."""
         gate, up = self._parts(inner)
         if not is_plain_linear(linear) or not is_plain(*inner):
             return linear(self.compute(*inner))
-        layer = cast(nn.Linear, linear)
-        return glu_linear(gate, up, layer.weight, layer.bias, interleaved=self.layout == "interleaved", **self._formula)
+        interleaved = self.layout == "interleaved"
+        return glu_linear(gate, up, linear.weight, linear.bias, interleaved=interleaved, **self._formula)
 
     def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gate and up; or one tensor that holds both as the kernels take it, and None."""

@@ -81,9 +81,14 @@ class Norm(Replacement):
 
     @classmethod
     def match(cls, module: nn.Module) -> Norm:
-        """A second argument is tried as a gate first; one that is optional may also be left out."""
+        """A second argument is tried as a gate first; one that is None by default may also be left out."""
+        defaults = probing.positional_defaults(module.forward)
+        required = sum(default is probing.REQUIRED for default in defaults.values())
+        if not 1 <= required <= 2:
+            raise Mismatch(f"its forward takes {required} arguments")
+        gates = [name for name in list(defaults)[1:2] if required == 2 or defaults[name] is None]
         mismatches = []
-        for gate in (*_tensor_arguments(module)[1:2], None):
+        for gate in (*gates, None):
             functions = probing.Functions()
             try:
                 with probing.isolated():
@@ -98,15 +103,6 @@ class Norm(Replacement):
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Modules with parameters, and those whose class is named a norm."""
         return bool(module._parameters) or "norm" in type(module).__name__.lower()
-
-
-def _tensor_arguments(module: nn.Module) -> list[str]:
-    """The arguments that may be tensors: the required ones, and a second one that may be None."""
-    defaults = probing.positional_defaults(module.forward)
-    required = [name for name, default in defaults.items() if default is probing.REQUIRED]
-    if not 1 <= len(required) <= 2:
-        raise Mismatch(f"its forward takes {len(required)} arguments")
-    return required + [name for name in list(defaults)[1:2] if defaults[name] is None]
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:

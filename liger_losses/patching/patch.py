@@ -96,7 +96,7 @@ def unpatch(model: nn.Module) -> None:
             raise RuntimeError(f"{path} cannot be unpatched: {reason}; undo that first.")
     for module in model.modules():
         restore(module)
-    rotations.release(model)
+    rotations.release(id(model))
     unpatch_head(model)
 
 

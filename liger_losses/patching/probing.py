@@ -221,17 +221,10 @@ def first_match(
     Raises:
         Mismatch: none agrees; the message is that of the one that agreed in the most cases.
     """
-    known: list[Case] = []
-    pending = iter(cases)
-
-    def more() -> Iterator[Case]:
-        for case in pending:
-            known.append(case)
-            yield case
-
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:
-        for number, case in enumerate(itertools.chain(list(known), more())):
+        cases, remaining = itertools.tee(cases)
+        for number, case in enumerate(remaining):
             try:
                 case.check(candidate)
             except Mismatch as mismatch:

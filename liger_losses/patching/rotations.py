@@ -84,10 +84,11 @@ def match(function: Callable[..., Any]) -> Rotation:
     candidates = (Rotation(tensors, *form) for form in itertools.product(either, angles, either, either))
     with probing.isolated():
         unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
-        cases = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
-        if not any(case is not None and case.name in _ANGLES_PER_SEQUENCE for case in cases):
+        observed = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
+        cases = [case for case in observed if case is not None]
+        if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
             raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-        return probing.first_match(candidates, [case for case in cases if case is not None])
+        return probing.first_match(candidates, cases)
 
 
 _F32, _B16 = torch.float32, torch.bfloat16
@@ -157,22 +158,14 @@ def replace_function(model: nn.Module, namespace: dict[str, Any], name: str) -> 
     if wrapper not in _REPLACED:
         wrapper = _wrapper(wrapper, match(wrapper))
         namespace[name], _REPLACED[wrapper] = wrapper, (namespace, name, set())
-    models = _REPLACED[wrapper][-1]
-    if id(model) not in models:
-        models.add(id(model))
-        weakref.finalize(model, _release, wrapper, id(model))
+    _REPLACED[wrapper][-1].add(id(model))
+    weakref.finalize(model, release, id(model))
     return wrapper.rotation
 
 
-def release(model: nn.Module) -> None:
-    """Put the functions back that no other model needs replaced."""
-    for wrapper in list(_REPLACED):
-        _release(wrapper, id(model))
-
-
-def _release(wrapper: Any, model: int) -> None:
-    namespace, name, models = _REPLACED.get(wrapper, ({}, "", set()))
-    if model in models:
+def release(model: int) -> None:
+    """Put the functions back that only the model with this id needs replaced."""
+    for wrapper, (namespace, name, models) in list(_REPLACED.items()):
         models.discard(model)
         if not models:
             del _REPLACED[wrapper]

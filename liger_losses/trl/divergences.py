@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
-    Head,
-    Statistics,
-    Teacher,
-    TeacherLogits,
-    linear_divergence_loss,
-    linear_token_loss,
-)
+from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -27,14 +20,7 @@ IGNORE_INDEX = -100
 
 
 def mean_divergence(
-    hidden_states: Tensor,
-    head: Head,
-    teacher: Teacher | TeacherLogits,
-    mask: Tensor,
-    divisor: Tensor | int,
-    beta: float,
-    temperature: float = 1.0,
-    metrics: tuple[str, ...] = (),
+    hidden_states: Tensor, head: Head, teacher: Any, mask: Tensor, divisor: Tensor | int, beta: float, **options: Any
 ) -> tuple[Tensor, Statistics]:
     """The generalized JSD between student and teacher, summed over active tokens and divided by ``divisor``.
 
@@ -44,15 +30,11 @@ def mean_divergence(
         mask: ``[B, T]``, True for active tokens.
         divisor: their number, in the batch or in all batches of a step.
         beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
-        temperature: what both models' logits are divided by.
-        metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
+        options: the temperature of both models, and metrics, as :func:`linear_divergence_loss` takes them.
     """
     labels = torch.where(mask, 0, IGNORE_INDEX)
     weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
-    divergence = generalized_jsd(beta)
-    return linear_divergence_loss(
-        hidden_states, head, labels, teacher, divergence, weights, metrics=metrics, temperature=temperature
-    )
+    return linear_divergence_loss(hidden_states, head, labels, teacher, generalized_jsd(beta), weights, **options)
 
 
 def chunked_divergence_loss(
@@ -77,7 +59,7 @@ def chunked_divergence_loss(
         student_hidden_states, teacher_hidden_states: ``[B, T, H]``, ``[B, T, Ht]``.
         student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``.
         completion_mask: ``[B, T]``, nonzero for active tokens.
-        beta, temperature: as in :func:`mean_divergence`.
+        beta: as in :func:`mean_divergence`.
         num_items_in_batch: the divisor, instead of the number of active tokens.
 
     Returns:
@@ -91,7 +73,7 @@ def chunked_divergence_loss(
     count = mask.sum()
     divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, statistics = mean_divergence(
-        student_hidden_states, student, teacher, mask, divisor, beta, temperature, metrics=("entropy",)
+        student_hidden_states, student, teacher, mask, divisor, beta, temperature=temperature, metrics=("entropy",)
     )
     return loss, statistics.entropy.sum(), count
 

@@ -2,12 +2,13 @@
 
 Decorators of trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and would get the
 values of lazy logits, so each has an *answer* here: a function with the parameters and the result of TRL's, which
-computes with the engine, or returns ``NotImplemented`` where TRL's own function is to run.
+computes with the engine, or raises :class:`NeedsLogits` where TRL's own function is to run.
 B batch size, T tokens of a sequence, V vocabulary size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -74,27 +75,35 @@ def _masked_labels(logits: Tensor) -> Tensor:
     return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
+class NeedsLogits(Exception):
+    """An answer cannot be computed without the values of the logits: TRL's own function is to run."""
+
+
 def with_answer(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of TRL that runs only where ``answer`` (see the module) returns ``NotImplemented``."""
+    """A function of TRL that runs only where ``answer`` (see the module) raises :class:`NeedsLogits`."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = answer(**signature.bind(*args, **kwargs).arguments)
-        return original(*args, **kwargs) if result is NotImplemented else result
+        with contextlib.suppress(NeedsLogits):
+            return answer(**signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs)
 
     return wrapped
 
 
-def _deferred(logits: Tensor) -> DeferredLogits | None:
-    """As :func:`deferred_logits`, but ``None`` for log-probabilities too."""
+def _deferred(logits: Tensor) -> DeferredLogits:
+    """As :func:`deferred_logits`; raises NeedsLogits for other tensors, and for log-probabilities."""
     deferred = deferred_logits(logits)
-    return None if deferred is None or deferred.normalized else deferred
+    if deferred is None or deferred.normalized:
+        raise NeedsLogits
+    return deferred
 
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
-    deferred = _deferred(logits)
-    if deferred is None:
+    try:
+        deferred = _deferred(logits)
+    except NeedsLogits:
         return TeacherLogits(logits)
     head = deferred.head
     return Teacher(deferred.hidden_states, head.weight, head.bias, head.transform.logit_scale, head.transform.softcap)
@@ -103,18 +112,17 @@ def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
 def _statistics(
     logits: Tensor, index: Tensor, names: tuple[str, ...], temperature: float = 1.0, mask: Tensor | None = None
 ) -> Any:
-    """Statistics of the softmax at ``index`` ``[B, T]``, or ``None`` if the engine cannot compute them."""
-    if _deferred(logits) is None or index.shape != logits.shape[:-1]:
-        return None
-    deferred = _deferred(logits if temperature == 1.0 else logits / temperature)
+    """Statistics of the softmax at ``index`` ``[B, T]``."""
+    _deferred(logits)
+    if index.shape != logits.shape[:-1]:
+        raise NeedsLogits
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
-    return None if deferred is None else deferred.statistics(labels, names)
+    return _deferred(logits if temperature == 1.0 else logits / temperature).statistics(labels, names)
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
     """Answers for one column of each token: the log-probabilities ``[B, T]`` of ``index``."""
-    statistics = _statistics(logits, index, ("logp",), temperature, row_mask)
-    return NotImplemented if statistics is None else statistics.logp
+    return _statistics(logits, index, ("logp",), temperature, row_mask).logp
 
 
 def selective_log_softmax_and_entropy(
@@ -122,15 +130,12 @@ def selective_log_softmax_and_entropy(
 ) -> Any:
     """Answers with the log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
     statistics = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)
-    if statistics is None:
-        return NotImplemented
     return statistics.logp, statistics.entropy if entropy_requires_grad else statistics.entropy.detach()
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
     """Answers with the entropies ``[B, T]`` of active tokens."""
-    statistics = _statistics(logits, _masked_labels(logits), ("entropy",))
-    return NotImplemented if statistics is None else statistics.entropy
+    return _statistics(logits, _masked_labels(logits), ("entropy",)).entropy
 
 
 def generalized_jsd_loss(
@@ -149,24 +154,25 @@ def generalized_jsd_loss(
     """
     student = _deferred(student_logits)
     per_token = reduction not in ("batchmean", "sum") and num_items_in_batch is None
-    if student is None or labels is None or per_token or options.get("top_k") or options.get("logits_are_probs"):
-        return NotImplemented
+    if labels is None or per_token or options.get("top_k") or options.get("logits_are_probs"):
+        raise NeedsLogits
     mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
     if divisor is None:
         divisor = 1 if reduction == "sum" else mask.sum().clamp(min=1)
     teacher = _teacher(teacher_logits)
     with student.under_forward_autocast():
-        return mean_divergence(student.hidden_states, student.head, teacher, mask, divisor, beta, temperature)[0]
+        loss, _ = mean_divergence(
+            student.hidden_states, student.head, teacher, mask, divisor, beta, temperature=temperature
+        )
+    return loss
 
 
 def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Any:
     """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the whole vocabulary."""
     student = _deferred(student_logits)
-    if student is None:
-        return NotImplemented
+    labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
+    divergence = generalized_jsd(distillation_alpha)
     with student.under_forward_autocast():
-        labels, divergence = _masked_labels(student_logits), generalized_jsd(distillation_alpha)
-        teacher = _teacher(teacher_logits)
         return linear_divergence(student.hidden_states, student.head, labels, teacher, divergence).divergence
 
 
@@ -184,13 +190,10 @@ def topk_self_distillation(
     of the columns separately.
     """
     student, teacher = _deferred(student_logits), _deferred(teacher_logits)
-    if student is None or teacher is None:
-        return NotImplemented
     labels = _masked_labels(student_logits)
     columns = student_logits.detach().topk(distillation_topk).indices
-    logps, teacher_logps = (
-        model.statistics(labels, ("selected_logps",), selected=columns).selected_logps for model in (student, teacher)
-    )
+    logps = student.statistics(labels, ("selected_logps",), selected=columns).selected_logps
+    teacher_logps = teacher.statistics(labels, ("selected_logps",), selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
 
@@ -206,7 +209,7 @@ def sequence_by_sequence(original: Callable[..., Tensor]) -> Callable[..., Tenso
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         batch = signature.bind(self, *args, **kwargs).arguments
         batch.pop("self")
-        if _deferred(batch["student_logits"]) is None:
+        if deferred_logits(batch["student_logits"]) is None:
             return original(self, **batch)
 
         def loss(i: int) -> Tensor:

@@ -3,11 +3,8 @@
 TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales, soft-caps and
 adapters that it does not know of are missing from its logits. Here the model's own forward runs, with all that it does
 to its logits, and the lazy logits are reduced before the wrapped forward returns: inside its autocast, and while the
-weights are gathered.
-
-Under ``fully_shard``, that holds for the unit of the model. A head that is a unit of its own, or in one with the final
-norm, would be resharded once its own forward ends: such units stay gathered from then until their backward. The same
-holds for the head's weights under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
+weights are gathered. Units of ``fully_shard`` that hold the head alone, or with the final norm, stay gathered from
+their forward to their backward, as does the head under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -126,7 +123,12 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
         deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]
     target = shift_labels.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX
-    _check_not_freed(model, deferred)
+    if any(tensor is not None and tensor.untyped_storage().size() == 0 for tensor in deferred.tensors[1:]):
+        raise RuntimeError(  # by other means than fully_shard
+            f"the weight or bias of {type(model).__name__}'s last layer was freed when that layer's own forward ended; "
+            "it must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
+            "last layer in the model's own unit, or train with TRL's own head, outside of liger_losses.trl.enable()."
+        )
     loss, statistics = _reduce(deferred, target, options)
     # Clones, because an in-place operation on a view would lose the view's hooks.
     statistics = Statistics(*(None if value is None else value.clone() for value in statistics))
@@ -172,18 +174,6 @@ def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -
             unit.reshard()
         for output in differentiable:
             output.register_hook(lambda gradient, unit=unit: unit.unshard())
-
-
-def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:
-    """Raise RuntimeError for a head whose storage was freed after its own forward, by other means than fully_shard."""
-    for tensor in deferred.tensors[1:]:
-        if tensor is not None and tensor.untyped_storage().size() == 0:
-            raise RuntimeError(
-                f"the weight or bias of {type(model).__name__}'s last layer was freed when that layer's own forward "
-                "ended; it must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or "
-                "leave the last layer in the model's own unit, or train with TRL's own head, outside of "
-                "liger_losses.trl.enable()."
-            )
 
 
 def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:

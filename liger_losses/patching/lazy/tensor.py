@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: Methods that ask about the tensor and not about its values.
@@ -46,14 +45,14 @@ _WARNED: set[tuple[str, str]] = set()
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
 
 
-def implements(*names: str) -> Callable[[_Function], _Function]:
+def implements(*names: str) -> Callable[[Any], Any]:
     """Register a function for operations of these names, be they called as method, function or operator.
 
     The function takes the lazy logits and the operation's other arguments, and returns ``NotImplemented`` where the
     values are needed after all.
     """
 
-    def register(function: _Function) -> _Function:
+    def register(function: Any) -> Any:
         _IMPLEMENTATIONS.update(dict.fromkeys(names, (function, inspect.signature(function))))
         return function
 

@@ -70,14 +70,8 @@ for _name in _DIMS:
     implements(_name)(partial(_on_token_dims, _name))
 
 
-@implements("contiguous", "clone")
-def _clone(lazy: LazyLogits, *, memory_format: Any = None) -> Any:
-    return lazy.derive(lazy.deferred)
-
-
-@implements("detach")
-def _detach(lazy: LazyLogits) -> Any:
-    return lazy.derive(lazy.deferred.detach(), is_view=True)
+implements("contiguous", "clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
+implements("detach")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
 
 
 @implements("__getitem__")
@@ -88,10 +82,11 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     ellipsis_at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     if ellipsis_at is not None:
         leading, trailing = parts[:ellipsis_at], parts[ellipsis_at + 1 :]
-    elif sum(map(_indexed_dims, parts)) >= lazy.dim():
-        leading, trailing = parts[:-1], parts[-1:]
     else:
-        leading, trailing = parts, ()
+        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
+        indexed_dims = sum(mask.dim() - 1 for mask in masks) + sum(part is not None for part in parts)
+        split = len(parts) - (indexed_dims >= lazy.dim())
+        leading, trailing = parts[:split], parts[split:]
     columns = trailing[-1] if trailing else slice(None)
     if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in trailing):
         return NotImplemented
@@ -104,13 +99,6 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         deferred = replace(deferred, head=deferred.head.columns(columns))
     # Indexing by tensors copies, by anything else it gives views.
     return lazy.derive(deferred, is_view=not any(isinstance(part, (Tensor, list)) for part in parts))
-
-
-def _indexed_dims(part: Any) -> int:
-    """How many dimensions one part of an index consumes."""
-    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-        return part.dim()
-    return int(part is not None and part is not Ellipsis)
 
 
 @implements("narrow")

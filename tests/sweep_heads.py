@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from liger_losses.patching.lazy_head import patch_head, unpatch_head
+from liger_losses.patching.lazy_head import make_head_lazy, unpatch_head
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests import model_zoo
 from tests.sweep_models import LIMIT, LOSS_TOLERANCE, difference, loss_of
@@ -61,7 +61,7 @@ def check(model_type: str, image_text: bool = False) -> dict[str, str]:
         with torch.no_grad():
             head.weight.mul_(5)  # so that soft-caps and scales matter
     own = gradients(model, lambda: loss_of(model, inputs))
-    (change, *_) = patch_head(model) or [None]
+    (change, *_) = make_head_lazy(model) or [None]
     if change is None or change.reason:
         patched = f"left: {change.reason if change else 'no head'}"
     else:

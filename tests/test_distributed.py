@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_losses.patching.lazy import LazyLogits
-from liger_losses.patching.lazy_head import patch_head
+from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.trl.fused_head import add_fused_lm_head
 
@@ -249,9 +249,9 @@ def kernels(rank):
 
 
 def lazy_logits(rank):
-    """The head of :func:`patch_head`, and the model's own loss."""
+    """The head of :func:`make_head_lazy`, and the model's own loss."""
     plain, ours = llama(), llama()
-    patch_head(ours)
+    make_head_lazy(ours)
     CASES["head, freed"].spread(ours)
     ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
     ours(input_ids=ids, labels=labels, num_items_in_batch=(batch()[1][:, 1:] != -100).sum() / WORLD).loss.backward()
@@ -263,7 +263,7 @@ def lazy_logits_outlive_the_forward(rank):
     """The same, the loss taken of what the sharded model returned."""
     for name in ("root", "head, kept"):
         plain, ours = llama(), llama()
-        patch_head(ours)
+        make_head_lazy(ours)
         CASES[name].spread(ours)
         ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
         logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)

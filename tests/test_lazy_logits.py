@@ -14,7 +14,7 @@ from torch import nn
 
 from liger_losses.chunked.engine import linear_logps
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
-from liger_losses.patching.lazy_head import LazyLinear, force_lazy_head, make_head_lazy, patch_head, unpatch_head
+from liger_losses.patching.lazy_head import LazyLinear, force_lazy_head, make_head_lazy, unpatch_head
 
 B, T, H, V = 3, 5, 8, 13
 
@@ -313,9 +313,9 @@ class Model(nn.Module):
 def test_patch_head_and_back():
     model, x = Model(nn.Linear(H, V)), torch.randn(B, T, H)
     before = model(x)
-    (change,) = patch_head(model)
+    (change,) = make_head_lazy(model)
     assert (change.path, change.replaced_by) == ("lm_head", "LazyLinear")
-    assert patch_head(model) == []
+    assert make_head_lazy(model) == []
     assert isinstance(model(x), LazyLogits)
     assert list(model.state_dict()) == ["body.weight", "body.bias", "lm_head.weight", "lm_head.bias"]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -349,10 +349,10 @@ def test_heads_that_are_left_alone():
         (weighted, "not torch.nn.Linear"),
         (None, "no output embedding"),
     ):
-        (change,) = patch_head(Model(head))
+        (change,) = make_head_lazy(Model(head))
         assert change.replaced_by is None
         assert reason in change.reason
-    (change,) = patch_head(Model(nn.Linear(H, V)), lambda module, path: path != "lm_head")
+    (change,) = make_head_lazy(Model(nn.Linear(H, V)), lambda module, path: path != "lm_head")
     assert change.reason == "filter_fn"
 
 
@@ -377,7 +377,7 @@ def test_adapters_on_the_head():
     results = []
     for patched in (False, True):
         if patched:
-            assert [c.path for c in patch_head(model)] == ["lm_head.base_layer", "lm_head.lora_B"]
+            assert [c.path for c in make_head_lazy(model)] == ["lm_head.base_layer", "lm_head.lora_B"]
             assert type(model.lm_head.lora_A) is nn.Linear
         model.zero_grad()
         with warnings.catch_warnings():
@@ -396,7 +396,7 @@ def test_compiled_models():
         return F.cross_entropy(module(x).float().view(-1, V), labels)
 
     expected = torch.autograd.grad(step(model), model.parameters())
-    patch_head(model)
+    make_head_lazy(model)
     for compiled in (torch.compile(model, backend="eager"), model):
         for a, b in zip(expected, torch.autograd.grad(step(compiled), model.parameters()), strict=True):
             torch.testing.assert_close(b, a)
@@ -583,8 +583,8 @@ def test_heads_that_are_lazy_only_when_forced():
             assert isinstance(other(x), LazyLogits)
         assert make_head_lazy(other, only_when_forced=True) == []
         assert unpatch_head(other) == 0  # it belongs to whoever forces it
-    # patch_head makes it lazy everywhere, and that stays so.
-    assert [c.replaced_by for c in patch_head(model)] == ["LazyLinear"]
+    # make_head_lazy makes it lazy everywhere, and that stays so.
+    assert [c.replaced_by for c in make_head_lazy(model)] == ["LazyLinear"]
     assert make_head_lazy(model, only_when_forced=True) == []
     assert isinstance(model(x), LazyLogits)
     assert unpatch_head(model) == 1

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-from liger_losses.patching.lazy_head import patch_head
+from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
@@ -62,7 +62,7 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     if kind == "kernels":
         patch(model, loss_head=False)
     if kind == "lazy logits":
-        patch_head(model)
+        make_head_lazy(model)
         loss_of = lazy_loss
     else:
         add_fused_lm_head(model, one_pass="one pass" in kind)

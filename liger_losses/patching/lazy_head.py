@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from liger_losses.patching.lazy import lazy_linear
-from liger_losses.patching.zero import gathered
+from liger_losses.patching.report import Entry
 
 _FORCED = ContextVar("force_lazy_head", default=False)
 
@@ -46,28 +46,47 @@ class LazyLinear(nn.Linear):
 
 
 @torch.compiler.disable
-def _lazy_forward(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
+def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     """The lazy forward, outside of compiled graphs, which end here: what follows is small."""
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return F.linear(hidden_states, layer.weight, layer.bias)
-    keep_gathered(layer)
-    return lazy_linear(hidden_states, gathered(layer.weight), gathered(layer.bias))
+    if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
+        layer.set_reshard_after_forward(False, recurse=False)
+    weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
+    return lazy_linear(hidden_states, weight, bias)
 
 
-def keep_gathered(module: nn.Module) -> None:
-    """Tell a ``fully_shard`` unit to keep its weights from its forward to its backward: lazy logits need them between.
+class _Gathered(torch.autograd.Function):
+    """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
 
-    Any other module is left as it is.
+    DeepSpeed gathers a module's weights for its forward and again for its backward, but lazy logits use them in
+    between, and no backward of the module runs. So backward gathers the weight again, and partitions it at its end
+    unless DeepSpeed has done so or a submodule (tied weights) uses it. DeepSpeed's parameters have a ``ds_id``.
     """
-    keep: Any = getattr(module, "set_reshard_after_forward", None)
-    if keep is not None:
-        keep(False, recurse=False)
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parameter = ctx.parameter
+
+        def partition() -> None:
+            if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
+                parameter.partition(param_list=[parameter], has_been_updated=False)
+
+        if parameter.ds_status.name != "AVAILABLE":
+            parameter.all_gather(param_list=[parameter])
+            torch.autograd.Variable._execution_engine.queue_callback(partition)
+        return gradient
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
     if not (type(module) is nn.Linear or type(module) is LazyLinear):
-        if isinstance(module, nn.Linear) and getattr(module, "set_reshard_after_forward", None) is not None:
+        if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
@@ -82,30 +101,11 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
-class HeadChange(NamedTuple):
-    """One layer of a head that was made lazy or left as it is.
-
-    Attributes:
-        path: the layer's name in the model.
-        module: the layer.
-        replaced_by: the name of its new class, or ``None`` if it was left.
-        reason: why it was left.
-    """
-
-    path: str
-    module: nn.Module
-    replaced_by: str | None
-    reason: str = ""
-
-
-def head_layers(model: nn.Module) -> list[nn.Module]:
+def _head_layers(model: nn.Module) -> list[nn.Module]:
     """The output embedding; under an adapter, the linear layers inside it that are as wide as the vocabulary."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = None if find is None else find()
-    if not isinstance(head, nn.Module):
-        return []
-    if isinstance(head, nn.Linear):
-        return [head]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) or not isinstance(head, nn.Module):
+        return [head] if isinstance(head, nn.Module) else []
     weight = getattr(head, "weight", None)
     width = weight.shape[0] if isinstance(weight, Tensor) else None
     inner = [m for m in head.modules() if isinstance(m, nn.Linear) and m.out_features == (width or m.out_features)]
@@ -113,11 +113,8 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def make_head_lazy(
-    model: nn.Module,
-    *,
-    only_when_forced: bool = False,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> list[HeadChange]:
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None, *, only_when_forced: bool = False
+) -> list[Entry]:
     """Make the output embedding return lazy logits.
 
     Under an adapter (PEFT's ``lora.Linear``, say), all linear layers as wide as the vocabulary become lazy: the sum of
@@ -125,17 +122,18 @@ def make_head_lazy(
 
     Args:
         model: with ``get_output_embeddings``, as transformers' models have it.
+        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
         only_when_forced: logits are lazy within :func:`force_lazy_head` only. A head that is lazy already stays as it
             is; without this option, one that is lazy only when forced becomes lazy everywhere.
-        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
 
     Returns:
-        The layers that were changed, and those that were left with the reason; nothing about layers that were lazy.
+        An entry for each layer that was changed, or left with the reason; none for layers that were lazy already.
     """
-    layers = head_layers(model)
+    layers = _head_layers(model)
     if not layers:
-        return [HeadChange("", model, None, "the model has no output embedding (get_output_embeddings() gives none)")]
-    changes = []
+        absent = "the model has no output embedding (get_output_embeddings() gives none)"
+        return [Entry("", type(model).__name__, None, absent)]
+    entries = []
     for module in layers:
         if isinstance(module, LazyLinear) and (only_when_forced or not module.only_when_forced):
             continue
@@ -146,17 +144,14 @@ def make_head_lazy(
         if reason is None:
             module.__class__ = LazyLinear
             vars(module)["only_when_forced"] = only_when_forced
-        changes.append(HeadChange(path, module, None if reason else "LazyLinear", reason or ""))
-    return changes
-
-
-def patch_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[HeadChange]:
-    """:func:`make_head_lazy` for all of training, whether forced or not."""
-    return make_head_lazy(model, filter_fn=filter_fn)
+            entries.append(Entry(path, "Linear", "LazyLinear"))
+        else:
+            entries.append(Entry(path, type(module).__name__, None, reason))
+    return entries
 
 
 def is_patched_head(module: nn.Module) -> bool:
-    """Whether :func:`patch_head` made this layer lazy; one that is lazy only when forced belongs to its trainer."""
+    """Whether a layer is lazy in all of training; one that is lazy only when forced belongs to its trainer."""
     return type(module) is LazyLinear and not module.only_when_forced
 
 

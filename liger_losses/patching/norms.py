@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,152 +17,108 @@ from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching import probing
-from liger_losses.patching.kinds import PatchKind
 from liger_losses.patching.probing import Case, Mismatch
+from liger_losses.patching.swap import Replacement
 
 #: Operations that autocast runs in fp32 on a GPU, whatever their input.
 _CAST_BY_AUTOCAST = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True)
-class Norm:
-    """A normalization over the last dimension.
+class Norm(Replacement):
+    """An RMS norm, gated RMS norm or layer norm over the last dimension.
 
     Attributes:
-        kind: ``rms_norm``, ``gated_rms_norm`` or ``layer_norm``.
-        eps: the module's at the time of patching.
-        weight, bias: the names of the module's parameters.
-        offset, multiply: as in :func:`~liger_losses.kernels.rms_norm.rms_norm`.
+        function: the kernel.
+        parameters: the names of the module's weight and bias; ``None`` for no weight.
+        options: keyword arguments of the kernel, among them the module's eps at the time of patching.
         gate: the name of the second argument of a gated norm.
-        gate_first: as in :func:`~liger_losses.kernels.rms_norm.gated_rms_norm`.
         cast_by_autocast: whether autocast casts its input to fp32 on a GPU.
     """
 
-    kind: str
-    eps: float
-    weight: str | None = None
-    bias: str | None = None
-    offset: float = 0.0
-    multiply: str = "cast_first"
+    function: Callable[..., Tensor]
+    parameters: tuple[str | None, ...]
+    options: tuple[tuple[str, Any], ...]
     gate: str | None = None
-    gate_first: bool = False
     cast_by_autocast: bool = False
 
-    method: ClassVar[str] = "forward"
-
     def __str__(self) -> str:
-        details = [
-            f"{self.offset:g} + weight" if self.offset else "",
-            "fp32" if self.multiply == "fp32" and self.kind != "layer_norm" else "",
-            "gate first" if self.gate_first else "",
-        ]
-        details = [detail for detail in details if detail]
-        return self.kind + (f" ({', '.join(details)})" if details else "")
+        options = dict(self.options)
+        details = (
+            f"{options['offset']:g} + weight" if options.get("offset") else "",
+            "fp32" if options.get("multiply") == "fp32" else "",
+            "gate first" if options.get("gate_first") else "",
+        )
+        return self.function.__name__ + (f" ({', '.join(filter(None, details))})" if any(details) else "")
 
-    def compute(self, module: nn.Module, x: Tensor, gate: Tensor | None = None, backend: str | None = None) -> Tensor:
-        """The normalized ``x [..., H]``, with the module's parameters."""
-        weight = None if self.weight is None else getattr(module, self.weight)
-        if self.kind == "layer_norm":
-            bias = None if self.bias is None else getattr(module, self.bias)
-            return layer_norm(x, weight, bias, self.eps, backend=backend)
-        if gate is not None:
-            return gated_rms_norm(
-                x, gate, weight, self.eps, gate_first=self.gate_first, multiply=self.multiply, backend=backend
-            )
-        return rms_norm(x, weight, self.eps, offset=self.offset, multiply=self.multiply, backend=backend)
+    def compute(self, module: nn.Module, *inputs: Tensor, backend: str | None = None) -> Tensor:
+        """The normalized first input ``[..., H]``, with the module's parameters."""
+        parameters = [None if name is None else getattr(module, name) for name in self.parameters]
+        return self.function(*inputs, *parameters, backend=backend, **dict(self.options))
 
-    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the module's new class; calls that were not probed go to the original forward."""
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.gate is not None and list(kwargs) == [self.gate]:
+            args, kwargs = (*args, kwargs[self.gate]), {}
+        if kwargs or len(args) != (1 if self.gate is None else 2):
+            return NotImplemented
+        parameters = [getattr(module, name) for name in self.parameters if name is not None]
+        if not is_plain(*args, *parameters) or args[0].shape != args[-1].shape:
+            return NotImplemented
+        x, *gate = args
+        if autocast_dtype(x.device) is None:
+            return self.compute(module, x, *gate)
+        if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
+        with torch.autocast(x.device.type, enabled=False):
+            return self.compute(module, x, *gate)
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            tensors = (*args, kwargs[self.gate]) if self.gate is not None and list(kwargs) == [self.gate] else args
-            as_probed = len(tensors) == (1 if self.gate is None else 2) and len(tensors) == len(args) + len(kwargs)
-            weight = None if self.weight is None else getattr(module, self.weight)
-            if not as_probed or not is_plain(*tensors) or not (weight is None or is_plain(weight)):
-                return original.forward(module, *args, **kwargs)
-            x, *gate = tensors
-            if gate and gate[0].shape != x.shape:
-                return original.forward(module, *args, **kwargs)
-            if autocast_dtype(x.device) is None:
-                return self.compute(module, x, *gate)
-            if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in _HALF:
-                x = x.float()
-            with torch.autocast(x.device.type, enabled=False):
-                return self.compute(module, x, *gate)
-
-        return forward
-
-
-class _Norms(PatchKind):
-    """Normalizations over the last dimension: RMS norm, gated RMS norm and layer norm."""
-
-    replacement = Norm
-
-    def is_candidate(self, module: nn.Module) -> bool:
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
         """No children or buffers, and at most two parameters, vectors of one size."""
-        if module._modules or module._buffers:
-            return False
         shapes = [probing.shape_of(p) for p in module._parameters.values() if p is not None]
-        return len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
+        vectors = len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
+        return vectors and not module._modules and not module._buffers
 
-    def match(self, module: nn.Module) -> Norm:
-        """A second argument is tried as a gate first; one that is optional may also be left out."""
+    @classmethod
+    def match(cls, module: nn.Module) -> Norm:
+        """A second argument is tried as a gate first; one that is None by default may also be left out."""
+        defaults = probing.positional_defaults(module.forward)
+        required = sum(default is probing.REQUIRED for default in defaults.values())
+        if not 1 <= required <= 2:
+            raise Mismatch(f"its forward takes {required} arguments")
+        gates = [name for name in list(defaults)[1:2] if required == 2 or defaults[name] is None]
         mismatches = []
-        for gate in (*_tensor_arguments(module)[1:2], None):
+        for gate in (*gates, None):
+            functions = probing.Functions()
             try:
-                return _match(module, gate)
+                with probing.isolated():
+                    norm = probing.first_match(_candidates(module, gate), _cases(module, gate, functions))
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
+            else:
+                return replace(norm, cast_by_autocast=bool(functions.called & _CAST_BY_AUTOCAST))
         raise mismatches[0]
 
-    def is_worth_listing(self, module: nn.Module) -> bool:
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
         """Modules with parameters, and those whose class is named a norm."""
         return bool(module._parameters) or "norm" in type(module).__name__.lower()
 
 
-NORMS = _Norms()
-
-
-def _tensor_arguments(module: nn.Module) -> list[str]:
-    """The arguments that may be tensors: the required ones, and a second one that may be None."""
-    defaults = probing.positional_defaults(module.forward)
-    required = [name for name, default in defaults.items() if default is probing.REQUIRED]
-    if not 1 <= len(required) <= 2:
-        raise Mismatch(f"its forward takes {len(required)} arguments")
-    return required + [name for name in list(defaults)[1:2] if defaults[name] is None]
-
-
-def _match(module: nn.Module, gate: str | None) -> Norm:
-    functions = probing.Functions()
-    with probing.isolated():
-        norm = probing.first_match(_candidates(module, gate), _cases(module, gate, functions))
-    return replace(norm, cast_by_autocast=bool(functions.called & _CAST_BY_AUTOCAST))
-
-
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    multiply = [("multiply", "cast_first"), ("multiply", "fp32")]
+    forms: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [] if gate is not None else [(layer_norm, ())]
+    if len(names) < 2 and gate is not None:
+        forms = [(gated_rms_norm, (m, ("gate_first", first))) for m in multiply for first in (False, True)]
+    elif len(names) < 2:
+        offsets = (0.0, 1.0) if names else (0.0,)
+        forms = [*((rms_norm, (m, ("offset", offset))) for m in multiply for offset in offsets), *forms]
     # The module's own numbers first, then the constants in the code of some models.
     for eps in dict.fromkeys([*probing.floats_of(module), 1e-5, 1e-6]):
-        if not 0 <= eps < 1:
-            continue
-        if len(names) == 2:
-            if gate is None:
-                yield Norm("layer_norm", eps, names[0], names[1])
-                yield Norm("layer_norm", eps, names[1], names[0])
-            continue
-        weight = names[0] if names else None
-        for multiply in ("cast_first", "fp32"):
-            if gate is not None:
-                for gate_first in (False, True):
-                    yield Norm("gated_rms_norm", eps, weight, multiply=multiply, gate=gate, gate_first=gate_first)
-                continue
-            yield Norm("rms_norm", eps, weight, multiply=multiply)
-            if weight is not None:
-                yield Norm("rms_norm", eps, weight, offset=1.0, multiply=multiply)
-        if gate is None:
-            yield Norm("layer_norm", eps, weight)
+        for (function, options), order in itertools.product(forms, dict.fromkeys((names, names[::-1]))):
+            if 0 <= eps < 1:
+                yield Norm(function, order or (None,), (("eps", eps), *options), gate)
 
 
 #: The scales of the input's rows: eps decides the smallest, and a clamp would show in the largest.
@@ -196,7 +153,7 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
                     inputs.append(probing.random(inputs[0].shape, generator, dtype) * 3)
                 try:
                     with functions:
-                        observed = probing.observe(copy, inputs, list(parameters.values()))
+                        output, grads = probing.observe(copy, inputs, list(parameters.values()))
                 except Mismatch as mismatch:
                     failure = mismatch
                     continue
@@ -207,21 +164,16 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
                     continue
                 raise failure
             with torch.no_grad():
-                if not torch.equal(copy(*inputs), observed.output):
+                if not torch.equal(copy(*inputs), output):
                     raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
+        # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
         half = _B16 in (dtype, parameter_dtype)
-        yield Case(
-            name,
-            inputs,
-            observed,
-            lambda norm, copy=copy: partial(norm.compute, copy, backend="torch"),  # type: ignore[misc]
-            tolerance=1e-5,
-            rare=2**-6 if half else None,
-            grad_tolerance=2**-6 if half else 2e-5,
-            # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
-            parameters=parameters,
-            parameter_tolerance=2**-4 if half else 2e-5,
-        )
+        rare, of_input, of_weight = (2**-6, 2**-6, 2**-4) if half else (None, 2e-5, 2e-5)
+
+        def function_of(norm: Norm, copy: nn.Module = copy) -> Callable[..., Tensor]:
+            return partial(norm.compute, copy, backend="torch")
+
+        yield Case(name, inputs, output, grads, function_of, 1e-5, of_input, rare, parameters, of_weight)
 
 
 def _sizes(module: nn.Module) -> list[int]:
@@ -229,12 +181,8 @@ def _sizes(module: nn.Module) -> list[int]:
     for parameter in module._parameters.values():
         if parameter is not None:
             return list(probing.shape_of(parameter))
-    numbers: list[int] = []
-    for value in vars(module).values():
-        for number in value if isinstance(value, (tuple, list)) else [value]:
-            if type(number) is int and 8 <= number <= 65536:
-                numbers.append(number)
-    return [*numbers, 48]
+    lists = [value if isinstance(value, (tuple, list)) else [value] for value in vars(module).values()]
+    return [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]
 
 
 def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:

@@ -8,11 +8,9 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching import rotations
-from liger_losses.patching.experts import EXPERTS
-from liger_losses.patching.kinds import PatchKind
-from liger_losses.patching.lazy_head import is_patched_head, patch_head, unpatch_head
-from liger_losses.patching.mlps import GATED_MLPS
-from liger_losses.patching.norms import NORMS
+from liger_losses.patching.lazy_head import is_patched_head, make_head_lazy, unpatch_head
+from liger_losses.patching.mlps import GatedExperts, GatedMLP
+from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import Entry, PatchReport
 from liger_losses.patching.swap import (
@@ -66,19 +64,15 @@ def patch(
         TypeError: ``model`` is not a module.
     """
     _check_model(model)
-    kinds: list[PatchKind] = ([NORMS] if norms else []) + ([GATED_MLPS, EXPERTS] if mlps else [])
+    kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    entries: list[Entry] = []
-    for path, module in model.named_modules():
-        for kind in kinds:
-            entry = _patch_module(kind, path, module, filter_fn, matches)
-            if entry is not None:
-                entries.append(entry)
-                break
+    modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
+    entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches)) is not None]
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
-        entries.extend(_patch_head(model, filter_fn))
+        lazy = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
+        entries += lazy + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not lazy]
     return PatchReport(entries)
 
 
@@ -102,7 +96,7 @@ def unpatch(model: nn.Module) -> None:
             raise RuntimeError(f"{path} cannot be unpatched: {reason}; undo that first.")
     for module in model.modules():
         restore(module)
-    rotations.release(model)
+    rotations.release(id(model))
     unpatch_head(model)
 
 
@@ -132,20 +126,17 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
         Returns:
             The model; its ``liger_report`` says what was replaced.
         """
-        return cls._load("from_pretrained", args, kwargs, patch_options)
+        return _patched(cls.__getattr__("from_pretrained")(*args, **kwargs), patch_options)
 
     @classmethod
     def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Make a model with random weights and patch it; arguments and result are as in :meth:`from_pretrained`."""
-        return cls._load("from_config", args, kwargs, patch_options)
+        return _patched(cls.__getattr__("from_config")(*args, **kwargs), patch_options)
 
-    @staticmethod
-    def _load(how: str, args: tuple[Any, ...], kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> Any:
-        from transformers import AutoModelForCausalLM
 
-        model = getattr(AutoModelForCausalLM, how)(*args, **kwargs)
-        model.liger_report = patch(model, **(patch_options or {}))
-        return model
+def _patched(model: Any, options: dict[str, Any] | None) -> Any:
+    model.liger_report = patch(model, **(options or {}))
+    return model
 
 
 def _check_model(model: Any) -> None:
@@ -157,11 +148,7 @@ def _check_model(model: Any) -> None:
 
 
 def _patch_module(
-    kind: PatchKind,
-    path: str,
-    module: nn.Module,
-    filter_fn: Filter | None,
-    matches: dict[Any, tuple[Replacement | str, nn.Module]],
+    kind: type[Replacement], path: str, module: nn.Module, filter_fn: Filter | None, matches: dict[Any, Any]
 ) -> Entry | None:
     """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
 
@@ -170,48 +157,38 @@ def _patch_module(
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
-        return Entry(path, name, str(replacement)) if isinstance(replacement, kind.replacement) else None
+        return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None
     if not kind.is_candidate(module):
         return None
-    result: Replacement | str | None = reason_not_to_swap(module, kind.bypassed(module))
-    if result is None and filter_fn is not None and not filter_fn(module, path):
-        result = LEFT_OUT
-    if result is None:
-        key = type(kind), kind.key(module)
+    reason = reason_not_to_swap(module, kind.bypassed(module))
+    if reason is None and filter_fn is not None and not filter_fn(module, path):
+        reason = LEFT_OUT
+    if reason is None:
+        key = kind, kind.key(module)
         if key not in matches:
             try:
                 matches[key] = kind.match(module), module
             except Mismatch as mismatch:
                 matches[key] = str(mismatch), module
-        result = matches[key][0]
-    if not isinstance(result, str):
-        swap(module, result)
-        return Entry(path, name, str(result))
-    return Entry(path, name, None, result) if kind.is_worth_listing(module) else None
-
-
-def _patch_head(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    patched = [(path, module) for path, module in model.named_modules() if is_patched_head(module)]
-    entries = [Entry(path, "Linear", "LazyLinear") for path, _ in patched]
-    for change in patch_head(model, filter_fn):
-        name = "Linear" if change.replaced_by else type(change.module).__name__
-        if change.path or not patched:
-            entries.append(Entry(change.path, name, change.replaced_by, change.reason))
-    return entries
+        found, _ = matches[key]
+        if not isinstance(found, str):
+            swap(module, found)
+            return Entry(path, name, str(found))
+        reason = found
+    return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
 
 
 def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
     entries = []
-    for namespace, name, callers in rotations.functions_of(model):
-        path = str(namespace.get("__name__"))
-        if filter_fn is not None and not any(filter_fn(module, module_path) for module_path, module in callers):
-            entries.append(Entry(path, name, None, LEFT_OUT))
-            continue
+    for namespace, name, classes in rotations.functions_of(model):
+        callers = [(module, path) for path, module in model.named_modules() if original_class(module) in classes]
+        replaced_by, reason = None, ""
         try:
-            rotation = rotations.rotation_of(namespace[name])
+            if filter_fn is None or any(filter_fn(module, path) for module, path in callers):
+                replaced_by = str(rotations.replace_function(model, namespace, name))
+            else:
+                reason = LEFT_OUT
         except Mismatch as mismatch:
-            entries.append(Entry(path, name, None, str(mismatch)))
-            continue
-        rotations.replace_function(model, namespace, name, rotation)
-        entries.append(Entry(path, name, str(rotation)))
+            reason = str(mismatch)
+        entries.append(Entry(str(namespace.get("__name__")), name, replaced_by, reason))
     return entries

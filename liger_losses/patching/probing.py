@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -60,22 +61,15 @@ def positional_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def copy_of(
-    module: nn.Module,
-    generator: torch.Generator,
-    stand_ins: Mapping[nn.Module, nn.Module] | None = None,
-    *,
-    with_parameters: bool = True,
+    module: nn.Module, generator: torch.Generator, stand_ins: Mapping[Any, Any] | None = None, *, empty: bool = False
 ) -> nn.Module:
-    """Copy a module to the CPU, with random fp32 parameters (or empty ones), and ``stand_ins`` for some children.
+    """Copy a module to the CPU, with random fp32 parameters or ``empty`` ones, and ``stand_ins`` for some children.
 
     Neither its parameters nor the replaced children are copied, so that large modules cost nothing.
-
-    Raises:
-        Mismatch: the module cannot be copied.
     """
     memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
-        memo[id(parameter)] = nn.Parameter(random(shape_of(parameter) if with_parameters else (0,), generator))
+        memo[id(parameter)] = nn.Parameter(random((0,) if empty else shape_of(parameter), generator))
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -127,16 +121,10 @@ def unchanged(case: str, module: nn.Module, without: Collection[str] = ()) -> It
         raise Mismatch(f"{case}: it changes its own attributes")
 
 
-@dataclass
-class Observed:
-    """A function's output, and the gradients of its inputs and of other leaves."""
-
-    output: Tensor
-    grads: list[Tensor | None]
-
-
-def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Observed:
-    """Call a function, and take the gradients with respect to its inputs and to other leaves.
+def observe(
+    function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A function's output, and the gradients with respect to its inputs and to other leaves.
 
     Raises:
         Mismatch: it fails, returns no tensor, changes its inputs, or draws random numbers.
@@ -158,10 +146,10 @@ def observe(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequ
     if not all(torch.equal(x, y) for x, y in zip(inputs, originals, strict=True)):
         raise Mismatch("it changes its input in place")
     if not output.requires_grad:
-        return Observed(output, [None] * (len(inputs) + len(others)))
+        return output, [None] * (len(inputs) + len(others))
     upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype)
     grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
-    return Observed(output.detach(), list(grads))
+    return output.detach(), list(grads)
 
 
 def check_close(
@@ -172,10 +160,10 @@ def check_close(
     With ``rare``, one element in two hundred may be off by that much instead: sums in another order sometimes round to
     another number of a half precision.
     """
-    if actual is None or expected is None:
-        if actual is not expected:
-            raise Mismatch(f"{what} is {'missing' if actual is None else 'there'}")
+    if actual is None and expected is None:
         return
+    if actual is None or expected is None:
+        raise Mismatch(f"{what} is {'missing' if actual is None else 'there'}")
     if actual.dtype != expected.dtype:
         raise Mismatch(f"{what} is of {actual.dtype}, not {expected.dtype}")
     if actual.shape != expected.shape:
@@ -184,11 +172,9 @@ def check_close(
     if not bool(a.isfinite().all() & e.isfinite().all()):
         raise Mismatch(f"{what} is not finite")
     scale = e.abs().amax(-1, keepdim=True)
-    off = (a - e).abs() > tolerance * scale
-    if not bool(off.any()):
-        return
-    largest = float(((a - e).abs() / scale.clamp(min=1e-300)).max())
-    if rare is None or largest > rare or int(off.sum()) > max(1, off.numel() // 200):
+    off = int(((a - e).abs() > tolerance * scale).sum())
+    largest = float(((a - e).abs() / scale.clamp(min=1e-300)).max()) if off else 0.0
+    if off and (rare is None or largest > rare or off > max(1, a.numel() // 200)):
         raise Mismatch(f"{what} differs by up to {largest:.1e} of the row's largest entry")
 
 
@@ -197,6 +183,7 @@ class Case:
     """What a module returned for some inputs; a candidate must return the same, with the same gradients.
 
     Attributes:
+        output, grads: what :func:`observe` found.
         function_of: from a candidate to the function of the inputs that it computes.
         tolerance, rare: of the output; see :func:`check_close`.
         parameters: the other leaves, by name, whose gradients were observed.
@@ -204,7 +191,8 @@ class Case:
 
     name: str
     inputs: Sequence[Tensor]
-    observed: Observed
+    output: Tensor
+    grads: list[Tensor | None]
     function_of: Callable[[Any], Callable[..., Tensor]]
     tolerance: float
     grad_tolerance: float
@@ -215,12 +203,12 @@ class Case:
     def check(self, candidate: Any) -> None:
         """Raise Mismatch unless a candidate computes the same."""
         try:
-            expected = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
+            output, grads = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
         except Mismatch as mismatch:
             raise Mismatch(f"{self.name}: {mismatch}") from mismatch
-        check_close(f"{self.name}: the output", self.observed.output, expected.output, self.tolerance, self.rare)
+        check_close(f"{self.name}: the output", self.output, output, self.tolerance, self.rare)
         names = [*(f"input {number}" for number in range(len(self.inputs))), *self.parameters]
-        for name, actual, wanted in zip(names, self.observed.grads, expected.grads, strict=True):
+        for name, actual, wanted in zip(names, self.grads, grads, strict=True):
             tolerance = self.parameter_tolerance if name in self.parameters else self.grad_tolerance
             check_close(f"{self.name}: the gradient of {name}", actual, wanted, tolerance)
 
@@ -233,24 +221,18 @@ def first_match(
     Raises:
         Mismatch: none agrees; the message is that of the one that agreed in the most cases.
     """
-    known: list[Case] = []
-    pending = iter(cases)
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:
-        number = 0
-        while True:
-            if number == len(known):
-                case = next(pending, None)
-                if case is None:
-                    return candidate
-                known.append(case)
+        cases, remaining = itertools.tee(cases)
+        for number, case in enumerate(remaining):
             try:
-                known[number].check(candidate)
+                case.check(candidate)
             except Mismatch as mismatch:
                 if number > furthest:
                     furthest, reason = number, f"not {describe(candidate)}: in {mismatch}"
                 break
-            number += 1
+        else:
+            return candidate
     raise Mismatch(reason)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -59,10 +58,7 @@ class PatchReport:
         rows = [(path, kind, str(count), by, reason) for (path, kind, by, reason), count in groups.items()]
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         summary = f"{len(self.replaced)} of {len(self.entries)} pieces replaced" + (f": {counts}" if counts else "")
-        return "\n".join([*_table(("module", "class", "count", "replaced by", "reason"), rows), summary])
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    cells = [header, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        table = [("module", "class", "count", "replaced by", "reason"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+        return "\n".join([*map(str.rstrip, lines), summary])

@@ -13,7 +13,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,32 +73,22 @@ def _angles(x: Tensor, form: str) -> Tensor:
 
 
 def match(function: Callable[..., Any]) -> Rotation:
-    """The rotation that a function computes.
-
-    Raises:
-        Mismatch: there is no kernel for it; the message says why.
-    """
+    """The rotation that a function computes; raises Mismatch if there is no kernel for it."""
     defaults = probing.positional_defaults(function)
     names = list(defaults)
     tensors = names.index("cos") if "cos" in names else 0
     needs_more = any(defaults[name] is probing.REQUIRED for name in names[tensors + 2 :])
     if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or needs_more:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
-    candidates = (
-        Rotation(tensors, *form)
-        for form in itertools.product(
-            (False, True),
-            ("full", "half pairs", "half halves", "all pairs", "all halves"),
-            (False, True),
-            (False, True),
-        )
-    )
+    angles, either = ("full", "half pairs", "half halves", "all pairs", "all halves"), (False, True)
+    candidates = (Rotation(tensors, *form) for form in itertools.product(either, angles, either, either))
     with probing.isolated():
         unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
-        cases = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
-        if not any(case is not None and case.name in _ANGLES_PER_SEQUENCE for case in cases):
+        observed = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
+        cases = [case for case in observed if case is not None]
+        if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
             raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-        return probing.first_match(candidates, [case for case in cases if case is not None])
+        return probing.first_match(candidates, cases)
 
 
 _F32, _B16 = torch.float32, torch.bfloat16
@@ -142,74 +133,45 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
             raise Mismatch("it returns tensors of two dtypes")
         return torch.cat(outputs, unsqueeze_dim)
 
-    def function_of(rotation: Rotation) -> Callable[..., Tensor]:
-        def compute(*inputs: Tensor) -> Tensor:
-            rotated = rotation.compute(*inputs, cos, sin, unsqueeze_dim=unsqueeze_dim, backend="torch")
-            return torch.cat(rotated, unsqueeze_dim) if tensors == 2 else rotated
-
-        return compute
+    def compute(rotation: Rotation, *inputs: Tensor) -> Tensor:
+        rotated = rotation.compute(*inputs, cos, sin, unsqueeze_dim=unsqueeze_dim, backend="torch")
+        return torch.cat(rotated, unsqueeze_dim) if tensors == 2 else rotated
 
     inputs = (q, k)[:tensors]
     try:
-        observed = probing.observe(call, inputs)
+        output, grads = probing.observe(call, inputs)
     except Mismatch as mismatch:
         if mismatch.__cause__ is not None:
             return None
         raise
     tolerance = 1e-5 if (dtype, angle_dtype) == (_F32, _F32) else 2**-6
-    return Case(name, inputs, observed, function_of, tolerance, tolerance)
+    return Case(name, inputs, output, grads, lambda form: partial(compute, form), tolerance, tolerance)
 
 
-class _Replaced(NamedTuple):
-    """Where a function was replaced, by what, and for which models (their ids)."""
-
-    namespace: dict[str, Any]
-    name: str
-    rotation: Rotation
-    models: set[int]
+#: By the function that is there now: namespace, name, and the ids of the models for which it was replaced.
+_REPLACED: dict[Any, tuple[dict[str, Any], str, set[int]]] = {}
 
 
-#: By the function that is there now.
-_REPLACED: dict[Any, _Replaced] = {}
-
-
-def replace_function(model: nn.Module, namespace: dict[str, Any], name: str, rotation: Rotation) -> None:
-    """Replace a global function for a model, until :func:`release` or until the model is deleted."""
+def replace_function(model: nn.Module, namespace: dict[str, Any], name: str) -> Rotation:
+    """Replace a global function by the rotation that it computes, until :func:`release` or the model is deleted."""
     wrapper: Any = namespace[name]
     if wrapper not in _REPLACED:
-        wrapper = namespace[name] = _wrapper(wrapper, rotation)
-        _REPLACED[wrapper] = _Replaced(namespace, name, rotation, set())
-    if id(model) not in _REPLACED[wrapper].models:
-        _REPLACED[wrapper].models.add(id(model))
-        weakref.finalize(model, _release, wrapper, id(model))
+        wrapper = _wrapper(wrapper, match(wrapper))
+        namespace[name], _REPLACED[wrapper] = wrapper, (namespace, name, set())
+    _REPLACED[wrapper][-1].add(id(model))
+    weakref.finalize(model, release, id(model))
+    return wrapper.rotation
 
 
-def release(model: nn.Module) -> None:
-    """Put the functions back that no other model needs replaced."""
-    for wrapper in list(_REPLACED):
-        _release(wrapper, id(model))
-
-
-def _release(wrapper: Any, model: int) -> None:
-    replaced = _REPLACED.get(wrapper)
-    if replaced is None or model not in replaced.models:
-        return
-    replaced.models.discard(model)
-    if not replaced.models:
-        del _REPLACED[wrapper]
-        original = wrapper.__wrapped__
-        if replaced.namespace.get(replaced.name) is wrapper:
-            replaced.namespace[replaced.name] = original
-
-
-def rotation_of(function: Callable[..., Any]) -> Rotation:
-    """The rotation by which a function was replaced, or else the one that it computes.
-
-    Raises:
-        Mismatch: as :func:`match`.
-    """
-    replaced = _REPLACED.get(function)
-    return match(function) if replaced is None else replaced.rotation
+def release(model: int) -> None:
+    """Put the functions back that only the model with this id needs replaced."""
+    for wrapper, (namespace, name, models) in list(_REPLACED.items()):
+        models.discard(model)
+        if not models:
+            del _REPLACED[wrapper]
+            original = wrapper.__wrapped__
+            if namespace.get(name) is wrapper:
+                namespace[name] = original
 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
@@ -225,6 +187,7 @@ def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., 
             return original(*args, **kwargs)
         return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
 
+    rotate.rotation = rotation  # type: ignore[attr-defined]
     return rotate
 
 
@@ -238,19 +201,12 @@ def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
     return same_tokens and (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1]) and cos.shape[0] in (1, q.shape[0])
 
 
-def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], str, list[tuple[str, nn.Module]]]]:
-    """The global functions with parameters cos and sin that the code of a model's classes calls.
-
-    Returns:
-        Namespace, name, and the modules (with their names in the model) whose class calls it.
-    """
-    modules: dict[type, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        modules.setdefault(original_class(module), []).append((path, module))
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, list[tuple[str, nn.Module]]]] = {}
-    for cls, callers in modules.items():
+def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], str, set[type]]]:
+    """Global functions with parameters cos and sin: namespace, name, and those of a model's classes that call them."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, set[type]]] = {}
+    for cls in dict.fromkeys(map(original_class, model.modules())):
         for namespace, name in _called_by(cls):
-            found.setdefault((id(namespace), name), (namespace, name, []))[2].extend(callers)
+            found.setdefault((id(namespace), name), (namespace, name, set()))[2].add(cls)
     return list(found.values())
 
 

@@ -4,23 +4,55 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from liger_losses.patching import probing
+
 
 class Replacement(Protocol):
-    """What replaces a method: a hashable value, which modules share and pickles of them contain.
+    """What replaces a method of some modules: a hashable value, which modules share and pickles of them contain.
+
+    The class holds how modules of its kind are recognized.
 
     Attributes:
-        method: the name of the method, ``forward`` in most cases.
+        method: the name of the method.
     """
 
-    method: ClassVar[str]
+    method: ClassVar[str] = "forward"
 
-    def replace(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The new method; ``original`` is the class whose method takes the calls that the new one does not support."""
+    def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        """Whether a module has the right parameters, buffers and children; nothing is run."""
+
+    @classmethod
+    def match(cls, module: nn.Module) -> Replacement:
+        """What a candidate computes, found by running copies of it.
+
+        Raises:
+            Mismatch: there is no kernel for it; the message says how the nearest one differs.
+        """
+
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
+        """Candidates with equal keys compute the same, so that only one of them is run."""
+        shapes = tuple((name, None if p is None else probing.shape_of(p)) for name, p in module._parameters.items())
+        return type(module), shapes, probing.children_of(module), probing.attributes(module)
+
+    @classmethod
+    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
+        """The submodules, by name, that are no longer called."""
+        return {name: part for name, part in module.named_modules() if part is not module}
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Whether the report names a candidate that was not replaced."""
+        return True
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
@@ -80,7 +112,11 @@ def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> 
 @functools.cache
 def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
     """The class with one method replaced; there is one for each class and replacement."""
-    method = functools.wraps(getattr(original, replacement.method))(replacement.replace(original))
+
+    @functools.wraps(getattr(original, replacement.method))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = replacement.call(self, *args, **kwargs)
+        return getattr(original, replacement.method)(self, *args, **kwargs) if result is NotImplemented else result
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.

@@ -10,29 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
-    Head,
-    Statistics,
-    Teacher,
-    TeacherLogits,
-    linear_divergence_loss,
-    linear_token_loss,
-)
+from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.losses.divergence_functions import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, teacher_of
+
+#: The label of tokens without loss, in TRL as in PyTorch.
+IGNORE_INDEX = -100
 
 
 def mean_divergence(
-    hidden_states: Tensor,
-    head: Head,
-    teacher: Teacher | TeacherLogits,
-    mask: Tensor,
-    divisor: Tensor | int,
-    beta: float,
-    temperature: float = 1.0,
-    metrics: tuple[str, ...] = (),
+    hidden_states: Tensor, head: Head, teacher: Any, mask: Tensor, divisor: Tensor | int, beta: float, **options: Any
 ) -> tuple[Tensor, Statistics]:
     """The generalized JSD between student and teacher, summed over active tokens and divided by ``divisor``.
 
@@ -42,19 +30,11 @@ def mean_divergence(
         mask: ``[B, T]``, True for active tokens.
         divisor: their number, in the batch or in all batches of a step.
         beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
-        temperature: what both models' logits are divided by.
-        metrics: ``("entropy",)`` for the student's entropies in the :class:`Statistics` that are returned as well.
+        options: the temperature of both models, and metrics, as :func:`linear_divergence_loss` takes them.
     """
-    return linear_divergence_loss(
-        hidden_states,
-        head,
-        torch.where(mask, 0, IGNORE_INDEX),
-        teacher,
-        generalized_jsd(beta),
-        {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)},
-        metrics=metrics,
-        temperature=temperature,
-    )
+    labels = torch.where(mask, 0, IGNORE_INDEX)
+    weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
+    return linear_divergence_loss(hidden_states, head, labels, teacher, generalized_jsd(beta), weights, **options)
 
 
 def chunked_divergence_loss(
@@ -79,27 +59,21 @@ def chunked_divergence_loss(
         student_hidden_states, teacher_hidden_states: ``[B, T, H]``, ``[B, T, Ht]``.
         student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``.
         completion_mask: ``[B, T]``, nonzero for active tokens.
-        beta, temperature: as in :func:`mean_divergence`.
+        beta: as in :func:`mean_divergence`.
         num_items_in_batch: the divisor, instead of the number of active tokens.
 
     Returns:
         The loss; and without gradient the summed entropy of the student in nats, and the number of active tokens.
     """
-    transform = LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping)
-    student = _gathered_head(student_hidden_states, student_lm_head_weight, student_lm_head_bias, transform)
-    transform = LogitTransform(1.0, teacher_logit_scale, teacher_final_logit_softcapping)
-    teacher = _gathered_head(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias, transform)
+    weight, bias = (_gathered(p, student_hidden_states.dtype) for p in (student_lm_head_weight, student_lm_head_bias))
+    student = Head(weight, bias, LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping))
+    weight, bias = (_gathered(p, teacher_hidden_states.dtype) for p in (teacher_lm_head_weight, teacher_lm_head_bias))
+    teacher = Teacher(teacher_hidden_states, weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)
     mask = completion_mask != 0
     count = mask.sum()
+    divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, statistics = mean_divergence(
-        student_hidden_states,
-        student,
-        teacher_of(teacher_hidden_states, teacher),
-        mask,
-        count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch,
-        beta,
-        temperature,
-        metrics=("entropy",),
+        student_hidden_states, student, teacher, mask, divisor, beta, temperature=temperature, metrics=("entropy",)
     )
     return loss, statistics.entropy.sum(), count
 
@@ -149,15 +123,11 @@ def chunked_jsd_loss(
         dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
         hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
         lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)
+    head = Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping))
+    labels, columns = torch.zeros_like(target_ids[:, 0]), target_ids.clamp(min=0)
+    inputs, names = {"teacher": teacher, "mask": valid_candidate_mask}, ("selected_logps",)
     loss, statistics = linear_token_loss(
-        hidden_valid,
-        Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping)),
-        torch.zeros_like(target_ids[:, 0]),
-        token_loss,
-        ("selected_logps",),
-        metrics=("entropy",),
-        token_inputs={"teacher": teacher, "mask": valid_candidate_mask},
-        selected=target_ids.clamp(min=0),
+        hidden_valid, head, labels, token_loss, names, metrics=("entropy",), token_inputs=inputs, selected=columns
     )
     with torch.no_grad():
         student = masked(statistics.selected_logps, valid_candidate_mask)
@@ -172,12 +142,6 @@ def chunked_jsd_loss(
     return loss, divergences.sum(), statistics.entropy.sum(), entropies.sum(), per_teacher.flatten()
 
 
-def _gathered_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Head:
-    """A head whose parameters FSDP may have sharded: gathered, in the hidden states' dtype as FSDP's own all-gather."""
-
-    def gathered(parameter: Any) -> Any:
-        if not hasattr(parameter, "full_tensor"):
-            return parameter
-        return parameter.full_tensor().to(hidden_states.dtype)
-
-    return Head(gathered(weight), gathered(bias), transform)
+def _gathered(parameter: Any, dtype: torch.dtype) -> Any:
+    """A parameter that FSDP may have sharded: gathered, in the hidden states' dtype as by FSDP's own all-gather."""
+    return parameter.full_tensor().to(dtype) if hasattr(parameter, "full_tensor") else parameter

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from liger_losses.patching.patch import patch
-from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, PatchPoint, Replacement
+from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, PatchPoint, Replacement, Target
 
-#: Owner, name and original value of each attribute that is replaced now.
-_originals: list[tuple[Any, str, Any]] = []
-#: The options of :func:`enable`; empty while disabled.
-_options: dict[str, bool] = {}
+#: What is replaced now, in the order of the replacements.
+_replaced: list[tuple[PatchPoint, Target]] = []
 
 
 def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
@@ -31,10 +30,11 @@ def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-#: Replaced besides, where the models are to have the kernels: the constructor of all trainers.
+#: Replaced besides, where the models are to have the kernels: the constructor of all trainers, and our fused heads.
 KERNELS = PatchPoint(
-    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels, wraps=True)
+    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels)
 )
+_HEADS = [replace(p, replacement=KERNELS.replacement) for p in PATCH_POINTS if p.name == "add_fused_lm_head"]
 
 
 def enable(*, kernels: bool = False) -> None:
@@ -53,53 +53,45 @@ def enable(*, kernels: bool = False) -> None:
         ImportError: TRL is not installed.
         RuntimeError: this TRL version lacks an attribute that we patch; the error lists them, and nothing is changed.
     """
-    if _options and (_options["kernels"] or not kernels):
-        return
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
-    before = _options.get("kernels")
-    disable()
-    targets = [point.find() for point in (*PATCH_POINTS, *[KERNELS] * kernels)]
-    missing = [target.missing for target in targets if target.missing]
-    if missing:
-        _restore(before)
-        raise RuntimeError(
-            f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
-            f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed."
-        )
-    for target in targets:
-        if target.replacement is not None:
-            kernels_first = kernels and target.name == "add_fused_lm_head"
-            value = _with_kernels(target.replacement) if kernels_first else target.replacement
-            setattr(target.owner, target.name, value)
-            _originals.append((target.owner, target.name, target.original))
-    _options["kernels"] = kernels
+    before = len(_replaced)
+    add_kernels = kernels and all(point is not KERNELS for point, _ in _replaced)
+    for points in ([] if _replaced else PATCH_POINTS, [KERNELS, *_HEADS] if add_kernels else []):
+        targets = [(point, point.find()) for point in points]
+        missing = [target.missing for _, target in targets if target.missing]
+        if missing:
+            _restore(before)
+            raise RuntimeError(
+                f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
+                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed."
+            )
+        for point, target in targets:
+            if target.replacement is not None:
+                setattr(target.owner, target.name, target.replacement)
+                _replaced.append((point, target))
 
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
-    _options.clear()
+    _restore(0)
 
 
 @contextlib.contextmanager
 def enabled(*, kernels: bool = False) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
-    before = _options.get("kernels")
+    before = len(_replaced)
     enable(kernels=kernels)
     try:
         yield
     finally:
-        if before != _options.get("kernels"):
-            _restore(before)
+        _restore(before)
 
 
-def _restore(kernels: bool | None) -> None:
-    """Enable with this option, or disable for ``None``."""
-    disable()
-    if kernels is not None:
-        enable(kernels=kernels)
+def _restore(count: int) -> None:
+    """Put back what was replaced, the last first, except for the first ``count`` attributes."""
+    while len(_replaced) > count:
+        _, target = _replaced.pop()
+        setattr(target.owner, target.name, target.original)

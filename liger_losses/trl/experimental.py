@@ -2,12 +2,13 @@
 
 Decorators of trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and would get the
 values of lazy logits, so each has an *answer* here: a function with the parameters and the result of TRL's, which
-computes with the engine, or returns ``NotImplemented`` where TRL's own function is to run.
+computes with the engine, or raises :class:`NeedsLogits` where TRL's own function is to run.
 B batch size, T tokens of a sequence, V vocabulary size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -21,10 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.divergence_functions import generalized_jsd, sparse_divergence
-from liger_losses.patching.lazy import DeferredLogits, allow_materialization
-from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
-from liger_losses.trl.divergences import mean_divergence
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits, teacher_of
+from liger_losses.patching.lazy import DeferredLogits, allow_materialization, deferred_logits
+from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
@@ -48,11 +48,6 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
             warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 
     return wrapped
-
-
-def with_forced_lazy_heads(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in which heads are lazy without gradients too, as for a teacher."""
-    return force_lazy_head()(method)
 
 
 #: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.
@@ -80,66 +75,67 @@ def _masked_labels(logits: Tensor) -> Tensor:
     return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
+class NeedsLogits(Exception):
+    """An answer cannot be computed without the values of the logits: TRL's own function is to run."""
+
+
 def with_answer(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of TRL that runs only where ``answer`` (see the module) returns ``NotImplemented``."""
+    """A function of TRL that runs only where ``answer`` (see the module) raises :class:`NeedsLogits`."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = answer(**signature.bind(*args, **kwargs).arguments)
-        return original(*args, **kwargs) if result is NotImplemented else result
+        with contextlib.suppress(NeedsLogits):
+            return answer(**signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs)
 
     return wrapped
 
 
-def _deferred(logits: Tensor) -> DeferredLogits | None:
-    """As :func:`deferred_logits`, but ``None`` for log-probabilities too."""
+def _deferred(logits: Tensor) -> DeferredLogits:
+    """As :func:`deferred_logits`; raises NeedsLogits for other tensors, and for log-probabilities."""
     deferred = deferred_logits(logits)
-    return None if deferred is None or deferred.normalized else deferred
+    if deferred is None or deferred.normalized:
+        raise NeedsLogits
+    return deferred
 
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
-    deferred = _deferred(logits)
-    return TeacherLogits(logits) if deferred is None else teacher_of(deferred.hidden_states, deferred.head)
+    try:
+        deferred = _deferred(logits)
+    except NeedsLogits:
+        return TeacherLogits(logits)
+    head = deferred.head
+    return Teacher(deferred.hidden_states, head.weight, head.bias, head.transform.logit_scale, head.transform.softcap)
 
 
 def _statistics(
     logits: Tensor, index: Tensor, names: tuple[str, ...], temperature: float = 1.0, mask: Tensor | None = None
 ) -> Any:
-    """Statistics of the softmax at ``index`` ``[B, T]``, or ``None`` if the engine cannot compute them."""
-    if _deferred(logits) is None or index.shape != logits.shape[:-1]:
-        return None
-    deferred = _deferred(logits if temperature == 1.0 else logits / temperature)
+    """Statistics of the softmax at ``index`` ``[B, T]``."""
+    _deferred(logits)
+    if index.shape != logits.shape[:-1]:
+        raise NeedsLogits
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
-    return None if deferred is None else deferred.statistics(labels, names)
+    return _deferred(logits if temperature == 1.0 else logits / temperature).statistics(labels, names)
 
 
-def selective_log_softmax(
-    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> Any:
+def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
     """Answers for one column of each token: the log-probabilities ``[B, T]`` of ``index``."""
-    statistics = _statistics(logits, index, ("logp",), temperature, row_mask)
-    return NotImplemented if statistics is None else statistics.logp
+    return _statistics(logits, index, ("logp",), temperature, row_mask).logp
 
 
 def selective_log_softmax_and_entropy(
-    logits: Tensor,
-    index: Tensor,
-    entropy_requires_grad: bool = True,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
+    logits: Tensor, index: Tensor, entropy_requires_grad: bool = True, temperature: float = 1.0, row_mask: Any = None
 ) -> Any:
     """Answers with the log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
     statistics = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)
-    if statistics is None:
-        return NotImplemented
     return statistics.logp, statistics.entropy if entropy_requires_grad else statistics.entropy.detach()
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
     """Answers with the entropies ``[B, T]`` of active tokens."""
-    statistics = None if _deferred(logits) is None else _statistics(logits, _masked_labels(logits), ("entropy",))
-    return NotImplemented if statistics is None else statistics.entropy
+    return _statistics(logits, _masked_labels(logits), ("entropy",)).entropy
 
 
 def generalized_jsd_loss(
@@ -157,31 +153,27 @@ def generalized_jsd_loss(
     With ``top_k``, TRL's function runs: its ``gather`` of lazy logits is fused already.
     """
     student = _deferred(student_logits)
-    scalar = reduction in ("batchmean", "sum") or num_items_in_batch is not None
-    partial = options.get("top_k") or options.get("logits_are_probs")
-    if student is None or labels is None or not scalar or partial:
-        return NotImplemented
+    per_token = reduction not in ("batchmean", "sum") and num_items_in_batch is None
+    if labels is None or per_token or options.get("top_k") or options.get("logits_are_probs"):
+        raise NeedsLogits
     mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
     if divisor is None:
         divisor = 1 if reduction == "sum" else mask.sum().clamp(min=1)
     teacher = _teacher(teacher_logits)
     with student.under_forward_autocast():
-        return mean_divergence(student.hidden_states, student.head, teacher, mask, divisor, beta, temperature)[0]
+        loss, _ = mean_divergence(
+            student.hidden_states, student.head, teacher, mask, divisor, beta, temperature=temperature
+        )
+    return loss
 
 
 def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Any:
     """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the whole vocabulary."""
     student = _deferred(student_logits)
-    if student is None:
-        return NotImplemented
+    labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
+    divergence = generalized_jsd(distillation_alpha)
     with student.under_forward_autocast():
-        return linear_divergence(
-            student.hidden_states,
-            student.head,
-            _masked_labels(student_logits),
-            _teacher(teacher_logits),
-            generalized_jsd(distillation_alpha),
-        ).divergence
+        return linear_divergence(student.hidden_states, student.head, labels, teacher, divergence).divergence
 
 
 def topk_self_distillation(
@@ -198,14 +190,10 @@ def topk_self_distillation(
     of the columns separately.
     """
     student, teacher = _deferred(student_logits), _deferred(teacher_logits)
-    if student is None or teacher is None:
-        return NotImplemented
     labels = _masked_labels(student_logits)
     columns = student_logits.detach().topk(distillation_topk).indices
-    logps, teacher_logps = (
-        deferred.statistics(labels, ("selected_logps",), selected=columns).selected_logps
-        for deferred in (student, teacher)
-    )
+    logps = student.statistics(labels, ("selected_logps",), selected=columns).selected_logps
+    teacher_logps = teacher.statistics(labels, ("selected_logps",), selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
 
@@ -221,7 +209,7 @@ def sequence_by_sequence(original: Callable[..., Tensor]) -> Callable[..., Tenso
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         batch = signature.bind(self, *args, **kwargs).arguments
         batch.pop("self")
-        if _deferred(batch["student_logits"]) is None:
+        if deferred_logits(batch["student_logits"]) is None:
             return original(self, **batch)
 
         def loss(i: int) -> Tensor:

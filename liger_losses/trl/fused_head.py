@@ -3,16 +3,12 @@
 TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales, soft-caps and
 adapters that it does not know of are missing from its logits. Here the model's own forward runs, with all that it does
 to its logits, and the lazy logits are reduced before the wrapped forward returns: inside its autocast, and while the
-weights are gathered.
-
-Under ``fully_shard``, that holds for the unit of the model. A head that is a unit of its own, or in one with the final
-norm, would be resharded once its own forward ends: such units stay gathered from then until their backward. The same
-holds for the head's weights under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
+weights are gathered. Units of ``fully_shard`` that hold the head alone, or with the final norm, stay gathered from
+their forward to their backward, as does the head under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -20,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits
-from liger_losses.patching.lazy_head import force_lazy_head, keep_gathered, make_head_lazy
-from liger_losses.trl.engine_inputs import IGNORE_INDEX, deferred_logits
+from liger_losses.patching.lazy import DeferredLogits, deferred_logits
+from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from liger_losses.trl.divergences import IGNORE_INDEX
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {
@@ -89,39 +85,32 @@ def add_fused_lm_head(
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         # This closure does not capture the model: a copy of the model must run itself.
-        call = functools.partial(inner, self) if bound else inner
+        call = functools.partial(inner, *(self,) * bound, *args)
         if fused_lm_head:
-            return fused_forward(self, call, args, **kwargs)
+            return fused_forward(self, call, **kwargs)
         # As in TRL's wrapper, for models that do not take all of them.
         absent = [name for name in ("labels", "shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
-        return call(*args, **{name: value for name, value in kwargs.items() if name not in absent})
+        return call(**{name: value for name, value in kwargs.items() if name not in absent})
 
     forward._liger_losses_head = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
-def fused_forward(
-    model: Any,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    labels: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    num_items_in_batch: Any = None,
-    **kwargs: Any,
-) -> Any:
+def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
     """The model's ``forward``, with its logits reduced to TRL's ``FusedCausalLMOutput``."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     if labels is None and shift_labels is None:
         raise ValueError("fused_lm_head=True needs labels (or shift_labels): they say which tokens are scored.")
     options: FusedHeadOptions = model._liger_losses_head
+    num_items_in_batch = kwargs.pop("num_items_in_batch", None)
     units = _prepare_head(model)
     config = model.config.get_text_config()
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     with force_lazy_head():
-        outputs = forward(*args, **kwargs)
+        outputs = forward(**kwargs)
     logits = getattr(outputs, "logits", None)
     deferred = deferred_logits(logits)
     if deferred is None:
@@ -131,11 +120,15 @@ def fused_forward(
             "without them here: train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
     if shift_labels is None:
-        assert labels is not None
-        deferred, shift_labels = deferred.rows(slice(None, -1)), labels[:, 1:]
+        deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]
     target = shift_labels.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX
-    _check_not_freed(model, deferred)
+    if any(tensor is not None and tensor.untyped_storage().size() == 0 for tensor in deferred.tensors[1:]):
+        raise RuntimeError(  # by other means than fully_shard
+            f"the weight or bias of {type(model).__name__}'s last layer was freed when that layer's own forward ended; "
+            "it must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
+            "last layer in the model's own unit, or train with TRL's own head, outside of liger_losses.trl.enable()."
+        )
     loss, statistics = _reduce(deferred, target, options)
     # Clones, because an in-place operation on a view would lose the view's hooks.
     statistics = Statistics(*(None if value is None else value.clone() for value in statistics))
@@ -152,8 +145,8 @@ def fused_forward(
 
 def _prepare_head(model: Any) -> list[Any]:
     """Make the last layer lazy, and keep its units of ``fully_shard``, which are returned, gathered until backward."""
-    changes = make_head_lazy(model, only_when_forced=True)  # again: adapters may have been added since the last call
-    reasons = [change.reason for change in changes if change.reason]
+    # Again, as adapters may have been added since the last call.
+    reasons = [entry.reason for entry in make_head_lazy(model, only_when_forced=True) if entry.reason]
     if reasons:
         raise TypeError(
             f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
@@ -163,10 +156,9 @@ def _prepare_head(model: Any) -> list[Any]:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    head: nn.Module = model.get_output_embeddings()
-    units: list[Any] = [module for module in head.modules() if isinstance(module, FSDPModule)]
+    units: list[Any] = [module for module in model.get_output_embeddings().modules() if isinstance(module, FSDPModule)]
     for unit in units:
-        keep_gathered(unit)
+        unit.set_reshard_after_forward(False, recurse=False)
     return units
 
 
@@ -184,34 +176,17 @@ def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -
             output.register_hook(lambda gradient, unit=unit: unit.unshard())
 
 
-def _check_not_freed(model: Any, deferred: DeferredLogits) -> None:
-    """Raise RuntimeError for a head whose storage was freed after its own forward, by other means than fully_shard."""
-    for name, tensor in (("weight", deferred.head.weight), ("bias", deferred.head.bias)):
-        if tensor is not None and tensor.untyped_storage().size() == 0:
-            raise RuntimeError(
-                f"the {name} of {type(model).__name__}'s last layer was freed when that layer's own forward ended; it "
-                "must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
-                "last layer in the model's own unit, or train with TRL's own head, outside of "
-                "liger_losses.trl.enable()."
-            )
-
-
 def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
     """The summed negative log-likelihood, and the statistics ``[B, T]`` of TRL's outputs."""
-    hidden_states, head = deferred.hidden_states, deferred.head
-    head = head.with_fields(transform=replace(head.transform, temperature=options.temperature))
+    head = deferred.head.with_fields(transform=replace(deferred.head.transform, temperature=options.temperature))
     if options.cast_to_fp32:
         bias = None if head.bias is None else head.bias.float()
-        hidden_states, head = hidden_states.float(), head.with_fields(weight=head.weight.float(), bias=bias)
+        head = head.with_fields(weight=head.weight.float(), bias=bias)
+        deferred = replace(deferred, hidden_states=deferred.hidden_states.float(), autocast=None)
+    hidden_states = deferred.hidden_states
     names = ("logp", "entropy") if "entropy" in options.outputs else ("logp",)
     metrics = tuple(OUTPUTS[name] for name in options.outputs if OUTPUTS[name] not in ("logp", "entropy"))
-
-    def precision() -> contextlib.AbstractContextManager[Any]:
-        if options.cast_to_fp32:
-            return torch.autocast(hidden_states.device.type, enabled=False)
-        return deferred.under_forward_autocast()
-
-    with precision():
+    with deferred.under_forward_autocast():
         if not options.one_pass:
             statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
             return -statistics.logp.sum(), statistics
@@ -219,7 +194,7 @@ def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions)
         loss, statistics = linear_token_loss(hidden_states, head, labels, _nll, ("logp",), metrics=metrics)
 
     def recompute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        with precision():
+        with deferred.under_forward_autocast():
             found = linear_statistics(hidden_states, Head(weight, bias, head.transform), labels, names)
         return [getattr(found, name) for name in names]
 
@@ -248,12 +223,12 @@ class _RecomputedInBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         constants = [None] * (2 + len(gradients))
         needed = ctx.needs_input_grad[len(constants) :]
-        inputs = [
-            None if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
-        ]
         reached = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not reached:
-            return *constants, *(None for _ in inputs)
+            return *constants, *[None] * len(needed)
+        inputs = [
+            t if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
+        ]
         with torch.enable_grad():
             values = ctx.recompute(*inputs)
         leaves = [t for t in inputs if t is not None and t.requires_grad]

@@ -7,8 +7,9 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from liger_losses.patching.lazy_head import force_lazy_head
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
@@ -17,18 +18,11 @@ from liger_losses.trl.fused_head import add_fused_lm_head
 TESTED = ("1.16",)
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """What replaces an attribute.
+class Replacement(NamedTuple):
+    """A function from the original to what replaces it, and the parameters that the original must take for that."""
 
-    Args:
-        value: the new value; with ``wraps``, a function from the original to it.
-        parameters: those that the original must take for the replacement to stand in for it.
-    """
-
-    value: Callable[..., Any]
+    of: Callable[[Any], Any]
     parameters: tuple[str, ...] = ()
-    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class PatchPoint:
         lacking = [name for name in self.replacement.parameters if name not in parameters]
         if lacking:
             return Target(missing=f"{where} takes no {', '.join(lacking)}")
-        value = self.replacement.value(function) if self.replacement.wraps else self.replacement.value
+        value = self.replacement.of(function)
         return Target(owner, name, original, value if function is original else staticmethod(value))
 
 
@@ -98,91 +92,83 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
 
 
+def _function(function: Callable[..., Any]) -> Replacement:
+    """A function with the parameters of TRL's."""
+    return Replacement(lambda original: function, _parameters(function))
+
+
 def _answer(answer: Callable[..., Any]) -> Replacement:
-    return Replacement(functools.partial(experimental.with_answer, answer), _parameters(answer), wraps=True)
+    return Replacement(functools.partial(experimental.with_answer, answer), _parameters(answer))
 
 
-_HEAD = Replacement(add_fused_lm_head, ("model", "temperature", "cast_lm_head_to_fp32", "outputs"))
-# SFT's loss is the sum of the log-probabilities that the model's forward returns, so forward takes its gradient.
-_ONE_PASS_HEAD = Replacement(functools.partial(add_fused_lm_head, one_pass=True), _HEAD.parameters)
-_NO_ADAPTER = Replacement(NoAdapter)
-_DIVERGENCE = Replacement(chunked_divergence_loss, _parameters(chunked_divergence_loss))
-_SPARSE = Replacement(chunked_jsd_loss, _parameters(chunked_jsd_loss))
+def _experimental(name: str) -> str:
+    return f"experimental.{name}.{name}_trainer"
 
-_LAZY_HEADS = Replacement(experimental.with_lazy_heads, ("self", "model"), wraps=True)
-_FORCED_LAZY_HEADS = Replacement(experimental.with_forced_lazy_heads, ("self", "model"), wraps=True)
-_LOSS_MASK = Replacement(experimental.with_loss_mask, ("self", "model", "inputs", "distillation_logits"), wraps=True)
-_SEQUENCES = Replacement(experimental.sequence_by_sequence, ("self", "student_logits", "student_labels"), wraps=True)
-_LOGPS = _answer(experimental.selective_log_softmax)
-_LOGPS_AND_ENTROPY = _answer(experimental.selective_log_softmax_and_entropy)
-_ENTROPY = _answer(experimental.entropy_from_logits)
-_JSD = _answer(experimental.generalized_jsd_loss)
-_FULL_LOGITS = _answer(experimental.full_logit_self_distillation)
-_TOP_K = _answer(experimental.topk_self_distillation)
 
-#: Feature, module of trl, attribute, replacement.
-_ROWS: tuple[tuple[str, str, str, Replacement], ...] = (
-    ("SFT", "trainer.sft_trainer", "add_fused_lm_head", _ONE_PASS_HEAD),
-    ("DPO", "trainer.dpo_trainer", "add_fused_lm_head", _HEAD),
-    ("KTO", "trainer.kto_trainer", "add_fused_lm_head", _HEAD),
-    ("GRPO", "trainer.grpo_trainer", "add_fused_lm_head", _HEAD),
-    ("RLOO", "trainer.rloo_trainer", "add_fused_lm_head", _HEAD),
-    ("async GRPO", "experimental.async_grpo.async_grpo_trainer", "add_fused_lm_head", _HEAD),
-    ("custom trainers", "trainer.utils", "add_fused_lm_head", _HEAD),
-    ("custom trainers", "trainer", "add_fused_lm_head", _HEAD),
-    ("adapters on the head", "trainer.sft_trainer", "BaseTunerLayer", _NO_ADAPTER),
-    ("adapters on the head", "trainer.dpo_trainer", "BaseTunerLayer", _NO_ADAPTER),
-    ("adapters on the head", "trainer.kto_trainer", "BaseTunerLayer", _NO_ADAPTER),
-    ("adapters on the head", "trainer.grpo_trainer", "BaseTunerLayer", _NO_ADAPTER),
-    ("adapters on the head", "trainer.rloo_trainer", "BaseTunerLayer", _NO_ADAPTER),
-    ("distillation", "trainer.distillation_trainer", "_chunked_divergence_loss", _DIVERGENCE),
-    ("async distillation", "experimental.async_distillation.async_distillation_trainer", "_chunked_jsd_loss", _SPARSE),
-    (
-        "server distillation",
-        "experimental.server_distillation.server_distillation_trainer",
-        "ServerDistillationTrainer.__init__",
-        _LAZY_HEADS,
+def _head(add: Callable[..., None]) -> dict[str, Replacement]:
+    parameters = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
+    return {"add_fused_lm_head": Replacement(lambda original: add, parameters)}
+
+
+# Attributes of a module; and of the trainer's class, whose names begin with a dot here.
+_HEAD = _head(add_fused_lm_head)
+_NO_ADAPTER = Replacement(lambda original: NoAdapter)
+_DIVERGENCE = {"_chunked_divergence_loss": _function(chunked_divergence_loss)}
+_SPARSE = {"_chunked_jsd_loss": _function(chunked_jsd_loss)}
+_LOGPS = {"selective_log_softmax": _answer(experimental.selective_log_softmax)}
+_LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _answer(experimental.selective_log_softmax_and_entropy)}
+_ENTROPY = {"entropy_from_logits": _answer(experimental.entropy_from_logits)}
+_LAZY_HEADS = {".__init__": Replacement(experimental.with_lazy_heads, ("self", "model"))}
+# Heads are lazy without gradients too, as for a teacher.
+_FORCED = Replacement(lambda method: force_lazy_head()(method), ("self", "model"))
+_JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _answer(experimental.generalized_jsd_loss)}
+_BY_SEQUENCE = Replacement(experimental.sequence_by_sequence, ("self", "student_logits", "student_labels"))
+_SEQUENCES = {"ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
+_LOSS_MASK = Replacement(experimental.with_loss_mask, ("self", "model", "inputs", "distillation_logits"))
+_SELF_DISTILLATION = {
+    **_LAZY_HEADS,
+    **_LOGPS,
+    "._forward_logits": _FORCED,
+    "._compute_self_distillation_loss": _LOSS_MASK,
+    "compute_full_logit_self_distillation_loss": _answer(experimental.full_logit_self_distillation),
+    "compute_topk_self_distillation_loss": _answer(experimental.topk_self_distillation),
+}
+
+#: Feature, module of trl, trainer's class, and the replacements of their attributes.
+_ROWS: tuple[tuple[str, str, str, dict[str, Replacement]], ...] = (
+    # SFT's loss is the sum of the log-probabilities that the model's forward returns, so forward takes its gradient.
+    ("SFT", "trainer.sft_trainer", "", _head(functools.partial(add_fused_lm_head, one_pass=True))),
+    ("DPO", "trainer.dpo_trainer", "", _HEAD),
+    ("KTO", "trainer.kto_trainer", "", _HEAD),
+    ("GRPO", "trainer.grpo_trainer", "", _HEAD),
+    ("RLOO", "trainer.rloo_trainer", "", _HEAD),
+    ("async GRPO", _experimental("async_grpo"), "", _HEAD),
+    ("custom trainers", "trainer", "", _HEAD),
+    ("custom trainers", "trainer.utils", "", _HEAD | _LOGPS | _ENTROPY),
+    *(
+        ("adapters on the head", f"trainer.{name}_trainer", "", {"BaseTunerLayer": _NO_ADAPTER})
+        for name in ("sft", "dpo", "kto", "grpo", "rloo")
     ),
-    ("CPO", "experimental.cpo.cpo_trainer", "CPOTrainer.__init__", _LAZY_HEADS),
-    ("CPO", "experimental.cpo.cpo_trainer", "selective_log_softmax", _LOGPS),
-    ("ORPO", "experimental.orpo.orpo_trainer", "ORPOTrainer.__init__", _LAZY_HEADS),
-    ("ORPO", "experimental.orpo.orpo_trainer", "selective_log_softmax", _LOGPS),
-    ("TPO", "experimental.tpo.tpo_trainer", "TPOTrainer.__init__", _LAZY_HEADS),
-    ("TPO", "experimental.tpo.tpo_trainer", "selective_log_softmax_and_entropy", _LOGPS_AND_ENTROPY),
-    ("A2PO", "experimental.a2po.a2po_trainer", "A2POTrainer.__init__", _LAZY_HEADS),
-    ("A2PO", "experimental.a2po.a2po_trainer", "A2POTrainer._get_sequence_logps", _FORCED_LAZY_HEADS),
-    ("A2PO", "experimental.a2po.a2po_trainer", "selective_log_softmax", _LOGPS),
-    ("online DPO", "experimental.online_dpo.online_dpo_trainer", "OnlineDPOTrainer.__init__", _LAZY_HEADS),
-    ("online DPO", "experimental.online_dpo.online_dpo_trainer", "OnlineDPOTrainer._forward", _FORCED_LAZY_HEADS),
-    ("GKD", "experimental.gkd.gkd_trainer", "GKDTrainer.__init__", _LAZY_HEADS),
-    ("GKD", "experimental.gkd.gkd_trainer", "GKDTrainer.compute_loss", _FORCED_LAZY_HEADS),
-    ("GKD", "experimental.gkd.gkd_trainer", "GKDTrainer.generalized_jsd_loss", _JSD),
-    ("GOLD", "experimental.gold.gold_trainer", "GOLDTrainer.__init__", _LAZY_HEADS),
-    ("GOLD", "experimental.gold.gold_trainer", "GOLDTrainer.compute_loss", _FORCED_LAZY_HEADS),
-    ("GOLD", "experimental.gold.gold_trainer", "GOLDTrainer.generalized_jsd_loss", _JSD),
-    ("GOLD", "experimental.gold.gold_trainer", "ULDLoss._compute_distillation_loss", _SEQUENCES),
-    ("IW-OPD", "experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer.__init__", _LAZY_HEADS),
-    ("IW-OPD", "experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer.compute_loss", _FORCED_LAZY_HEADS),
-    ("IW-OPD", "experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer.generalized_jsd_loss", _JSD),
-    ("SDFT", "experimental.sdft.sdft_trainer", "SDFTTrainer.__init__", _LAZY_HEADS),
-    ("SDFT", "experimental.sdft.sdft_trainer", "SDFTTrainer._forward_logits", _FORCED_LAZY_HEADS),
-    ("SDFT", "experimental.sdft.sdft_trainer", "SDFTTrainer._compute_self_distillation_loss", _LOSS_MASK),
-    ("SDFT", "experimental.sdft.sdft_trainer", "compute_full_logit_self_distillation_loss", _FULL_LOGITS),
-    ("SDFT", "experimental.sdft.sdft_trainer", "compute_topk_self_distillation_loss", _TOP_K),
-    ("SDFT", "experimental.sdft.sdft_trainer", "selective_log_softmax", _LOGPS),
-    ("SDFT", "experimental.sdft.loss_utils", "selective_log_softmax", _LOGPS),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "SDPOTrainer.__init__", _LAZY_HEADS),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "SDPOTrainer._forward_logits", _FORCED_LAZY_HEADS),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "SDPOTrainer._compute_self_distillation_loss", _LOSS_MASK),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "compute_full_logit_self_distillation_loss", _FULL_LOGITS),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "compute_topk_self_distillation_loss", _TOP_K),
-    ("SDPO", "experimental.sdpo.sdpo_trainer", "selective_log_softmax", _LOGPS),
-    ("SDPO", "experimental.sdpo.loss_utils", "selective_log_softmax", _LOGPS),
-    ("custom trainers", "trainer.utils", "selective_log_softmax", _LOGPS),
-    ("custom trainers", "trainer.utils", "entropy_from_logits", _ENTROPY),
+    ("distillation", "trainer.distillation_trainer", "", _DIVERGENCE),
+    ("async distillation", _experimental("async_distillation"), "", _SPARSE),
+    ("server distillation", _experimental("server_distillation"), "ServerDistillationTrainer", _LAZY_HEADS),
+    ("CPO", _experimental("cpo"), "CPOTrainer", _LAZY_HEADS | _LOGPS),
+    ("ORPO", _experimental("orpo"), "ORPOTrainer", _LAZY_HEADS | _LOGPS),
+    ("TPO", _experimental("tpo"), "TPOTrainer", _LAZY_HEADS | _LOGPS_AND_ENTROPY),
+    ("A2PO", _experimental("a2po"), "A2POTrainer", _LAZY_HEADS | _LOGPS | {"._get_sequence_logps": _FORCED}),
+    ("online DPO", _experimental("online_dpo"), "OnlineDPOTrainer", _LAZY_HEADS | {"._forward": _FORCED}),
+    ("GKD", _experimental("gkd"), "GKDTrainer", _JSD),
+    ("GOLD", _experimental("gold"), "GOLDTrainer", _JSD | _SEQUENCES),
+    ("IW-OPD", _experimental("iw_opd"), "IWOPDTrainer", _JSD),
+    ("SDFT", _experimental("sdft"), "SDFTTrainer", _SELF_DISTILLATION),
+    ("SDFT", "experimental.sdft.loss_utils", "", _LOGPS),
+    ("SDPO", _experimental("sdpo"), "SDPOTrainer", _SELF_DISTILLATION),
+    ("SDPO", "experimental.sdpo.loss_utils", "", _LOGPS),
 )
 
 #: Everything that :func:`liger_losses.trl.enable` replaces.
 PATCH_POINTS = tuple(
-    PatchPoint(feature, f"trl.{module}", name, replacement) for feature, module, name, replacement in _ROWS
+    PatchPoint(feature, f"trl.{module}", f"{trainer}{name}" if name.startswith(".") else name, replacement)
+    for feature, module, trainer, attributes in _ROWS
+    for name, replacement in attributes.items()
 )

@@ -3,20 +3,20 @@
 A patched ``lm_head`` returns :class:`LazyLogits`: a tensor of the right shape, dtype and device that holds the hidden
 states, the head, and what was done to the logits since (:class:`DeferredLogits`). Reshaping, slicing, casting, scaling
 and soft-capping leave it lazy (``views.py``); losses and reductions over the vocabulary are computed by the engine
-(``reductions.py``); anything else gets the true values, with one warning that names the operation and its caller
-(``materialize.py``).
+(``reductions.py``); anything else gets the true values, with one warning that names the operation and its caller.
 
-It has a ``grad_fn`` of its own (``tensor.py``): code that never looks at the Python class, such as custom autograd
-functions and DDP, gets the right gradients.
+It has a ``grad_fn`` of its own: code that never looks at the Python class, such as custom autograd functions and DDP,
+gets the right gradients.
 """
 
-from liger_losses.patching.lazy import reductions as _reductions
-from liger_losses.patching.lazy import views as _views
+from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.materialize import allow_materialization, true_values
-from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear
+from liger_losses.patching.lazy.tensor import (
+    LazyLogits,
+    allow_materialization,
+    deferred_logits,
+    lazy_linear,
+    true_values,
+)
 
-__all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "lazy_linear", "true_values"]
-
-#: Importing them registers their operations.
-_OPERATIONS = (_reductions, _views)
+__all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "deferred_logits", "lazy_linear", "true_values"]

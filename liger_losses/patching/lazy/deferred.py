@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, linear_statistics
-from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine import Head, linear_statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +70,6 @@ class DeferredLogits:
         """An operation on the token dimensions, applied to the hidden states instead of the logits."""
         return replace(self, hidden_states=operation(self.hidden_states))
 
-    def rows(self, index: Any) -> DeferredLogits:
-        """Some positions of each sequence, of logits ``[batch, tokens, V]``."""
-        return self.on_rows(lambda hidden_states: hidden_states[:, index])
-
     def with_step(self, step: Callable[[Tensor], Tensor], **transform: Any) -> DeferredLogits:
         """The logits after one more operation; ``transform`` holds the changed fields of the head's transform."""
         head = self.head
@@ -83,12 +77,9 @@ class DeferredLogits:
             head = head.with_fields(transform=replace(head.transform, **transform))
         return replace(self, steps=(*self.steps, step), head=head)
 
-    @contextlib.contextmanager
-    def under_forward_autocast(self) -> Iterator[None]:
+    def under_forward_autocast(self) -> torch.autocast:
         """The autocast state of the head's forward, which may have ended by now."""
-        device = self.hidden_states.device.type
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
-            yield
+        return torch.autocast(self.hidden_states.device.type, self.autocast, enabled=self.autocast is not None)
 
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
@@ -100,12 +91,7 @@ class DeferredLogits:
         return logits.log_softmax(-1) if self.normalized else logits
 
     def statistics(
-        self,
-        labels: Tensor,
-        names: Sequence[str],
-        metrics: Sequence[str] = (),
-        selected: Tensor | None = None,
-        options: EngineOptions = EngineOptions(),
+        self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = (), selected: Any = None, **options: Any
     ) -> Any:
         """:func:`linear_statistics` of these hidden states and this head, in the shape of ``labels``."""
         self.check()
@@ -116,7 +102,7 @@ class DeferredLogits:
             selected = None if selected is None else selected[None]
         with self.under_forward_autocast():
             statistics = linear_statistics(
-                hidden_states, self.head, labels, names, metrics=metrics, selected=selected, options=options
+                hidden_states, self.head, labels, names, metrics=metrics, selected=selected, **options
             )
         return statistics._make(None if v is None else v[0] for v in statistics) if one_token else statistics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.plan import default_workspace
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_losses.patching.lazy.registry import implements
-from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.tensor import LazyLogits, WithGradientOf, implements
 from liger_losses.patching.lazy.views import is_vocabulary
 
 #: No label has this value, so that as ``ignore_index`` it ignores no token.
@@ -92,20 +92,8 @@ def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted:
     values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*blocks, strict=True))
     values = values.to(lazy.dtype)
     if torch.is_grad_enabled() and lazy.requires_grad:
-        values = _WithGradientOf.apply(values, _gather(lazy, -1, indices))
+        values = WithGradientOf.apply(values, _gather(lazy, -1, indices))
     return torch.return_types.topk((values, indices))
-
-
-class _WithGradientOf(torch.autograd.Function):
-    """The first tensor, with the gradient of the second, which differs from it by rounding only."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, gathered: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
 
 
 @implements("logsumexp")
@@ -125,29 +113,18 @@ def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> 
     return argmax[..., None] if keepdim else argmax
 
 
-@implements("mean")
-def _mean(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    """Over the vocabulary, or over everything."""
-    means = _token_means(lazy, dim, keepdim)
-    if means is NotImplemented:
-        return means
-    return (means.mean() if dim is None else means).to(lazy.dtype)
-
-
-@implements("sum")
-def _sum(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    """Over the vocabulary, or over everything."""
-    means = _token_means(lazy, dim, keepdim)
-    if means is NotImplemented:
-        return means
-    sums = means * lazy.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
-    return (sums.sum() if dim is None else sums).to(lazy.dtype)
-
-
-def _token_means(lazy: LazyLogits, dim: Any, keepdim: bool) -> Any:
-    """The mean logit of each token in the engine's dtype."""
+def _average(name: str, lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    """``mean`` or ``sum`` over the vocabulary, or over everything."""
     supported = not keepdim if dim is None else is_vocabulary(lazy, _single_dim(dim))
     if not supported or lazy.deferred.normalized:
         return NotImplemented
-    means = lazy.deferred.statistics(_any_labels(lazy), ("mean_logit",)).mean_logit
-    return means[..., None] if keepdim else means
+    result = lazy.deferred.statistics(_any_labels(lazy), ("mean_logit",)).mean_logit
+    if name == "sum":
+        result = result * lazy.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
+    if dim is None:
+        result = getattr(result, name)()
+    return (result[..., None] if keepdim else result).to(lazy.dtype)
+
+
+for _name in ("mean", "sum"):
+    implements(_name)(partial(_average, _name))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +19,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.materialize import LazyTensor, materialize_all, true_values, warn_materialized
-from liger_losses.patching.lazy.registry import call_implementation
 
+#: By the name of an operation that needs no values: the function for it, and its signature.
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: Methods that ask about the tensor and not about its values.
 _METADATA = frozenset(
     """size dim ndimension numel nelement stride storage_offset element_size get_device dim_order result_type can_cast
@@ -33,8 +38,37 @@ _IN_PLACE = frozenset(
     ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
+_ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
+#: Operations and their callers for which the warning was given.
+_WARNED: set[tuple[str, str]] = set()
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
+
+
+def implements(*names: str) -> Callable[[Any], Any]:
+    """Register a function for operations of these names, be they called as method, function or operator.
+
+    The function takes the lazy logits and the operation's other arguments, and returns ``NotImplemented`` where the
+    values are needed after all.
+    """
+
+    def register(function: Any) -> Any:
+        _IMPLEMENTATIONS.update(dict.fromkeys(names, (function, inspect.signature(function))))
+        return function
+
+    return register
+
+
+def _call_implementation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``NotImplemented`` if there is no function for the operation, or none that takes these arguments."""
+    if name not in _IMPLEMENTATIONS:
+        return NotImplemented
+    function, signature = _IMPLEMENTATIONS[name]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return function(*args, **kwargs)
 
 
 @dataclass
@@ -44,19 +78,18 @@ class VersionCounter:
     count: int = 0
 
 
-class LazyLogits(LazyTensor):
+class LazyLogits(Tensor):
     """Logits ``[..., V]`` that are computed when their values are needed; made by :func:`lazy_linear`.
 
     Attributes:
         deferred: how to compute them.
-        materialized: their values, once ``deferred`` does not tell the whole of them: after an in-place operation, with
-            hooks on the gradient, or as a leaf. ``None`` before.
+        materialized: their values, after an in-place operation, with hooks on the gradient, or as a leaf.
         hooked: whether ``materialized`` was computed for hooks, so that its gradient arrives at this tensor.
         storage_version: counts in-place operations on this tensor and its views, which share the counter.
         seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
         own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
-        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as autograd functions
-            do in their forward. If it requires grad later, :meth:`check` finds out what its gradient is.
+        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
+            autograd functions. If it requires grad later, :meth:`check` finds its gradient.
     """
 
     deferred: DeferredLogits
@@ -87,9 +120,7 @@ class LazyLogits(LazyTensor):
             lazy.storage_version, lazy.seen_version = view_of.storage_version, view_of.storage_version.count
         return lazy
 
-    def derive(
-        self, deferred: DeferredLogits, dtype: torch.dtype | None = None, *, is_view: bool = False
-    ) -> LazyLogits:
+    def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
 
@@ -115,20 +146,22 @@ class LazyLogits(LazyTensor):
         node, output = self.grad_fn, self.output_nr
         while node is not None and _passes_gradient_back(node):
             node, output = node.next_functions[output]
-        if _forward_class(node) is _LazyLinear:
+        if getattr(node, "_forward_cls", None) is _LazyLinear:
             deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
             try:
                 self.deferred = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
-            warn_materialized("an autograd function")
+            _warn_materialized("an autograd function")
             self._materialize_for_hooks()
 
     def _materialize_for_hooks(self) -> None:
         """Compute the values as a function of this tensor, so that their gradient arrives here, whoever asks first."""
+        with torch.inference_mode(False), torch.no_grad():
+            values = self.materialize()
         with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.materialized, self.hooked = _Materialize.apply(self), True
+            self.materialized, self.hooked = WithGradientOf.apply(values, self), True
 
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable."""
@@ -156,7 +189,7 @@ class LazyLogits(LazyTensor):
             first.check()
             if name in _HOOKS:
                 return _register_hook(first, func, name, args, kwargs)
-            result = call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
+            result = _call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
             if result is not NotImplemented:
                 if not torch.is_grad_enabled() and (first.requires_grad or first.made_without_grad):
                     for part in result if isinstance(result, tuple) else (result,):
@@ -165,8 +198,8 @@ class LazyLogits(LazyTensor):
                 return result
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
-        warn_materialized(name)
-        return func(*materialize_all(args), **materialize_all(kwargs))
+        _warn_materialized(name)
+        return func(*_materialize_all(args), **_materialize_all(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -179,9 +212,57 @@ class LazyLogits(LazyTensor):
             alias.deferred, alias.materialized, alias.hooked = lazy.deferred, lazy.materialized, lazy.hooked
             alias.storage_version, alias.seen_version = lazy.storage_version, lazy.seen_version
             return alias
-        warn_materialized(str(func))
+        _warn_materialized(str(func))
         with torch.no_grad():
-            return func(*materialize_all(args), **materialize_all(kwargs or {}))
+            return func(*_materialize_all(args), **_materialize_all(kwargs or {}))
+
+
+@contextlib.contextmanager
+def allow_materialization() -> Iterator[None]:
+    """Suppress the materialization warning within this context."""
+    token = _ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def _warn_materialized(operation: str) -> None:
+    """Warn once per operation and caller, the innermost frame outside of torch and this package."""
+    if _ALLOWED.get():
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
+            break
+        frame = frame.f_back
+    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    if (operation, caller) not in _WARNED:
+        _WARNED.add((operation, caller))
+        warnings.warn(
+            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
+            "are computed now. The losses of liger_losses do not need them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def true_values(tensor: Tensor) -> Tensor:
+    """The values of lazy logits as an ordinary tensor; any other tensor as it is."""
+    return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
+
+
+def _materialize_all(arguments: Any) -> Any:
+    """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
+    if isinstance(arguments, LazyLogits):
+        return arguments.materialize()
+    if isinstance(arguments, (list, tuple)):
+        parts = [_materialize_all(part) for part in arguments]
+        return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
+    if isinstance(arguments, dict):
+        return {key: _materialize_all(value) for key, value in arguments.items()}
+    return arguments
 
 
 def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -210,17 +291,10 @@ class _LazyLinear(torch.autograd.Function):
     """Lazy logits as an output of hidden states, weight and bias, with the gradient that their values would have."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        deferred: DeferredLogits,
-        dtype: torch.dtype,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        lazy = LazyLogits._empty(deferred.shape, dtype, hidden_states.device)
+    def forward(ctx: Any, deferred: DeferredLogits, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+        lazy = LazyLogits._empty(deferred.shape, dtype, deferred.hidden_states.device)
         ctx.deferred, ctx.own_version = deferred, lazy.own_version
-        ctx.save_for_backward(hidden_states, weight, bias)
+        ctx.save_for_backward(*tensors)
         return lazy
 
     @staticmethod
@@ -236,30 +310,25 @@ class _LazyLinear(torch.autograd.Function):
         with torch.enable_grad():
             values = ctx.deferred.with_tensors(*leaves).values()
         upstream = true_values(gradient).to(values.dtype)
-        gradients = iter(torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream))
-        return None, None, *(None if leaf is None else next(gradients) for leaf in leaves)
+        gradients = torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream)
+        return None, None, *gradients, *[None] * (len(leaves) - len(gradients))  # there may be no bias
 
 
-class _Materialize(torch.autograd.Function):
-    """The values as an output of the lazy tensor itself."""
-
-    @staticmethod
-    def forward(ctx: Any, lazy: Tensor) -> Tensor:
-        return true_values(lazy).detach()
+class WithGradientOf(torch.autograd.Function):
+    """The first tensor's values, with the gradient of the second, which differs from it by rounding at most."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def forward(ctx: Any, values: Tensor, differentiable: Tensor) -> Tensor:
+        return values.detach()
 
-
-def _forward_class(node: Any) -> Any:
-    """The ``torch.autograd.Function`` that made a node of the graph, or ``None``."""
-    return getattr(type(node), "_forward_cls", None)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def _passes_gradient_back(node: Any) -> bool:
     """Whether an autograd node gives its inputs the gradients of its outputs and does nothing else."""
-    if getattr(_forward_class(node), "__name__", "") not in _IDENTITY_FUNCTIONS:
+    if getattr(getattr(node, "_forward_cls", None), "__name__", "") not in _IDENTITY_FUNCTIONS:
         return False
     if len(getattr(node, "_input_metadata", ())) != len(node.next_functions):
         return False  # it returned more than tensors, so that outputs cannot be matched with inputs by number
@@ -275,7 +344,7 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
             return lazy.materialized.grad
         sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
         if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            warn_materialized("requires_grad_")
+            _warn_materialized("requires_grad_")
             lazy.materialized = lazy.materialize().detach().requires_grad_()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -295,7 +364,7 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        warn_materialized(name)
+        _warn_materialized(name)
         lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -305,13 +374,21 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     """An in-place operation on the values, which the tensor holds from now on."""
     if name in _IN_PLACE_VIEWS:
         raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
-    warn_materialized(name)
+    _warn_materialized(name)
     values = lazy.materialize()
     if lazy.materialized is None:
         values = values.clone()  # so that values saved by autograd stay as they are
-    func(values, *materialize_all(args[1:]), **materialize_all(kwargs))
+    func(values, *_materialize_all(args[1:]), **_materialize_all(kwargs))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1
     lazy.storage_version.count += 1
     lazy.seen_version = lazy.storage_version.count
     return values
+
+
+def deferred_logits(logits: Any) -> DeferredLogits | None:
+    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
+    if not isinstance(logits, LazyLogits):
+        return None
+    logits.check()
+    return logits.deferred if logits.materialized is None else None

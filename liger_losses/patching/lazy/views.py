@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.patching.lazy.registry import implements
-from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.tensor import LazyLogits, implements
 
 
 def is_vocabulary(lazy: LazyLogits, dim: Any) -> bool:
@@ -71,14 +70,8 @@ for _name in _DIMS:
     implements(_name)(partial(_on_token_dims, _name))
 
 
-@implements("contiguous", "clone")
-def _clone(lazy: LazyLogits, *, memory_format: Any = None) -> Any:
-    return lazy.derive(lazy.deferred)
-
-
-@implements("detach")
-def _detach(lazy: LazyLogits) -> Any:
-    return lazy.derive(lazy.deferred.detach(), is_view=True)
+implements("contiguous", "clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
+implements("detach")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
 
 
 @implements("__getitem__")
@@ -89,10 +82,11 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     ellipsis_at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     if ellipsis_at is not None:
         leading, trailing = parts[:ellipsis_at], parts[ellipsis_at + 1 :]
-    elif sum(map(_indexed_dims, parts)) >= lazy.dim():
-        leading, trailing = parts[:-1], parts[-1:]
     else:
-        leading, trailing = parts, ()
+        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
+        indexed_dims = sum(mask.dim() - 1 for mask in masks) + sum(part is not None for part in parts)
+        split = len(parts) - (indexed_dims >= lazy.dim())
+        leading, trailing = parts[:split], parts[split:]
     columns = trailing[-1] if trailing else slice(None)
     if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in trailing):
         return NotImplemented
@@ -105,13 +99,6 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         deferred = replace(deferred, head=deferred.head.columns(columns))
     # Indexing by tensors copies, by anything else it gives views.
     return lazy.derive(deferred, is_view=not any(isinstance(part, (Tensor, list)) for part in parts))
-
-
-def _indexed_dims(part: Any) -> int:
-    """How many dimensions one part of an index consumes."""
-    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-        return part.dim()
-    return int(part is not None and part is not Ellipsis)
 
 
 @implements("narrow")
@@ -151,29 +138,23 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return lazy if dtype is None else _cast(lazy, dtype)
 
 
-def _scale(lazy: LazyLogits, by: float, step: Callable[[Tensor], Tensor]) -> Any:
-    """Multiply the logits by a number: a scale of the head, and of its soft-cap if there is one."""
-    transform = lazy.deferred.head.transform
-    scale = transform.logit_scale * by
-    softcap = None if transform.softcap is None else transform.softcap * by
-    if lazy.deferred.normalized or not math.isfinite(scale) or not (softcap is None or 0 < softcap < math.inf):
+def _scale(operation: Callable[..., Tensor], lazy: LazyLogits, other: Any) -> Any:
+    """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
+    number = isinstance(other, (int, float)) and not isinstance(other, bool)
+    if not number or not math.isfinite(other) or other == 0 or lazy.deferred.normalized:
         return NotImplemented
-    return lazy.derive(lazy.deferred.with_step(step, logit_scale=scale, softcap=softcap))
+    by = 1.0 / other if operation is torch.div else float(other)
+    transform = lazy.deferred.head.transform
+    changes = {"logit_scale": transform.logit_scale * by}
+    if transform.softcap is not None:
+        changes["softcap"] = transform.softcap * by
+    if not math.isfinite(changes["logit_scale"]) or not 0 < changes.get("softcap", 1) < math.inf:
+        return NotImplemented
+    return lazy.derive(lazy.deferred.with_step(lambda logits: operation(logits, other), **changes))
 
 
-def _is_factor(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value != 0
-
-
-@implements("mul", "multiply", "__mul__", "__rmul__")
-def _mul(lazy: LazyLogits, other: Any) -> Any:
-    return _scale(lazy, float(other), lambda logits: torch.mul(logits, other)) if _is_factor(other) else NotImplemented
-
-
-@implements("div", "divide", "true_divide", "__truediv__", "__div__")
-def _div(lazy: LazyLogits, other: Any) -> Any:
-    return _scale(lazy, 1.0 / other, lambda logits: torch.div(logits, other)) if _is_factor(other) else NotImplemented
+implements("mul", "multiply", "__mul__", "__rmul__")(partial(_scale, torch.mul))
+implements("div", "divide", "true_divide", "__truediv__", "__div__")(partial(_scale, torch.div))
 
 
 @implements("tanh")

@@ -23,9 +23,9 @@ T tokens, n tokens, C columns of the vocabulary::
 | :func:`minillm_returns` | token |
 """
 
-from liger_losses.chunked.losses.completions import sequence_logps
+from liger_losses.chunked.losses.base import sequence_logps
 from liger_losses.chunked.losses.cross_entropy import cross_entropy
-from liger_losses.chunked.losses.divergence_functions import (
+from liger_losses.chunked.losses.distillation import (
     alpha_beta_divergence,
     divergence,
     forward_kl,
@@ -37,7 +37,7 @@ from liger_losses.chunked.losses.divergence_functions import (
 from liger_losses.chunked.losses.dpo import dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns
 from liger_losses.chunked.losses.policy_objectives import PolicyOptions, grpo_loss, high_entropy_mask, k3, vespo_weights
-from liger_losses.chunked.losses.preference import cpo_loss, orpo_loss, simpo_loss
+from liger_losses.chunked.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
 
 __all__ = [

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
-from liger_losses.chunked.losses.call_forms import read_pairs
-from liger_losses.chunked.losses.completions import CompletionLoss, Completions, Scored, wide_dtype
+from liger_losses.chunked.losses.base import CompletionLoss, Scored
+from liger_losses.chunked.losses.call_forms import Completions, read_pairs
+
+# exp() of more than this overflows fp32.
+MAX_EXPONENT = 80.0
 
 
 class PreferenceMetrics(NamedTuple):
@@ -61,16 +65,10 @@ class Pairs:
         return self.rejected_logps - self.ref_rejected_logps
 
 
-def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``.
-
-    Args:
-        chosen, rejected: masks ``[B, T]``; T may differ.
-    """
-    shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
-    one, alpha = torch.tensor([1.0, ld_alpha], dtype=wide_dtype(chosen.device), device=chosen.device)
-    first, second = (torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in (chosen, rejected))
-    return first, second
+def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """``-(1 - e) log sigmoid(x) - e log sigmoid(-x)``."""
+    loss = -(1 - label_smoothing) * F.logsigmoid(margin)
+    return loss - label_smoothing * F.logsigmoid(-margin) if label_smoothing else loss
 
 
 class PreferenceLoss(CompletionLoss):
@@ -79,9 +77,9 @@ class PreferenceLoss(CompletionLoss):
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
 
     Args:
-        ignore_index, beta, average_log_prob, use_ref_model, chunk_size, compiled: as in
-            :class:`liger_losses.chunked.losses.completions.CompletionLoss`; ``beta`` is the temperature of the
-            implicit reward (> 0).
+        ignore_index, average_log_prob, use_ref_model, chunk_size, compiled: as in
+            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+        beta: temperature of the implicit reward (> 0).
         alpha: weight of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add it.
         options: as in :class:`liger_losses.ChunkedLoss`.
@@ -91,8 +89,6 @@ class PreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
-    #: LD-DPO's weight of tokens beyond the pair's shared length; ``None`` for none.
-    ld_alpha: float | None = None
 
     def __init__(
         self,
@@ -130,12 +126,6 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
-    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """LD-DPO's weights."""
-        if self.ld_alpha is None:
-            return super().token_weights(masks)
-        return shared_length_weights(masks[0], masks[1], self.ld_alpha)
-
     def forward(  # type: ignore[override]
         self,
         lin_weight: Tensor | nn.Module | Head,
@@ -157,12 +147,11 @@ class PreferenceLoss(CompletionLoss):
         - ``loss(weight, hidden_states, labels)``, liger-kernel's: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows first.
 
         Args:
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-            _input: chosen completions; or stacked hidden states.
-            target: rejected completions; or stacked labels.
-            bias: ``[V]``, for a weight without one of its own.
+            lin_weight, ref_weight: ``[V, H]``, the ``lm_head`` of policy and reference: a tensor, a linear layer, or a
+                :class:`liger_losses.Head`.
+            _input, target: chosen and rejected completions; or stacked hidden states and labels.
+            bias, ref_bias: ``[V]``, for weights without one of their own.
             ref_input: the reference model's hidden states (stacked form).
-            ref_weight, ref_bias: the reference model's ``lm_head``.
             ref_chosen_logps, ref_rejected_logps: or its precomputed log-probabilities, ``[B]`` or per token (stacked
                 form).
             nll_target: labels of the chosen completions (or of all; the first B rows count) for the negative
@@ -177,10 +166,16 @@ class PreferenceLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, self.transform)
         batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps))
         batch = self.prepare(batch, ref_weight, ref_bias)
-        chosen_labels = batch.groups(batch.labels)[0]
-        nll_labels = chosen_labels if nll_target is None else self._nll_labels(nll_target, chosen_labels)
+        nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
         if nll_target is not None:
+            nll_labels = self.labels(nll_target)
+            nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
+            if nll_labels.shape != chosen_labels.shape:
+                raise ValueError(
+                    f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
+                    f"got {tuple(nll_target.shape)}."
+                )
             # Tokens that only the likelihood asks for are streamed along with the others.
             only_nll = nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll)
@@ -211,13 +206,3 @@ class PreferenceLoss(CompletionLoss):
         ]
         values = (pairs.chosen_logps, pairs.rejected_logps, *means, pairs.chosen_nll, *self.rewards(pairs))
         return PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
-
-    def _nll_labels(self, nll_target: Tensor, chosen_labels: Tensor) -> Tensor:
-        labels = self.labels(nll_target)
-        labels = labels[None] if labels.dim() == 1 else labels[: chosen_labels.shape[0]]
-        if labels.shape != chosen_labels.shape:
-            raise ValueError(
-                f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
-                f"got {tuple(nll_target.shape)}."
-            )
-        return labels

@@ -91,8 +91,11 @@ class PolicyOptions:
         return level == "token" and self.loss_type != "vespo" and threshold is None
 
 
-# --- How the importance ratio is taken: (log ratios of tokens [B, T], mask) to [B, T] or [B, 1] ----------------------
+def _lengths(mask: Tensor) -> Tensor:
+    return mask.sum(-1, keepdim=True).clamp(min=1)
 
+
+#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, mask) to ``[B, T]`` or ``[B, 1]``.
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio, mask: log_ratio,
     # the geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)
@@ -100,10 +103,6 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # the completion's own probability ratio: RLOO (arXiv:2402.14740)
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True),
 }
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    return mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 # --- The objectives: (log ratios, log-probabilities, advantages, options) to what is maximized -----------------------
@@ -178,8 +177,7 @@ def vespo_weights(
     return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
-# --- What tokens are divided by: (mask [B, T], completions' token limit, items) to weights [B, T] --------------------
-
+#: What tokens are divided by: (mask ``[B, T]``, completions' token limit, items) to weights ``[B, T]``.
 NORMALIZERS: dict[str, Callable[[Tensor, int | None, Tensor], Tensor]] = {
     "sequence_mean": lambda mask, limit, items: mask / _lengths(mask) / max(len(mask), 1),
     "sequence_sum": lambda mask, limit, items: mask / max(len(mask), 1),
@@ -203,34 +201,15 @@ LOSS_TYPES = {
 }
 
 
-@dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``, 0 where the mask is false.
+    """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Args:
-        options: which loss.
-        mask: bool, true for completion tokens.
-        weights: of each token in the loss.
-        advantages: of each token.
-        old_logps, ref_logps, sampling_logps: log-probabilities under the policy that the ratio is to (the current one
-            by default), the reference, and the sampler (the old policy by default).
-        token_is_ratio: correction for a sampler with other probabilities.
-        is_ratio: the same as it was given, ``[B, 1]`` or ``[B, T]``.
+    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. Arguments as in
+    :meth:`liger_losses.LigerFusedLinearGRPOLoss.forward`, the mask as bool.
     """
 
-    options: PolicyOptions
-    mask: Tensor
-    weights: Tensor
-    advantages: Tensor
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    token_is_ratio: Tensor | None = None
-    is_ratio: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
@@ -240,28 +219,24 @@ class PolicyInputs:
         ref_per_token_logps: Tensor | None = None,
         sampling_per_token_logps: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
-    ) -> PolicyInputs:
-        """Check shapes, drop what padding holds, which may be NaN, and compute the weights."""
-
+    ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
             return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
 
         check_tensor("advantages", advantages)
+        self.options, self.mask = options, mask
+        self.advantages = masked("advantages", advantages, column=True)
+        self.old_logps = masked("old_per_token_logps", old_per_token_logps)
+        self.ref_logps = masked("ref_per_token_logps", ref_per_token_logps)
+        self.sampling_logps = masked("sampling_per_token_logps", sampling_per_token_logps)
+        self.token_is_ratio = masked("vllm_is_ratio", vllm_is_ratio, column=True)
+        # As it was given, [B, 1] or [B, T].
+        self.is_ratio = per_token("vllm_is_ratio", vllm_is_ratio, mask, column=True)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
         items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
-        return cls(
-            options,
-            mask,
-            NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items),
-            masked("advantages", advantages, column=True),
-            masked("old_per_token_logps", old_per_token_logps),
-            masked("ref_per_token_logps", ref_per_token_logps),
-            masked("sampling_per_token_logps", sampling_per_token_logps),
-            masked("vllm_is_ratio", vllm_is_ratio, column=True),
-            per_token("vllm_is_ratio", vllm_is_ratio, mask, column=True),
-        )
+        self.weights = NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""
@@ -289,12 +264,9 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(d) - d - 1``, ``d = log p_ref - log p``: an estimate of KL(p || p_ref) from samples of p.
+    """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
 
     It is unbiased and never negative (joschu.net/blog/kl-approx.html).
-
-    Args:
-        log_ratio: ``d``, any shape.
     """
     d = log_ratio.clamp(max=_MAX_EXPONENT)
     return torch.expm1(d) - d
@@ -351,8 +323,8 @@ def grpo_loss(
     """GRPO and its variants: ``sum_t weight_t (-objective_t + beta kl_t)``.
 
     For ``loss_type="grpo"`` (arXiv:2402.03300, eq. 3), ``objective = min(r A, clip(r, 1 - e_low, 1 + e_high) A)`` with
-    ``r = exp(logp - old_logp)``, ``kl = exp(d) - d - 1`` with ``d = ref_logp - logp``, and the weights average over the
-    tokens of a completion, then over completions. :data:`LOSS_TYPES` has the others with their sources.
+    ``r = exp(logp - old_logp)``, ``kl`` is :func:`k3`, and the weights average over the tokens of a completion, then
+    over completions. :data:`LOSS_TYPES` has the others with their sources.
 
     Args:
         logps: ``[B, T]``, the policy's log-probability of each completion token.
@@ -372,7 +344,7 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    inputs = PolicyInputs.of(
+    inputs = PolicyInputs(
         PolicyOptions(**options),
         mask != 0,
         advantages,

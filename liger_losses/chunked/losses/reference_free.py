@@ -1,25 +1,20 @@
-"""Preference losses: DPO, CPO, SimPO, ORPO; the latter three as pure functions of log-probabilities too. B pairs."""
+"""Preference losses without a reference model: CPO, SimPO, ORPO. B pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
-from liger_losses.chunked.losses.completions import sequence_logps
-from liger_losses.chunked.losses.dpo import MAX_EXPONENT, DPOOptions, dpo_loss, smoothed
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
+from liger_losses.chunked.losses.pairs import MAX_EXPONENT, Pairs, PreferenceLoss, PreferenceMetrics, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
 _MIN_SURPRISE = 2.0**-23
-
-
-# --- Losses without a reference ------------------------------------------------------------------------------------
 
 
 def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
@@ -90,10 +85,12 @@ def simpo_loss(
 def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
     """ORPO's odds-ratio term, for each pair: ``-beta log sigmoid(log odds_w - log odds_l)``, ``odds = p / (1 - p)``.
 
-    The paper (arXiv:2403.07691, eq. 6 and 7) adds it to the chosen completions' mean negative log-likelihood.
+    The paper (arXiv:2403.07691, eq. 6 and 7) adds it to the chosen completions' mean negative log-likelihood. Odds are
+    clamped at ``p = exp(-2^-23)``, beyond which fp32 cannot tell p from 1: a completion of probability 1 has log-odds
+    15.9.
 
     Args:
-        chosen_logps, rejected_logps: ``[B]``, means over tokens.
+        chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
 
     Returns:
         ``[B]``.
@@ -110,115 +107,17 @@ def _log_odds(logps: Tensor) -> Tensor:
 # --- The classes ---------------------------------------------------------------------------------------------------
 
 
-class LigerFusedLinearDPOLoss(PreferenceLoss):
-    """DPO and its variants, one or several at once.
-
-    ``loss = sum_i loss_weights_i * mean over pairs of DPO_LOSSES[loss_type_i]``, for example ``sigmoid``:
-    ``-log sigmoid(beta * (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l)))`` (Rafailov et al. 2023,
-    arXiv:2305.18290, eq. 7). Each entry of :data:`DPO_LOSSES` names its formula and paper.
-
-    Args:
-        ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size: as in
-            :class:`PreferenceLoss`.
-        loss_type: a name from :data:`DPO_LOSSES`, or several.
-        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1]; ``robust`` needs less
-            than 0.5, ``exo_pair`` more than 0. Read by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``,
-            ``aot`` and ``aot_unpaired``; the others' papers have none.
-        discopop_tau: temperature of DiscoPOP's mixture (> 0).
-        loss_weights: one per ``loss_type``; 1 by default.
-        f_divergence_type: a name from :data:`F_DIVERGENCES`; other than ``reverse_kl`` only with losses of the
-            score margin.
-        f_alpha_divergence_coef: alpha of ``alpha_divergence``.
-        ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
-        use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
-        options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an unknown name (with the list), or an option out of its range.
-    """
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = False,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int | None = None,
-        loss_type: str | Sequence[str] = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        *,
-        loss_weights: Sequence[float] | None = None,
-        f_divergence_type: str = "reverse_kl",
-        f_alpha_divergence_coef: float = 1.0,
-        ld_alpha: float | None = None,
-        use_weighting: bool = False,
-        **options: Any,
-    ) -> None:
-        self.loss_type, self.loss_weights = loss_type, loss_weights
-        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
-        self.f_divergence_type, self.f_alpha_divergence_coef = f_divergence_type, f_alpha_divergence_coef
-        self.ld_alpha, self.use_weighting = ld_alpha, use_weighting
-        super().__init__(
-            ignore_index,
-            beta,
-            alpha,
-            compute_nll_loss,
-            average_log_prob,
-            use_ref_model,
-            chunk_size,
-            compiled,
-            **options,
-        )
-
-    def check_options(self) -> None:
-        super().check_options()
-        types = {*self.loss_options.loss_types}
-        if self.ld_alpha is not None:
-            check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
-        if self.use_weighting and {"aot", "aot_unpaired"} & types:
-            raise ValueError("use_weighting is not defined for 'aot' and 'aot_unpaired', which sort away the pairs.")
-        if self.average_log_prob and {"ipo", "sigmoid_norm"} & types:
-            raise ValueError(
-                "'ipo' and 'sigmoid_norm' divide by the length themselves: average_log_prob=True would do it twice."
-            )
-
-    @property
-    def loss_options(self) -> DPOOptions:
-        """The options of :func:`dpo_loss`."""
-        return DPOOptions(**self.attributes_of(DPOOptions))
-
-    @property
-    def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is read of the logits besides log-probabilities."""
-        return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
-
-    def pair_loss(self, pairs: Pairs) -> Tensor:
-        return dpo_loss(**vars(pairs), **self.attributes_of(DPOOptions))
-
-    def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
-        if not self.use_weighting:
-            return None
-        return sequence_logps(statistics.logp - statistics.log_sum_sq_probs, mask, average=True).exp()
-
-
 class LigerFusedLinearCPOLoss(PreferenceLoss):
-    """CPO and its variants: preference optimization without a reference model, plus the chosen likelihood.
-
-    The formulas are those of :func:`cpo_loss`.
+    """CPO and its variants: :func:`cpo_loss`, plus the chosen likelihood.
 
     Args:
-        ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size: as in :class:`PreferenceLoss`.
+        ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
         label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
         average_log_prob: average each sequence's log-probabilities; ``None`` for what the variant's paper does (all
             but ``sigmoid`` and ``hinge`` average).
         loss_type: ``sigmoid``, ``hinge``, ``ipo``, ``simpo`` or ``alphapo``.
         gamma: target reward margin of ``simpo`` and ``alphapo``.
         reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.
-        options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     def __init__(
@@ -239,9 +138,8 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
     ) -> None:
         self.loss_type, self.label_smoothing = loss_type, label_smoothing
         self.gamma, self.reward_alpha = gamma, reward_alpha
-        super().__init__(
-            ignore_index, beta, alpha, compute_nll_loss, average_log_prob, False, chunk_size, compiled, **options
-        )
+        shared = (ignore_index, beta, alpha, compute_nll_loss, average_log_prob, False, chunk_size, compiled)
+        super().__init__(*shared, **options)
 
     def check_options(self) -> None:
         super().check_options()
@@ -273,13 +171,9 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
-    """SimPO: ``-log sigmoid(beta (mean log p(y_w) - mean log p(y_l)) - gamma)``, plus the chosen likelihood.
+    """SimPO: :func:`simpo_loss`, plus the chosen likelihood (Meng et al. 2024, arXiv:2405.14734).
 
-    Meng et al. 2024, arXiv:2405.14734, eq. 6. It is :class:`LigerFusedLinearCPOLoss` with ``loss_type="simpo"``.
-
-    Args:
-        ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size, options: as in
-            :class:`LigerFusedLinearCPOLoss`.
+    Args: those of :class:`LigerFusedLinearCPOLoss`, whose ``loss_type`` is ``simpo``.
     """
 
     def __init__(
@@ -313,10 +207,7 @@ class ORPOMetrics(NamedTuple):
 
 
 class LigerFusedLinearORPOLoss(PreferenceLoss):
-    """ORPO: ``chosen_nll - beta * log sigmoid(log odds(y_w) - log odds(y_l))``, ``odds = p / (1 - p)``.
-
-    Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; p is the exponential of the mean log-probability. Odds are clamped
-    at ``p = exp(-2^-23)``, beyond which fp32 cannot tell p from 1: a completion of probability 1 has log-odds 15.9.
+    """ORPO: :func:`orpo_loss`, plus the chosen completions' mean negative log-likelihood (Hong et al. 2024).
 
     Args:
         ignore_index, beta, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.

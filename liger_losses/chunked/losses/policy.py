@@ -249,14 +249,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)
-        with torch.no_grad():
-            clip_ratio, ratio = clip_fraction(logps, inputs)
-            if not self.beta:
-                return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
-            kl = torch.zeros_like(logps) if inputs.ref_logps is None else k3(inputs.ref_logps - logps)
-            kl = kl * ratio if self.use_bias_correction_kl else kl
-            kl = torch.where(mask, kl, 0.0).sum() / mask.sum().clamp(min=1)
-        return loss.float(), PolicyMetrics(kl, clip_ratio)
+        # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
+        clip_ratio, ratio = clip_fraction(logps, inputs)
+        if not self.beta:
+            return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
+        kl = torch.zeros_like(logps) if inputs.ref_logps is None else k3(inputs.ref_logps - logps)
+        kl = kl * ratio if self.use_bias_correction_kl else kl
+        return loss.float(), PolicyMetrics(torch.where(mask, kl, 0.0).sum() / mask.sum().clamp(min=1), clip_ratio)
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask ``[B, T]`` as bool, if everything fits."""

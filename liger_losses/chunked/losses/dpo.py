@@ -52,10 +52,8 @@ class DPOOptions:
         if "robust" in types and smoothing >= 0.5:
             raise ValueError(f"label_smoothing must be below 0.5 for loss_type='robust', got {smoothing!r}.")
         if "exo_pair" in types and not 0 < smoothing < 1:
-            raise ValueError(
-                f"label_smoothing must be above 0 for loss_type='exo_pair', got {smoothing!r}; its paper "
-                "recommends 1e-3."
-            )
+            message = "label_smoothing must be above 0 for loss_type='exo_pair' (its paper recommends 1e-3)"
+            raise ValueError(f"{message}, got {smoothing!r}.")
         check_range("discopop_tau", self.discopop_tau, 0.0, math.inf, open_low=True)
 
 
@@ -187,7 +185,7 @@ def dpo_loss(
     chosen_nll: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """DPO or one of its variants, for each pair: ``sum_i loss_weights_i * DPO_LOSSES[loss_type_i]``.
+    """DPO or one of its variants, ``[B]``: ``sum_i loss_weights_i * DPO_LOSSES[loss_type_i]``.
 
     The default is ``-log sigmoid(beta * ((logp_w - ref_w) - (logp_l - ref_l)))`` (arXiv:2305.18290, eq. 7); each entry
     of :data:`DPO_LOSSES` has its formula and source.
@@ -200,9 +198,6 @@ def dpo_loss(
         options: ``beta=0.1``, ``loss_type="sigmoid"`` (or several names), ``loss_weights``, ``label_smoothing=0.0``,
             ``discopop_tau=0.05``, ``f_divergence_type="reverse_kl"``, ``f_alpha_divergence_coef=1.0``: see
             :class:`LigerFusedLinearDPOLoss`.
-
-    Returns:
-        ``[B]``.
 
     Raises:
         TypeError, ValueError: an option out of its range, or lengths or a likelihood that are missing.
@@ -232,8 +227,7 @@ def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
 def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> tuple[Tensor, Tensor]:
     """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``.
 
-    Args:
-        chosen, rejected: masks ``[B, T]``; T may differ.
+    ``chosen`` and ``rejected`` are masks ``[B, T]`` whose T may differ.
     """
     shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
     one, alpha = torch.tensor([1.0, ld_alpha], dtype=wide_dtype(chosen.device), device=chosen.device)
@@ -258,9 +252,6 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         f_alpha_divergence_coef: alpha of ``alpha_divergence``.
         ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
         use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
-
-    Raises:
-        TypeError, ValueError: an unknown name (with the list), or an option out of its range.
     """
 
     def __init__(
@@ -299,9 +290,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         if self.use_weighting and {"aot", "aot_unpaired"} & types:
             raise ValueError("use_weighting is not defined for 'aot' and 'aot_unpaired', which sort away the pairs.")
         if self.average_log_prob and _PER_TOKEN & types:
-            raise ValueError(
-                "'ipo' and 'sigmoid_norm' divide by the length themselves: average_log_prob=True would do it twice."
-            )
+            raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: average_log_prob=True would do it twice.")
 
     @property
     def loss_options(self) -> DPOOptions:
@@ -310,11 +299,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is read of the logits besides log-probabilities."""
         return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """LD-DPO's weights."""
         return (None, None) if self.ld_alpha is None else shared_length_weights(masks[0], masks[1], self.ld_alpha)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:

@@ -21,10 +21,7 @@ MAX_EXPONENT = 80.0
 
 
 class PreferenceMetrics(NamedTuple):
-    """What liger-kernel's preference losses return beside the loss, in its order; detached.
-
-    The mean logits are over tokens that carry loss.
-    """
+    """Detached, in liger-kernel's order; the mean logits are over tokens that carry loss."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -83,9 +80,6 @@ class PreferenceLoss(CompletionLoss):
         alpha: weight of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add it.
         options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
     metrics = ("mean_logit",)
@@ -147,13 +141,11 @@ class PreferenceLoss(CompletionLoss):
         - ``loss(weight, hidden_states, labels)``, liger-kernel's: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows first.
 
         Args:
-            lin_weight, ref_weight: ``[V, H]``, the ``lm_head`` of policy and reference: a tensor, a linear layer, or a
-                :class:`liger_losses.Head`.
-            _input, target: chosen and rejected completions; or stacked hidden states and labels.
-            bias, ref_bias: ``[V]``, for weights without one of their own.
-            ref_input: the reference model's hidden states (stacked form).
-            ref_chosen_logps, ref_rejected_logps: or its precomputed log-probabilities, ``[B]`` or per token (stacked
-                form).
+            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
+            _input, target: as in these forms.
+            ref_weight, ref_bias: the reference model's ``lm_head``.
+            ref_input, ref_chosen_logps, ref_rejected_logps: its hidden states, or its precomputed log-probabilities
+                ``[B]`` or per token (stacked form).
             nll_target: labels of the chosen completions (or of all; the first B rows count) for the negative
                 log-likelihood, if it is taken over other tokens than the preference.
 
@@ -200,9 +192,6 @@ class PreferenceLoss(CompletionLoss):
 
     @torch.no_grad()
     def _metrics(self, pairs: Pairs, sides: Sequence[Scored]) -> PreferenceMetrics:
-        lengths = (pairs.chosen_lengths, pairs.rejected_lengths)
-        means = [
-            side.statistics.mean_logit.sum() / n.sum().clamp(min=1) for side, n in zip(sides, lengths, strict=True)
-        ]
+        means = [side.statistics.mean_logit.sum() / side.mask.sum().clamp(min=1) for side in sides]
         values = (pairs.chosen_logps, pairs.rejected_logps, *means, pairs.chosen_nll, *self.rewards(pairs))
         return PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))

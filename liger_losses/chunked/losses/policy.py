@@ -38,11 +38,9 @@ class AdaptiveEntropy:
     def __init__(
         self, coef: float = 0.0, *, target: float, low: float = 0.0, high: float = 1.0, delta: float = 0.005
     ) -> None:
-        check_range("coef", coef, 0.0, math.inf)
-        check_range("target", target, 0.0, math.inf)
-        check_range("low", low, 0.0, math.inf)
+        for name, value in {"coef": coef, "target": target, "low": low, "delta": delta}.items():
+            check_range(name, value, 0.0, math.inf)
         check_range("high", high, low, math.inf)
-        check_range("delta", delta, 0.0, math.inf)
         self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
         self.last_entropy = math.inf
         self._window = torch.zeros(2)
@@ -85,7 +83,7 @@ class PolicyMetrics(NamedTuple):
 
 
 class PolicyMetricsWithoutKL(NamedTuple):
-    """The metrics for ``beta=0``, where there is no KL divergence."""
+    """:class:`PolicyMetrics` for ``beta=0``."""
 
     clip_ratio: Tensor
 
@@ -105,10 +103,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
         compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range; a ratio of whole completions with an
-            objective that is defined for tokens.
     """
 
     def __init__(
@@ -202,19 +196,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
         Args:
             _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
+            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
             selected_token_ids: ``[B, T]`` int64, the completions.
             attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values never matter.
             advantages: ``[B]``, or per token ``[B, T]``.
-            bias: ``[V]``, for a weight without one of its own.
-            ref_per_token_logps: ``[B, T]``, the reference's log-probabilities.
-            old_per_token_logps: ``[B, T]``, of the policy that the ratio is to; the current one by default.
-            ref_input, ref_weight, ref_bias: or the reference's hidden states and ``lm_head``.
-            vllm_is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
-            num_items_in_batch: completion tokens over all processes and accumulated batches, for losses that divide
-                by them; this batch's own by default.
-            sampling_per_token_logps: ``[B, T]``, the sampler's, for the off-policy mask; those of the old policy by
-                default. NaN if the sampler had none.
+            ref_input, ref_weight, ref_bias: the reference's hidden states and ``lm_head``, for ``ref_per_token_logps``.
+            ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
+                ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
+                :func:`grpo_loss`.
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
@@ -236,16 +225,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         tokens = batch.select(options)
         if self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
-        inputs = PolicyInputs(
-            self.policy,
-            mask,
-            advantages,
-            num_items_in_batch,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            sampling_per_token_logps=sampling_per_token_logps,
-            vllm_is_ratio=vllm_is_ratio,
-        )
+        others = {"old": old_per_token_logps, "ref": ref_per_token_logps, "sampling": sampling_per_token_logps}
+        inputs = PolicyInputs(self.policy, mask, advantages, others, vllm_is_ratio, num_items_in_batch)
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)
@@ -289,21 +270,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         coef = self._coef
         entropy_weight = None if coef is None else coef / inputs.mask.sum().clamp(min=1)
 
-        def token_loss(
-            s: Statistics,
-            labels: Tensor,
-            weights: Tensor,
-            advantages: Tensor,
-            old: Tensor | None = None,
-            ref: Tensor | None = None,
-            is_ratio: Tensor | None = None,
-        ) -> Tensor:
-            log_ratio = s.logp - (s.logp.detach() if old is None else old)
-            losses = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, inputs.options)
-            return losses if entropy_weight is None else losses - entropy_weight * s.entropy
+        def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
+            log_ratio = s.logp - given.get("old", s.logp.detach())
+            terms = policy_terms(log_ratio, s.logp, advantages, given.get("ref"), given.get("is_ratio"), inputs.options)
+            return weights * terms if entropy_weight is None else weights * terms - entropy_weight * s.entropy
 
-        given = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
-        token_inputs = {name: value for name, value in given.items() if value is not None}
+        optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
+        token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
         names = ("logp",) if coef is None else ("logp", "entropy")
         loss, found = linear_token_loss(

@@ -43,8 +43,7 @@ class PolicyOptions:
             non-negative advantages, and for negative ones.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range; a ratio of whole completions with an
-            objective that is defined for tokens.
+        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
     """
 
     loss_type: str = "dapo"
@@ -204,8 +203,8 @@ LOSS_TYPES = {
 class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. Arguments as in
-    :meth:`liger_losses.LigerFusedLinearGRPOLoss.forward`, the mask as bool.
+    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool,
+    ``logps`` has the log-probabilities ``old``, ``ref`` and ``sampling``; other arguments as in :func:`grpo_loss`.
     """
 
     def __init__(
@@ -213,12 +212,9 @@ class PolicyInputs:
         options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
+        logps: dict[str, Tensor | None],
+        is_ratio: Tensor | None,
         num_items_in_batch: Tensor | float | None,
-        *,
-        old_per_token_logps: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        sampling_per_token_logps: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
@@ -227,12 +223,12 @@ class PolicyInputs:
         check_tensor("advantages", advantages)
         self.options, self.mask = options, mask
         self.advantages = masked("advantages", advantages, column=True)
-        self.old_logps = masked("old_per_token_logps", old_per_token_logps)
-        self.ref_logps = masked("ref_per_token_logps", ref_per_token_logps)
-        self.sampling_logps = masked("sampling_per_token_logps", sampling_per_token_logps)
-        self.token_is_ratio = masked("vllm_is_ratio", vllm_is_ratio, column=True)
+        self.old_logps, self.ref_logps, self.sampling_logps = (
+            masked(f"{name}_per_token_logps", logps[name]) for name in ("old", "ref", "sampling")
+        )
+        self.token_is_ratio = masked("vllm_is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
-        self.is_ratio = per_token("vllm_is_ratio", vllm_is_ratio, mask, column=True)
+        self.is_ratio = per_token("vllm_is_ratio", is_ratio, mask, column=True)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
         items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
@@ -244,11 +240,7 @@ class PolicyInputs:
 
 
 def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = False) -> Tensor | None:
-    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed.
-
-    Raises:
-        TypeError, ValueError: not a tensor, or of another shape or device.
-    """
+    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed."""
     if value is None:
         return None
     check_tensor(name, value)
@@ -273,20 +265,15 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def policy_terms(
-    log_ratio: Tensor,
-    logps: Tensor,
-    advantages: Tensor,
-    ref_logps: Tensor | None,
-    is_ratio: Tensor | None,
-    o: PolicyOptions,
+    log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; arguments as in :func:`grpo_loss`."""
     objective = OBJECTIVES[LOSS_TYPES[o.loss_type][0]](log_ratio, logps, advantages, o)
     if is_ratio is not None and o.loss_type != "vespo":  # VESPO's weights include it
         objective = objective * is_ratio
-    if not o.beta or ref_logps is None:
+    if not o.beta or ref is None:
         return -objective
-    kl = k3(ref_logps - logps)
+    kl = k3(ref - logps)
     return o.beta * (kl * _ratio(log_ratio) if o.use_bias_correction_kl else kl) - objective
 
 
@@ -335,7 +322,8 @@ def grpo_loss(
             unknown; for the off-policy mask).
         is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
         acting: ``[B, T]`` bool, tokens that have an objective (:func:`high_entropy_mask`); all by default.
-        num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: by default the tokens of all processes.
+        num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: completion tokens over all processes and
+            accumulated batches; this batch's by default.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
 
     Returns:
@@ -344,16 +332,8 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    inputs = PolicyInputs(
-        PolicyOptions(**options),
-        mask != 0,
-        advantages,
-        num_items_in_batch,
-        old_per_token_logps=old_logps,
-        ref_per_token_logps=ref_logps,
-        sampling_per_token_logps=sampling_logps,
-        vllm_is_ratio=is_ratio,
-    )
+    others = {"old": old_logps, "ref": ref_logps, "sampling": sampling_logps}
+    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, is_ratio, num_items_in_batch)
     return coupled_loss(logps, inputs, acting)
 
 
@@ -368,15 +348,20 @@ def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The tokens of highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
+    """The ``share`` of all processes' tokens that have the highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
 
     Args:
-        entropy: ``[B, T]``.
-        mask: ``[B, T]`` bool.
-        share: which share of the tokens of all processes, in (0, 1].
+        entropy, mask: ``[B, T]``; the mask is bool.
+        share: in (0, 1].
     """
     entropy = entropy.detach()
-    return mask & (entropy >= _quantile(entropy[mask], 1 - share))
+    values = gather_over_processes(entropy[mask])
+    if not values.numel():
+        return mask
+    # The quantile 1 - share; torch.quantile takes no more than 16 million values.
+    ordered, at = values.sort().values, (1 - share) * (values.numel() - 1)
+    low, high = math.floor(at), math.ceil(at)
+    return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
 
 
 def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
@@ -389,14 +374,3 @@ def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
             raise ValueError(f"num_items_in_batch must be one number, got {list(total.shape)}.")
         total = total.reshape(())
     return (total / world_size()).clamp(min=1)
-
-
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """Of all processes' values; infinite if there are none."""
-    values = gather_over_processes(values)
-    if not values.numel():
-        return values.new_tensor(math.inf)
-    # torch.quantile takes no more than 16 million values.
-    ordered, at = values.sort().values, share * (values.numel() - 1)
-    low, high = math.floor(at), math.ceil(at)
-    return torch.lerp(ordered[low], ordered[high], at - low)

@@ -23,17 +23,13 @@ def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
     return logps if a == 0 else -torch.expm1((-a * logps).clamp(max=MAX_EXPONENT)) / a
 
 
-def _simpo(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
-    return smoothed(beta * margin - gamma, label_smoothing)
-
-
 #: ``[B]`` losses from (margin of the rewards, beta, label smoothing, gamma); formulas at :func:`cpo_loss`.
 _CPO_LOSSES: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
     "sigmoid": lambda margin, beta, smoothing, gamma: smoothed(beta * margin, smoothing),
     "hinge": lambda margin, beta, smoothing, gamma: torch.relu(1 - beta * margin),
     "ipo": lambda margin, beta, smoothing, gamma: (margin - 1 / (2 * beta)).square(),
-    "simpo": _simpo,
-    "alphapo": _simpo,
+    "simpo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
+    "alphapo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
 }
 
 
@@ -47,7 +43,7 @@ def cpo_loss(
     gamma: float = 0.5,
     reward_alpha: float = 0.0,
 ) -> Tensor:
-    """CPO or one of its variants, for each pair, without the likelihood that is usually added.
+    """CPO or one of its variants, ``[B]``, without the likelihood that is usually added.
 
     With ``r`` the log-probabilities, or AlphaPO's reward ``(1 - p^-a) / a`` for ``a = reward_alpha`` other than 0::
 
@@ -59,9 +55,6 @@ def cpo_loss(
     Args:
         chosen_logps, rejected_logps: ``[B]``: sums over tokens for ``sigmoid`` and ``hinge``, means for the others.
         beta, label_smoothing, gamma: as in the formulas; label smoothing for ``sigmoid``, ``simpo`` and ``alphapo``.
-
-    Returns:
-        ``[B]``.
     """
     check_names([loss_type], _CPO_LOSSES, "loss_type")
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
@@ -71,19 +64,16 @@ def cpo_loss(
 def simpo_loss(
     chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
 ) -> Tensor:
-    """SimPO, for each pair: ``-log sigmoid(beta (logp_w - logp_l) - gamma)`` (arXiv:2405.14734, eq. 6).
+    """SimPO, ``[B]``: ``-log sigmoid(beta (logp_w - logp_l) - gamma)`` (arXiv:2405.14734, eq. 6).
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, means over tokens.
-
-    Returns:
-        ``[B]``.
     """
-    return _simpo(chosen_logps - rejected_logps, beta, label_smoothing, gamma)
+    return _CPO_LOSSES["simpo"](chosen_logps - rejected_logps, beta, label_smoothing, gamma)
 
 
 def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
-    """ORPO's odds-ratio term, for each pair: ``-beta log sigmoid(log odds_w - log odds_l)``, ``odds = p / (1 - p)``.
+    """ORPO's odds-ratio term, ``[B]``: ``-beta log sigmoid(log odds_w - log odds_l)``, ``odds = p / (1 - p)``.
 
     The paper (arXiv:2403.07691, eq. 6 and 7) adds it to the chosen completions' mean negative log-likelihood. Odds are
     clamped at ``p = exp(-2^-23)``, beyond which fp32 cannot tell p from 1: a completion of probability 1 has log-odds
@@ -91,9 +81,6 @@ def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
-
-    Returns:
-        ``[B]``.
     """
     return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
 
@@ -102,9 +89,6 @@ def _log_odds(logps: Tensor) -> Tensor:
     """``log(p / (1 - p))`` of ``log p``, finite up to p = 1."""
     logps = logps.clamp(max=-_MIN_SURPRISE)
     return logps - torch.log(-torch.expm1(logps))
-
-
-# --- The classes ---------------------------------------------------------------------------------------------------
 
 
 class LigerFusedLinearCPOLoss(PreferenceLoss):
@@ -239,8 +223,6 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
         return orpo_loss(pairs.chosen_logps, pairs.rejected_logps, beta=self.beta)
 
     def result(self, loss: Tensor, pairs: Pairs, metrics: PreferenceMetrics) -> tuple[Tensor, ORPOMetrics]:
-        with torch.no_grad():
-            margin = _log_odds(pairs.chosen_logps) - _log_odds(pairs.rejected_logps)
-            ratio, count = F.logsigmoid(margin), max(margin.shape[0], 1)
-        means = (value.sum().to(loss.dtype) / count for value in (ratio, margin))
+        margin = _log_odds(pairs.chosen_logps.detach()) - _log_odds(pairs.rejected_logps.detach())
+        means = (value.sum().to(loss.dtype) / max(len(margin), 1) for value in (F.logsigmoid(margin), margin))
         return loss, ORPOMetrics(*metrics, *means)

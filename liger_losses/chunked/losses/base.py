@@ -36,6 +36,9 @@ class ChunkedLoss(nn.Module):
         chunk_size: upper bound for the tokens of a block in the forward pass.
         accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton``; chosen from the device by default.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
     """
 
     #: What :meth:`loss` is differentiated by; names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`.

@@ -86,9 +86,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
     def __init__(
@@ -133,10 +130,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """The loss of ``_input @ lin_weight.T + bias`` against ``target``.
 
         Args:
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-            _input: ``[..., H]``, hidden states.
-            target: ``[...]`` int64, labels.
-            bias: ``[V]``, for a weight without one of its own.
+            lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`.
             num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
             token_weights: ``[...]``, weight of each token; a constant for the gradient.
 

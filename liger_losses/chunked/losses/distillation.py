@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
-    Head,
-    Statistics,
-    TeacherTopK,
-    Tokens,
-    linear_divergence_loss,
-    linear_token_loss,
-)
+from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
@@ -47,16 +40,13 @@ def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
 
 
 def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
-    """Any :class:`liger_losses.Divergence` but the cosine, from log-probabilities of C columns.
+    """Any :class:`liger_losses.Divergence` but the cosine, ``[...]``, from log-probabilities of C columns.
 
     Args:
         log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient leaves out what the
             log-softmax's backward removes anyway, and keeps its digits where p and q are close.
         log_q: ``[..., C]``, the teacher's, a constant.
         which: ``Divergence.reverse_kl()``, for example.
-
-    Returns:
-        ``[...]``.
     """
     if which.form == "cosine":
         raise ValueError("the cosine needs all logits of the teacher; here are log-probabilities.")
@@ -118,16 +108,13 @@ def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: floa
 
 
 def sparse_divergence(logps: Tensor, teacher_logps: Tensor, which: Divergence, tail: str = "bucket") -> Tensor:
-    """A divergence over the k columns of a sparse teacher, and the probability outside them.
+    """A divergence over the k columns of a sparse teacher, and the probability outside them, ``[...]``.
 
     Args:
         logps: ``[..., k]``, the student's log-probabilities of these columns, differentiable (once).
         teacher_logps: ``[..., k]``, the teacher's.
         which: see :func:`divergence`.
         tail: ``bucket`` or ``renormalize``; see :class:`liger_losses.TeacherTopK`.
-
-    Returns:
-        ``[...]``.
     """
     return divergence(distribution(logps, tail), distribution(teacher_logps, tail), which)
 
@@ -160,8 +147,7 @@ class DistillationLoss(ChunkedLoss):
     ``D`` is the divergence, ``ce`` the cross-entropy at temperature 1, ``n`` the number of tokens.
 
     Args:
-        divergence: which; see :class:`liger_losses.Divergence`. ``None`` in subclasses that have a property of this
-            name.
+        divergence: ``None`` in subclasses that have a property of this name.
         weight_hard_loss, weight_soft_loss: at least 0.
         temperature: what the logits of both models are divided by in the divergence (> 0).
         compiled: accepted for code written for liger-kernel; there is nothing to compile.
@@ -170,9 +156,6 @@ class DistillationLoss(ChunkedLoss):
             (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not.
         ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap`` are
             the student's.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
     def __init__(
@@ -199,8 +182,8 @@ class DistillationLoss(ChunkedLoss):
     def check_options(self) -> None:
         super().check_options()
         check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
-        check_range("weight_hard_loss", self.weight_hard_loss, 0.0, math.inf)
-        check_range("weight_soft_loss", self.weight_soft_loss, 0.0, math.inf)
+        for name in ("weight_hard_loss", "weight_soft_loss"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
         if not isinstance(self.divergence, Divergence):
             raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(self.divergence).__name__}.")
 
@@ -322,7 +305,7 @@ class DistillationLoss(ChunkedLoss):
         return loss, Statistics(logp=logp, divergence=torch.where(mask, divergences, 0.0))
 
 
-# --- The losses ------------------------------------------------------------------------------------------------------
+# --- The losses: what their docstrings leave out is as in DistillationLoss, without the divergence -------------------
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
@@ -331,7 +314,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     Args:
         beta: share of the teacher in the mixture, in [0, 1].
         convention: ``gkd`` or ``interpolated``.
-        weight_hard_loss, weight_soft_loss, arguments, options: as in :class:`DistillationLoss`, ``ignore_index`` first.
+        arguments: from ``ignore_index`` on.
     """
 
     def __init__(
@@ -352,12 +335,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
 
 
 class LigerFusedLinearKLLoss(DistillationLoss):
-    """``KL(q || p)``; with ``skew``, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4).
-
-    Args:
-        skew: share of the teacher that is mixed into the student, in [0, 1).
-        arguments, options: as in :class:`DistillationLoss`, without the divergence.
-    """
+    """``KL(q || p)``; with ``skew`` < 1, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4)."""
 
     def __init__(self, *arguments: Any, skew: float = 0.0, **options: Any) -> None:
         self.skew = skew
@@ -373,10 +351,7 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
 
 class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
-    """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
-
-    Args: those of :class:`LigerFusedLinearKLLoss`; ``skew`` is the share of the student in the teacher.
-    """
+    """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1)."""
 
     @property
     def divergence(self) -> Divergence:  # type: ignore[override]
@@ -384,7 +359,7 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
-    """Total variation: :func:`total_variation`. Arguments as in :class:`DistillationLoss`, without the divergence."""
+    """Total variation: :func:`total_variation`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(Divergence.total_variation(), *arguments, **options)
@@ -395,24 +370,20 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
 
     Args:
         alpha, beta: at least 0, and not both 0.
-        arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
     def __init__(self, alpha: float, beta: float | None = None, *arguments: Any, **options: Any) -> None:
         self.alpha, self.beta = alpha, beta
         super().__init__(None, *arguments, **options)
 
-    def check_options(self) -> None:
-        check_range("alpha", self.alpha, 0.0, 1.0 if self.beta is None else math.inf)
-        if self.beta is not None:
-            check_range("beta", self.beta, 0.0, math.inf)
-            if self.alpha + self.beta == 0:
-                raise ValueError("alpha and beta must not both be 0.")
-        super().check_options()
-
     @property
     def divergence(self) -> Divergence:  # type: ignore[override]
-        return Divergence.alpha_beta(self.alpha, 1.0 - self.alpha if self.beta is None else self.beta)
+        beta = 1.0 - self.alpha if self.beta is None else self.beta
+        check_range("alpha", self.alpha, 0.0, 1.0 if self.beta is None else math.inf)
+        check_range("beta", beta, 0.0, math.inf)
+        if self.alpha + beta == 0:
+            raise ValueError("alpha and beta must not both be 0.")
+        return Divergence.alpha_beta(self.alpha, beta)
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
@@ -420,7 +391,7 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     Args:
         beta: what the distance is multiplied by, at least 0.
-        weight_hard_loss, weight_soft_loss, arguments, options: as in :class:`DistillationLoss`, ``ignore_index`` first.
+        arguments: from ``ignore_index`` on.
     """
 
     def __init__(

@@ -60,22 +60,6 @@ class DPOOptions:
 # --- The losses: [B] from pairs, the margin of their log-ratios (or of another divergence's scores), and options -----
 
 
-def _sigmoid(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``-log sigmoid(beta * margin)``: DPO (arXiv:2305.18290, eq. 7); smoothed, cDPO. With the margin of per-token
-    scores, ``sigmoid_norm`` (Tulu 3, arXiv:2411.15124)."""
-    return smoothed(o.beta * margin, o.label_smoothing)
-
-
-def _hinge(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``max(0, 1 - beta * margin)``: SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657)."""
-    return torch.relu(1 - o.beta * margin)
-
-
-def _ipo(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``(margin per token - 1 / (2 beta))^2``: IPO (arXiv:2310.12036, eq. 17), beta being its tau."""
-    return (margin - 1 / (2 * o.beta)).square()
-
-
 def _exo_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     """``KL([s, 1 - s] || [1 - e, e])``, ``s = sigmoid(beta * margin)``: EXO (arXiv:2402.00856, eq. 16)."""
     log_s, log_not_s, e = F.logsigmoid(o.beta * margin), F.logsigmoid(-o.beta * margin), o.label_smoothing
@@ -92,11 +76,6 @@ def _robust(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     """Unbiased under a share ``e`` of flipped labels: robust DPO (arXiv:2403.00409)."""
     x, e = o.beta * margin, o.label_smoothing
     return (-(1 - e) * F.logsigmoid(x) + e * F.logsigmoid(-x)) / (1 - 2 * e)
-
-
-def _bco_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``-log s(r_w) - log s(-r_l)``: BCO's paired form (arXiv:2404.04656)."""
-    return -F.logsigmoid(o.beta * pairs.chosen_logratios) - F.logsigmoid(-o.beta * pairs.rejected_logratios)
 
 
 def _sppo_hard(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
@@ -118,16 +97,6 @@ def _aot_unpaired(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     return smoothed(o.beta * margin, o.label_smoothing)
 
 
-def _apo_zero(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``1 - s(r_w) + s(r_l)``: APO-zero (arXiv:2408.06266, eq. 7)."""
-    return torch.sigmoid(-o.beta * pairs.chosen_logratios) + torch.sigmoid(o.beta * pairs.rejected_logratios)
-
-
-def _apo_down(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """``s(r_w) + 1 - s(r_w - r_l)``: APO-down (arXiv:2408.06266, eq. 8)."""
-    return torch.sigmoid(o.beta * pairs.chosen_logratios) + torch.sigmoid(-o.beta * margin)
-
-
 def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     """``(1 - m) * -log s(x) + m * exp(-x)``, ``m = s(x / tau)``: DiscoPOP (arXiv:2406.08414, eq. 5)."""
     x = o.beta * margin
@@ -135,28 +104,36 @@ def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     return -F.logsigmoid(x) * torch.sigmoid(-x / o.discopop_tau) + torch.exp(F.logsigmoid(x / o.discopop_tau) - x)
 
 
-def _sft(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
-    """The mean negative log-likelihood of the chosen tokens, once per pair."""
-    return pairs.chosen_nll.expand_as(pairs.chosen_logps)
-
-
-#: Each loss of :class:`LigerFusedLinearDPOLoss`.
+#: Each loss of :class:`LigerFusedLinearDPOLoss`; ``s`` is the sigmoid, ``r`` is ``beta * logratio``.
 DPO_LOSSES: dict[str, Callable[[Pairs, Tensor, DPOOptions], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    # -log s(beta * margin): DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; on per-token scores Tulu 3 (arXiv:2411.15124)
+    "sigmoid": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
+    "sigmoid_norm": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
+    # max(0, 1 - beta * margin): SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657)
+    "hinge": lambda pairs, margin, o: torch.relu(1 - o.beta * margin),
+    # (margin per token - 1 / (2 beta))^2: IPO (arXiv:2310.12036, eq. 17), beta being its tau
+    "ipo": lambda pairs, margin, o: (margin - 1 / (2 * o.beta)).square(),
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
     "robust": _robust,
-    "bco_pair": _bco_pair,
+    # -log s(r_w) - log s(-r_l): BCO's paired form (arXiv:2404.04656)
+    "bco_pair": lambda pairs, margin, o: (
+        -F.logsigmoid(o.beta * pairs.chosen_logratios) - F.logsigmoid(-o.beta * pairs.rejected_logratios)
+    ),
     "sppo_hard": _sppo_hard,
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    # 1 - s(r_w) + s(r_l): APO-zero (arXiv:2408.06266, eq. 7)
+    "apo_zero": lambda pairs, margin, o: (
+        torch.sigmoid(-o.beta * pairs.chosen_logratios) + torch.sigmoid(o.beta * pairs.rejected_logratios)
+    ),
+    # s(r_w) + 1 - s(r_w - r_l): APO-down (arXiv:2408.06266, eq. 8)
+    "apo_down": lambda pairs, margin, o: (
+        torch.sigmoid(o.beta * pairs.chosen_logratios) + torch.sigmoid(-o.beta * margin)
+    ),
     "discopop": _discopop,
-    "sft": _sft,
+    # the mean negative log-likelihood of the chosen tokens, once per pair
+    "sft": lambda pairs, margin, o: pairs.chosen_nll.expand_as(pairs.chosen_logps),
 }
 #: The losses of the margin alone, for which an f-divergence other than reverse KL is defined.
 _MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")

@@ -155,10 +155,7 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
-    """SimPO: :func:`simpo_loss`, plus the chosen likelihood (Meng et al. 2024, arXiv:2405.14734).
-
-    Args: those of :class:`LigerFusedLinearCPOLoss`, whose ``loss_type`` is ``simpo``.
-    """
+    """SimPO: :func:`simpo_loss`, plus the chosen likelihood. It is CPO with ``loss_type="simpo"``."""
 
     def __init__(
         self,

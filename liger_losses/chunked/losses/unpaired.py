@@ -39,16 +39,13 @@ def unpaired_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_i f(s_i (reward_i - shift))`` of each completion, ``f`` from :data:`LOSSES`.
+    """``w_i f(s_i (reward_i - shift))`` of each completion, ``[B]``, with ``f`` from :data:`LOSSES`.
 
     Args:
         rewards: ``[B]``, ``beta * (log p - log p_ref)``.
         desirable: ``[B]`` bool: ``s = 1`` where true, ``-1`` elsewhere.
         shift: ``[]`` or ``[B]``, a constant that rewards are compared with.
         desirable_weight, undesirable_weight: the ``w`` of each kind.
-
-    Returns:
-        ``[B]``.
     """
     check_names([loss_type], LOSSES, "loss_type")
     losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
@@ -69,12 +66,8 @@ def kto_loss(
 
     Args:
         logps, ref_logps: ``[B]``, log-probabilities of completions under policy and reference.
-        desirable: ``[B]`` bool.
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
-        beta, desirable_weight, undesirable_weight: see :class:`LigerFusedLinearKTOLoss`.
-
-    Returns:
-        ``[B]``.
+        desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, as is the result.
     """
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
@@ -91,10 +84,7 @@ def bco_loss(
 
 
 class UnpairedMetrics(NamedTuple):
-    """What liger-kernel's losses on single completions return beside the loss, in its order; detached sums over B.
-
-    The sums of logits are over tokens that carry loss.
-    """
+    """Detached sums over completions, in liger-kernel's order; those of logits are over tokens that carry loss."""
 
     chosen_logps_sum: Tensor
     rejected_logps_sum: Tensor
@@ -151,8 +141,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         super().check_options()
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names([self.loss_type], self.loss_types, "loss_type")
-        check_range("desirable_weight", self.desirable_weight, 0.0, math.inf)
-        check_range("undesirable_weight", self.undesirable_weight, 0.0, math.inf)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
 
     def reward_shift(self, rewards: Tensor) -> Tensor | float:
         """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
@@ -182,10 +172,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
           ``[V, H]``, ``[B, T]``.
 
         Args:
-            _input: the weight (a tensor, a linear layer, or a :class:`liger_losses.Head`); or hidden states.
-            lin_weight: completions; or the weight.
-            target: undesirable completions; or labels.
-            bias: ``[V]``, for a weight without one of its own.
+            _input, lin_weight, target: as in these forms; weight and ``bias`` as in
+                :meth:`liger_losses.ChunkedLoss.forward`.
             preference_labels: ``[B]`` bool, true for desirable completions.
             ref_input, ref_logps: the reference's hidden states, or its log-probabilities (last form).
             ref_weight, ref_bias: the reference model's ``lm_head``.
@@ -198,8 +186,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             The loss (0-dim, fp32) and :class:`UnpairedMetrics`.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; for KTO, neither or both of ``kl`` and
-                ``kl_completions``; for other losses, one of them.
+            TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
         arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
         batch, desirable = read_unpaired(arguments, preference_labels, bias, self.transform, reference)
@@ -280,7 +267,7 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     completions that belong to other prompts, over all processes, clamped at 0; a constant for the gradient.
     ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
 
-    Args: those of :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
+    Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
     """
 
     loss_types = ("kto", "apo_zero_unpaired")
@@ -293,8 +280,6 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
     it is not updated. Activation checkpointing around the loss would run it twice and count a batch twice: keep the
     loss outside.
-
-    Args: those of :class:`UnpairedPreferenceLoss`.
     """
 
     loss_types = ("bco",)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.tokens import shift_labels
-from liger_losses.chunked.losses.call_forms import CompletionBatch, Completions, naming_the_reference
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
@@ -104,25 +104,17 @@ class ChunkedLoss(nn.Module):
         return shift_labels(labels, self.ignore_index) if self.shift else labels
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
-        """The loss of all tokens; subclasses define it.
+        """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
 
         Args:
             statistics: tensors ``[...]`` in the labels' shape, 0 for tokens without loss.
             mask: ``[...]`` bool, true for tokens that carry loss.
             inputs: the keyword arguments of the call.
-
-        Returns:
-            A 0-dim tensor, or a tuple of that and metrics.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
     def forward(
-        self,
-        weight: Tensor | nn.Module | Head,
-        hidden_states: Tensor,
-        labels: Tensor,
-        bias: Tensor | None = None,
-        **inputs: Any,
+        self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:
         """Compute :meth:`loss` from the statistics of ``hidden_states @ weight.T + bias``.
 
@@ -134,7 +126,7 @@ class ChunkedLoss(nn.Module):
             inputs: passed on to :meth:`loss`.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together.
+            TypeError, ValueError: inputs that do not fit together (in subclasses too).
         """
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
@@ -210,14 +202,8 @@ class CompletionLoss(ChunkedLoss):
         """Why a call needs a reference, for the error message; ``None`` if it does not."""
         return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
 
-    def prepare(
-        self, batch: CompletionBatch, ref_weight: Tensor | nn.Module | Head | None, ref_bias: Tensor | None
-    ) -> CompletionBatch:
-        """The batch with the reference's head, and with labels as the engine takes them.
-
-        Raises:
-            TypeError, ValueError: a reference is missing, is given twice, is not used, or does not fit.
-        """
+    def prepare(self, batch: CompletionBatch, ref_weight: AnyHead | None, ref_bias: Tensor | None) -> CompletionBatch:
+        """The batch with the reference's head, which is checked, and with labels as the engine takes them."""
         ref_head = None
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with naming_the_reference():
@@ -236,16 +222,12 @@ class CompletionLoss(ChunkedLoss):
     def score(
         self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
     ) -> tuple[list[Scored], Statistics | None]:
-        """Log-probabilities of a prepared batch under policy and reference.
+        """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
 
         The active tokens are selected once. The reference comes first, while no logits of the policy are held.
 
         Args:
-            extra: further completions, of which only the policy's statistics are computed.
             metrics: the policy's statistics to return besides log-probabilities.
-
-        Returns:
-            Each group's log-probabilities, and the statistics of ``extra``.
         """
         others, options = [] if extra is None else [extra], self.options
         tokens = batch.select(options, [other.labels for other in others])

@@ -27,10 +27,8 @@ from liger_losses.chunked.engine import (
 from liger_losses.chunked.engine.checks import check_device, check_tensor
 from liger_losses.kernels.logit_transform import LogitTransform
 
+AnyHead = Tensor | nn.Module | Head
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
-
-
-# --- Completions -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,7 @@ class CompletionBatch:
         return list(self.groups([part.logp for part in found]))
 
     def check_reference(self, needed: str | None) -> None:
-        """Raise TypeError or ValueError unless there is at most one reference for each group, and it fits.
-
-        Args:
-            needed: why there must be one, or ``None``.
-        """
+        """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits."""
         hidden = self.ref_hidden_states
         for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
             if needed and hidden is None and logps is None:
@@ -152,10 +146,8 @@ class CompletionBatch:
             name = f"ref_logps of the {which} completions"
             check_tensor(name, logps)
             if logps.shape not in (labels.shape[:1], labels.shape):
-                raise ValueError(
-                    f"{name} must be [{labels.shape[0]}] (one per sequence) or {tuple(labels.shape)} (one per token), "
-                    f"got {tuple(logps.shape)}."
-                )
+                expected = f"[{labels.shape[0]}] (one per sequence) or {tuple(labels.shape)} (one per token)"
+                raise ValueError(f"{name} must be {expected}, got {tuple(logps.shape)}.")
             check_device(self.head.weight, **{name: logps})
         if hidden is not None and self.ref_head is None:
             raise ValueError(
@@ -165,10 +157,8 @@ class CompletionBatch:
         for ref, part in zip(hidden or [], self.labels, strict=False):
             check_tensor("the reference's hidden states", ref)
             if ref.shape[:-1] != part.shape:
-                raise ValueError(
-                    f"the reference's hidden states must be [{part.shape[0]}, {part.shape[1]}, hidden_size], one "
-                    f"for each label, got {tuple(ref.shape)}."
-                )
+                expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
+                raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
 
 
 @contextmanager
@@ -203,14 +193,10 @@ def _check_no_reference(what: str, *values: Tensor | None) -> None:
 def read_pairs(
     head: Head, first: Any, second: Any, ref_input: Tensor | None, ref_logps: tuple[Tensor | None, Tensor | None]
 ) -> CompletionBatch:
-    """Pairs, from ``(chosen, rejected)`` completions or from stacked ``(hidden_states, labels)``.
+    """Pairs, from chosen and rejected completions, or from stacked hidden states and labels.
 
-    Args:
-        head: the policy's.
-        first: chosen completions; or hidden states ``[2 B, T, H]``, the chosen rows first.
-        second: rejected completions; or labels ``[2 B, T]``.
-        ref_input, ref_logps: the reference's hidden states ``[2 B, T, H]``, or its log-probabilities of chosen and
-            rejected completions (stacked form).
+    The stacked form is ``[2 B, T, H]`` and ``[2 B, T]``, the chosen rows first. Its reference is ``ref_input``
+    ``[2 B, T, H]`` or ``ref_logps`` of chosen and rejected completions.
     """
     if not isinstance(first, Tensor):
         _check_no_reference("pairs", ref_input, *ref_logps)
@@ -233,8 +219,8 @@ def read_pairs(
         )
     if first.shape[0] % 2:
         raise ValueError(
-            f"the stacked form takes chosen rows, then as many rejected rows: got an odd number, "
-            f"{first.shape[0]}. Pass chosen and rejected separately as Completions if they were batched otherwise."
+            f"the stacked form takes chosen rows, then as many rejected rows: got an odd number, {first.shape[0]}. "
+            "Pass chosen and rejected separately as Completions if they were batched otherwise."
         )
     refs = None if ref_input is None else [ref_input]
     return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps)
@@ -253,19 +239,15 @@ def read_unpaired(
     - ``(weight, completions)`` and ``preference_labels``;
     - liger-kernel's ``(hidden_states, weight, labels)`` and ``preference_labels``.
 
-    Args:
-        arguments: the first three positional ones.
-        reference: the reference's hidden states and its log-probabilities (last form).
+    ``reference`` are the reference's hidden states and its log-probabilities in the last form.
     """
     first, second, third = arguments
     if isinstance(second, (Tensor, nn.Module, Head)):
         check_tensor("_input", first)
         check_tensor("target", third)
         if first.dim() != 3 or third.dim() != 2:
-            raise ValueError(
-                "_input must be [batch, tokens, hidden_size] and target [batch, tokens], got "
-                f"{tuple(first.shape)} and {tuple(third.shape)}."
-            )
+            expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
+            raise ValueError(f"{expected}, got {tuple(first.shape)} and {tuple(third.shape)}.")
         weight, given, others = second, Completions(first, third, *reference), None
     else:
         _check_no_reference("completions", *reference)
@@ -303,9 +285,6 @@ def check_per_completion(name: str, value: Any, count: int, head: Head) -> None:
     check_device(head.weight, **{name: value})
 
 
-# --- Distillation ----------------------------------------------------------------------------------------------------
-
-
 def read_distillation(
     arguments: tuple[Any, Any, Any, Any, Any],
     biases: tuple[Tensor | None, Tensor | None],
@@ -318,10 +297,7 @@ def read_distillation(
     - ``(weight, hidden_states, labels, teacher)``, the teacher by position or by keyword;
     - liger-kernel's ``(student hidden_states, student weight, teacher hidden_states, teacher weight, labels)``.
 
-    Args:
-        arguments: the positional ones.
-        biases: the student's and the teacher's.
-        teacher: the one given by keyword.
+    ``biases`` are the student's and the teacher's; ``teacher`` is the one given by keyword.
     """
     first, second, third, fourth, fifth = arguments
     if isinstance(fourth, AnyTeacher):

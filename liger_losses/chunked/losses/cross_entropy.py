@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector
 from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.call_forms import AnyHead
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -119,7 +120,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def forward(  # type: ignore[override]
         self,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         _input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,

@@ -131,9 +131,6 @@ def distribution(logps: Tensor, tail: str) -> Tensor:
     return torch.cat([logps, rest], -1)
 
 
-# --- The base class --------------------------------------------------------------------------------------------------
-
-
 class DistillationMetrics(NamedTuple):
     """Detached, 0-dim: the mean divergence and the mean cross-entropy (``None`` if that has no weight)."""
 
@@ -224,9 +221,6 @@ class DistillationLoss(ChunkedLoss):
             student_bias, teacher_bias: ``[V]``, ``[Vt]`` (liger-kernel's form).
             teacher, bias: the teacher and the student's bias, by keyword.
             num_items_in_batch: what to divide by, instead of this call's number of tokens (gradient accumulation).
-
-        Raises:
-            TypeError, ValueError: inputs that do not fit together.
         """
         arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
         biases = (student_bias if bias is None else bias, teacher_bias)

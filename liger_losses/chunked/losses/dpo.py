@@ -34,17 +34,12 @@ class DPOOptions:
         """One or several names."""
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """One per name."""
-        return (1.0,) * len(self.loss_types) if self.loss_weights is None else tuple(self.loss_weights)
-
     def __post_init__(self) -> None:
-        types, smoothing = self.loss_types, self.label_smoothing
+        types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names(types or ("",), DPO_LOSSES, "loss_type")
-        if len(self.weights) != len(types):
-            raise ValueError(f"loss_weights must have one entry per loss_type, got {self.weights} for {types}.")
+        if weights is not None and len(weights) != len(types):
+            raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
         check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if self.f_divergence_type != "reverse_kl":
             check_names(types, _MARGIN_LOSSES, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
@@ -193,23 +188,13 @@ def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
     logratios, alpha = (pairs.chosen_logratios, pairs.rejected_logratios), o.f_alpha_divergence_coef
     chosen, rejected = (F_DIVERGENCES[o.f_divergence_type](u, alpha) for u in logratios)
     terms = []
-    for name, weight in zip(o.loss_types, o.weights, strict=True):
+    weights = [1.0] * len(o.loss_types) if o.loss_weights is None else o.loss_weights
+    for name, weight in zip(o.loss_types, weights, strict=True):
         margin = chosen - rejected
         if name in _PER_TOKEN:
             margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
         terms.append(weight * DPO_LOSSES[name](pairs, margin, o))
     return torch.stack(terms).sum(0)
-
-
-def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``.
-
-    ``chosen`` and ``rejected`` are masks ``[B, T]`` whose T may differ.
-    """
-    shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
-    one, alpha = torch.tensor([1.0, ld_alpha], dtype=wide_dtype(chosen.device), device=chosen.device)
-    first, second = (torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in (chosen, rejected))
-    return first, second
 
 
 class LigerFusedLinearDPOLoss(PreferenceLoss):
@@ -279,7 +264,13 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return (None, None) if self.ld_alpha is None else shared_length_weights(masks[0], masks[1], self.ld_alpha)
+        """LD-DPO's (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
+        if self.ld_alpha is None:
+            return super().token_weights(masks)
+        dtype, device = wide_dtype(masks[0].device), masks[0].device
+        one, alpha = torch.tensor([1.0, self.ld_alpha], dtype=dtype, device=device)
+        shared = torch.minimum(masks[0].sum(-1), masks[1].sum(-1))[:, None]
+        return [torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in masks]
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.loss_options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_range, check_tensor
+from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -47,7 +48,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
 
     def forward(  # type: ignore[override]
         self,
-        weight: Tensor | nn.Module | Head,
+        weight: AnyHead,
         hidden_states: Tensor,
         labels: Tensor,
         teacher: Teacher,

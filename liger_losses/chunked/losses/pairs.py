@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
-from liger_losses.chunked.losses.base import CompletionLoss, Scored
-from liger_losses.chunked.losses.call_forms import Completions, read_pairs
+from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 
 # exp() of more than this overflows fp32.
 MAX_EXPONENT = 80.0
@@ -122,12 +120,12 @@ class PreferenceLoss(CompletionLoss):
 
     def forward(  # type: ignore[override]
         self,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         _input: Any,
         target: Any,
         bias: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         *,
         ref_chosen_logps: Tensor | None = None,
@@ -151,9 +149,6 @@ class PreferenceLoss(CompletionLoss):
 
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
-
-        Raises:
-            TypeError, ValueError: inputs that do not fit together, or a missing reference.
         """
         head = Head.of(lin_weight, bias, self.transform)
         batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps))
@@ -188,10 +183,7 @@ class PreferenceLoss(CompletionLoss):
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:
             loss = loss + self.alpha * chosen_nll
-        return self.result(loss.to(chosen_nll.dtype), pairs, self._metrics(pairs, sides))
-
-    @torch.no_grad()
-    def _metrics(self, pairs: Pairs, sides: Sequence[Scored]) -> PreferenceMetrics:
         means = [side.statistics.mean_logit.sum() / side.mask.sum().clamp(min=1) for side in sides]
-        values = (pairs.chosen_logps, pairs.rejected_logps, *means, pairs.chosen_nll, *self.rewards(pairs))
-        return PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
+        values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
+        metrics = PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
+        return self.result(loss.to(chosen_nll.dtype), pairs, metrics)

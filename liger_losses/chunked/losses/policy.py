@@ -7,13 +7,13 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.processes import sum_over_processes
 from liger_losses.chunked.losses.base import CompletionLoss
-from liger_losses.chunked.losses.call_forms import CompletionBatch
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 from liger_losses.chunked.losses.policy_objectives import (
     PolicyInputs,
     PolicyOptions,
@@ -144,7 +144,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     def check_options(self) -> None:
         super().check_options()
-        _ = self.policy  # checks itself when it is made
+        self.attributes_as(PolicyOptions)  # checks itself
         if self.shift:
             raise ValueError(
                 "GRPO takes the hidden states that predict the completions, hidden_states[:, :-1] of the whole text, "
@@ -155,11 +155,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
-
-    @property
-    def policy(self) -> PolicyOptions:
-        """The options of :func:`liger_losses.functional.grpo_loss`."""
-        return self.attributes_as(PolicyOptions)
 
     @property
     def needs_reference(self) -> str | None:
@@ -177,7 +172,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     def forward(  # type: ignore[override]
         self,
         _input: Tensor,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         selected_token_ids: Tensor,
         attention_mask: Tensor,
         advantages: Tensor,
@@ -185,7 +180,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -207,9 +202,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
-
-        Raises:
-            TypeError, ValueError: shapes or dtypes that do not fit together, or a missing reference.
         """
         head = Head.of(lin_weight, bias, self.transform)
         mask = self._active(head, _input, selected_token_ids, attention_mask)
@@ -226,7 +218,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
         others = {"old": old_per_token_logps, "ref": ref_per_token_logps, "sampling": sampling_per_token_logps}
-        inputs = PolicyInputs(self.policy, mask, advantages, others, vllm_is_ratio, num_items_in_batch)
+        policy = self.attributes_as(PolicyOptions)
+        inputs = PolicyInputs(policy, mask, advantages, others, vllm_is_ratio, num_items_in_batch)
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)

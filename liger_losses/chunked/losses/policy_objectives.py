@@ -69,10 +69,8 @@ class PolicyOptions:
         not_negative = ("beta", "epsilon_low", "epsilon_high")
         for name in (*not_negative, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check_range(name, getattr(self, name), 0.0, math.inf)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", *([] if self.delta is None else ["delta"])):
             check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
-        if self.delta is not None:
-            check_range("delta", self.delta, 0.0, math.inf, open_low=True)
         if self.off_policy_mask_threshold is not None:
             check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
         if level != "token" and self.loss_type in ("cispo", "sapo", "vespo", "reinforce"):
@@ -86,8 +84,8 @@ class PolicyOptions:
     @property
     def separable(self) -> bool:
         """Whether every token's loss depends on that token alone."""
-        level, threshold = self.importance_sampling_level, self.off_policy_mask_threshold
-        return level == "token" and self.loss_type != "vespo" and threshold is None
+        masks = self.off_policy_mask_threshold is not None
+        return self.importance_sampling_level == "token" and self.loss_type != "vespo" and not masks
 
 
 def _lengths(mask: Tensor) -> Tensor:
@@ -121,27 +119,19 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     return torch.minimum(bounded * advantages, clipped * advantages)
 
 
-def _cispo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``detach(min(r, e_high)) A log p``: CISPO (arXiv:2506.13585, eq. 4)."""
-    return _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * advantages * logps
-
-
 def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
     """``4 / t sigmoid(t (r - 1)) A``, ``t`` by the advantage's sign: SAPO (arXiv:2511.20347)."""
     t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return torch.sigmoid(t * (_ratio(log_ratio) - 1)) * 4 / t * advantages
 
 
-def _score(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``A log p``: REINFORCE; VESPO multiplies its weights into the advantages."""
-    return advantages * logps
-
-
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]] = {
     "clipped": _clipped,
-    "cispo": _cispo,
+    # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
+    "cispo": lambda log_ratio, logps, a, o: _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * a * logps,
     "sapo": _sapo,
-    "score": _score,
+    # A log p: REINFORCE; VESPO multiplies its weights into the advantages
+    "score": lambda log_ratio, logps, a, o: a * logps,
 }
 
 #: Where clipping removed an objective's gradient, for the metric: (ratios, advantages, options) to bool.

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses.pairs import MAX_EXPONENT, Pairs, PreferenceLoss, PreferenceMetrics, smoothed
 
@@ -206,12 +205,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
         super().__init__(ignore_index, beta, 1.0, compute_nll_loss, True, False, chunk_size, compiled, **options)
 
     def forward(  # type: ignore[override]
-        self,
-        lin_weight: Tensor | nn.Module | Head,
-        _input: Any,
-        target: Any,
-        bias: Tensor | None = None,
-        nll_target: Tensor | None = None,
+        self, lin_weight: Any, _input: Any, target: Any, bias: Tensor | None = None, nll_target: Tensor | None = None
     ) -> tuple[Tensor, ORPOMetrics]:
         """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` in the place of a reference."""
         return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.engine.processes import sum_over_processes
+from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.base import CompletionLoss, Scored
-from liger_losses.chunked.losses.call_forms import CompletionBatch, as_completions, check_per_completion, read_unpaired
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -156,7 +157,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         bias: Tensor | None = None,
         preference_labels: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None,
         *,
@@ -189,7 +190,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
         arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
-        batch, desirable = read_unpaired(arguments, preference_labels, bias, self.transform, reference)
+        batch, desirable = call_forms.read_unpaired(arguments, preference_labels, bias, self.transform, reference)
         batch = self.prepare(batch, ref_weight, ref_bias)
         head, count = batch.head, len(desirable)
         if self.loss_type == "kto" and (kl is None) == (kl_completions is None):
@@ -201,7 +202,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         if self.loss_type != "kto" and not (kl is None and kl_completions is None):
             raise ValueError(f"loss_type={self.loss_type!r} has no divergence term: leave out kl and kl_completions.")
         if sample_weights is not None:
-            check_per_completion("sample_weights", sample_weights, count, head)
+            call_forms.check_per_completion("sample_weights", sample_weights, count, head)
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
@@ -226,17 +227,20 @@ class UnpairedPreferenceLoss(CompletionLoss):
     @torch.no_grad()
     def divergence(
         self,
-        weight: Tensor | nn.Module | Head,
+        weight: AnyHead,
         kl_completions: Any,
         bias: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
     ) -> Tensor:
         """``max(0, mean log-ratio)`` of completions that were put after other prompts, over all processes, 0-dim.
 
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
-        head, completions = Head.of(weight, bias, self.transform), as_completions(kl_completions, "mismatched")
+        head, completions = (
+            Head.of(weight, bias, self.transform),
+            call_forms.as_completions(kl_completions, "mismatched"),
+        )
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
         logps, ref = _sequences(self.score(batch)[0])
         return mean_over_processes(logps - ref).clamp(min=0)

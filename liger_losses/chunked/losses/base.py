@@ -173,13 +173,12 @@ class CompletionLoss(ChunkedLoss):
     """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
 
     Args:
-        ignore_index: label of tokens that carry no loss.
         beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
         average_log_prob: divide each completion's log-probability by its length.
         use_ref_model: whether the loss compares with a reference model.
         chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
             memory, and there is nothing to compile.
-        options: as in :class:`liger_losses.ChunkedLoss`.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     beta: float

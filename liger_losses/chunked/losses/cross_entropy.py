@@ -137,10 +137,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
         Returns:
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for.
-
-        Raises:
-            TypeError, ValueError: shapes or dtypes that do not fit together, labels outside the vocabulary,
-                ``num_items_in_batch`` with a reduction other than ``mean``.
         """
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
         check_vector("ce_weight", self.ce_weight, head.weight)

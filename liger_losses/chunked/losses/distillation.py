@@ -271,9 +271,6 @@ class DistillationLoss(ChunkedLoss):
             loss = soft * sparse_divergence(s.selected_logps, teacher_logps, which, teacher.tail)
             return loss if hard is None else loss + hard * s.logp
 
-        def hard_loss(s: Statistics, labels: Tensor, hard: Tensor) -> Tensor:
-            return hard * s.logp
-
         hard = {"hard": weights["logp"]} if "logp" in weights else {}
         # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
         together = bool(hard) and self.temperature == 1.0
@@ -291,7 +288,9 @@ class DistillationLoss(ChunkedLoss):
         )
         logp = found.logp
         if hard and not together:
-            added, others = linear_token_loss(hidden, head, tokens, hard_loss, token_inputs=hard, options=options)
+            added, others = linear_token_loss(
+                hidden, head, tokens, lambda s, labels, hard: hard * s.logp, token_inputs=hard, options=options
+            )
             loss, logp = loss + added, others.logp
         with torch.no_grad():
             log_p, log_q = (torch.where(mask[..., None], x, -1.0) for x in (found.selected_logps, teacher_logps))

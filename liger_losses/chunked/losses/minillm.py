@@ -62,8 +62,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             old_logps: ``[B, T]``, log-probabilities under what wrote the completions; the student itself by default.
 
         Returns:
-            The loss, and metrics whose ``soft_loss`` is the mean exact divergence and ``hard_loss`` the mean negative
-            log-probability.
+            The loss, and metrics: the mean exact divergence and the mean negative log-probability.
         """
         labels = self.labels(labels)
         if labels.dim() != 2:

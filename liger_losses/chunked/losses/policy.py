@@ -12,17 +12,10 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.processes import sum_over_processes
+from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
-from liger_losses.chunked.losses.policy_objectives import (
-    PolicyInputs,
-    PolicyOptions,
-    clip_fraction,
-    coupled_loss,
-    high_entropy_mask,
-    k3,
-    policy_terms,
-)
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
 
 
 class AdaptiveEntropy:
@@ -146,10 +139,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         super().check_options()
         self.attributes_as(PolicyOptions)  # checks itself
         if self.shift:
-            raise ValueError(
-                "GRPO takes the hidden states that predict the completions, hidden_states[:, :-1] of the whole text, "
-                "beside their tokens: there is no shift."
-            )
+            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift.")
         if self.ignore_index >= 0:
             raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
@@ -227,7 +218,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         clip_ratio, ratio = clip_fraction(logps, inputs)
         if not self.beta:
             return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
-        kl = torch.zeros_like(logps) if inputs.ref_logps is None else k3(inputs.ref_logps - logps)
+        kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps)
         kl = kl * ratio if self.use_bias_correction_kl else kl
         return loss.float(), PolicyMetrics(torch.where(mask, kl, 0.0).sum() / mask.sum().clamp(min=1), clip_ratio)
 
@@ -287,8 +278,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         names, metrics = ("logp",) if coef is None else ("logp", "entropy"), ("entropy",) if share < 1.0 else ()
         (found,) = linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)
         if share < 1.0:
-            acting = high_entropy_mask(found.entropy, acting, share)
-        loss = coupled_loss(found.logp, inputs, acting)
+            acting = objectives.high_entropy_mask(found.entropy, acting, share)
+        loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()
             loss = loss - coef * total / count.clamp(min=1)

@@ -1,9 +1,7 @@
 """Policy optimization as pure functions of log-probabilities: the GRPO family, PPO, RLOO, REINFORCE.
 
 B completions, T tokens of the longest. Every loss is ``sum_t weight_t (-objective_t + beta kl_t)`` over completion
-tokens, and a choice from three tables: how the importance ratio is taken (:data:`RATIOS`), the objective as a function
-of it (:data:`OBJECTIVES`), and what tokens are divided by (:data:`NORMALIZERS`). :data:`LOSS_TYPES` names the
-combinations.
+tokens, and a choice from the tables :data:`RATIOS`, :data:`OBJECTIVES` and :data:`NORMALIZERS`.
 """
 
 from __future__ import annotations
@@ -74,10 +72,8 @@ class PolicyOptions:
         if self.off_policy_mask_threshold is not None:
             check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
         if level != "token" and self.loss_type in ("cispo", "sapo", "vespo", "reinforce"):
-            raise ValueError(
-                f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's: leave "
-                f"importance_sampling_level at 'token', got {level!r}."
-            )
+            message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
+            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.loss_type == "dr_grpo" and (type(limit) is not int or limit < 1):
             raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {limit!r}.")
 

@@ -18,7 +18,7 @@ from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.engine.processes import sum_over_processes
 from liger_losses.chunked.losses import call_forms
-from liger_losses.chunked.losses.base import CompletionLoss, Scored
+from liger_losses.chunked.losses.base import CompletionLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 
 #: ``f`` of each loss, as a function of the margin.
@@ -207,9 +207,14 @@ class UnpairedPreferenceLoss(CompletionLoss):
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
         elif kl is not None:
-            kl = _per_completion("kl", kl, count, head)
+            if not isinstance(kl, Tensor):
+                check_range("kl", kl, 0.0, math.inf)
+            kl = torch.as_tensor(kl, device=head.weight.device).detach()
+            if kl.numel() != 1 and kl.shape != (count,):
+                raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
+            kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
         groups, _ = self.score(batch, metrics=self.metrics)
-        logps, ref = _sequences(groups)
+        logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
@@ -242,26 +247,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
             call_forms.as_completions(kl_completions, "mismatched"),
         )
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
-        logps, ref = _sequences(self.score(batch)[0])
-        return mean_over_processes(logps - ref).clamp(min=0)
-
-
-def _sequences(groups: list[Scored]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``[B]`` of all groups' completions under policy and reference."""
-    return torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
-
-
-def _per_completion(name: str, value: Tensor | float, count: int, head: Head) -> Tensor:
-    """A number or tensor, as a constant tensor ``[]`` or ``[count]``."""
-    if not isinstance(value, Tensor):
-        check_range(name, value, 0.0, math.inf)
-    value = torch.as_tensor(value, device=head.weight.device).detach()
-    value = value.to(torch.promote_types(value.dtype, torch.float32))
-    if value.numel() == 1:
-        return value.reshape(())
-    if value.shape != (count,):
-        raise ValueError(f"{name} must be one number or [{count}], one per completion, got {tuple(value.shape)}.")
-    return value
+        ((scored,), _) = self.score(batch)
+        return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
 
 
 class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):

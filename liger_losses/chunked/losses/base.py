@@ -133,9 +133,6 @@ class ChunkedLoss(nn.Module):
         return self.loss(found, labels != self.ignore_index, **inputs)
 
 
-# --- Losses on completions -------------------------------------------------------------------------------------------
-
-
 def wide_dtype(device: torch.device) -> torch.dtype:
     """fp64, or fp32 on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -14,17 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import (
-    EngineOptions,
-    Head,
-    Statistics,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-    Tokens,
-    linear_statistics,
-)
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.checks import check_device, check_tensor
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
 
 AnyHead = Tensor | nn.Module | Head

@@ -21,8 +21,6 @@ from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 
-# --- Functions of log-probabilities, over the last dimension ---------------------------------------------------------
-
 #: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
 JSD_CONVENTIONS = {
     "gkd": lambda beta: (beta, 1 - beta),
@@ -298,11 +296,8 @@ class DistillationLoss(ChunkedLoss):
         return loss, Statistics(logp=logp, divergence=torch.where(mask, divergences, 0.0))
 
 
-# --- The losses: what their docstrings leave out is as in DistillationLoss, without the divergence -------------------
-
-
 class LigerFusedLinearJSDLoss(DistillationLoss):
-    """The generalized Jensen-Shannon divergence: :func:`jsd`.
+    """The generalized Jensen-Shannon divergence: :func:`jsd`. Other arguments as in :class:`DistillationLoss`.
 
     Args:
         beta: share of the teacher in the mixture, in [0, 1].

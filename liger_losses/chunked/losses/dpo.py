@@ -52,9 +52,6 @@ class DPOOptions:
         check_range("discopop_tau", self.discopop_tau, 0.0, math.inf, open_low=True)
 
 
-# --- The losses: [B] from pairs, the margin of their log-ratios (or of another divergence's scores), and options -----
-
-
 def _exo_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     """``KL([s, 1 - s] || [1 - e, e])``, ``s = sigmoid(beta * margin)``: EXO (arXiv:2402.00856, eq. 16)."""
     log_s, log_not_s, e = F.logsigmoid(o.beta * margin), F.logsigmoid(-o.beta * margin), o.label_smoothing
@@ -99,7 +96,8 @@ def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     return -F.logsigmoid(x) * torch.sigmoid(-x / o.discopop_tau) + torch.exp(F.logsigmoid(x / o.discopop_tau) - x)
 
 
-#: Each loss of :class:`LigerFusedLinearDPOLoss`; ``s`` is the sigmoid, ``r`` is ``beta * logratio``.
+#: ``[B]`` losses from pairs, the margin of their log-ratios (or of another divergence's scores), and options. ``s`` is
+#: the sigmoid, ``r`` is ``beta * logratio``.
 DPO_LOSSES: dict[str, Callable[[Pairs, Tensor, DPOOptions], Tensor]] = {
     # -log s(beta * margin): DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; on per-token scores Tulu 3 (arXiv:2411.15124)
     "sigmoid": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
@@ -209,8 +207,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             ``aot`` and ``aot_unpaired``; the others' papers have none.
         discopop_tau: temperature of DiscoPOP's mixture (> 0).
         loss_weights: one per ``loss_type``; 1 by default.
-        f_divergence_type: a name from :data:`F_DIVERGENCES`; other than ``reverse_kl`` only with losses of the
-            score margin.
+        f_divergence_type: a name from :data:`F_DIVERGENCES`; ``reverse_kl`` unless the loss is of the margin alone.
         f_alpha_divergence_coef: alpha of ``alpha_divergence``.
         ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
         use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).

@@ -88,9 +88,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     ``vespo``, and masks by entropy or by divergence take two, as they need all of a completion's tokens first.
 
     Args:
-        beta, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level, delta,
-            sapo_temperature_pos, sapo_temperature_neg, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-            vespo_k_neg, vespo_lambda_neg, off_policy_mask_threshold: see :class:`PolicyOptions`.
+        beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
         temperature: what logits are divided by.
         top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
             objective and an entropy bonus (arXiv:2506.01939).

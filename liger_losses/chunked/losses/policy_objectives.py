@@ -98,9 +98,6 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# --- The objectives: (log ratios, log-probabilities, advantages, options) to what is maximized -----------------------
-
-
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_MAX_EXPONENT).exp()
 
@@ -121,6 +118,7 @@ def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
     return torch.sigmoid(t * (_ratio(log_ratio) - 1)) * 4 / t * advantages
 
 
+#: What is maximized: from log ratios, log-probabilities, advantages and options.
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]] = {
     "clipped": _clipped,
     # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)

@@ -173,8 +173,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
           ``[V, H]``, ``[B, T]``.
 
         Args:
-            _input, lin_weight, target: as in these forms; weight and ``bias`` as in
-                :meth:`liger_losses.ChunkedLoss.forward`.
+            _input, lin_weight, target, bias: as in these forms and in :meth:`liger_losses.ChunkedLoss.forward`.
             preference_labels: ``[B]`` bool, true for desirable completions.
             ref_input, ref_logps: the reference's hidden states, or its log-probabilities (last form).
             ref_weight, ref_bias: the reference model's ``lm_head``.

@@ -14,9 +14,8 @@ from liger_losses.chunked.engine import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
 from liger_losses.chunked.losses.base import ChunkedLoss
-from liger_losses.chunked.losses.completions import Completions
+from liger_losses.chunked.losses.call_forms import Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.distillation import (
     DistillationLoss,
@@ -28,16 +27,17 @@ from liger_losses.chunked.losses.distillation import (
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
+from liger_losses.chunked.losses.dpo import LigerFusedLinearDPOLoss
 from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics
 from liger_losses.chunked.losses.policy import (
+    AdaptiveEntropy,
     LigerFusedLinearGRPOLoss,
     PolicyMetrics,
     PolicyMetricsWithoutKL,
 )
-from liger_losses.chunked.losses.preference import (
+from liger_losses.chunked.losses.reference_free import (
     LigerFusedLinearCPOLoss,
-    LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,

@@ -11,21 +11,17 @@ T tokens, n tokens, C columns of the vocabulary::
     loss = functional.dpo_loss(chosen, rejected, *reference, beta=0.1).mean()
     loss.backward()
 
-| | per |
-|---|---|
-| :func:`sequence_logps` | completion, from tokens |
-| :func:`dpo_loss`, :func:`cpo_loss`, :func:`simpo_loss`, :func:`orpo_loss` | pair |
-| :func:`kto_loss`, :func:`bco_loss`, :func:`unpaired_loss` | completion |
-| :func:`grpo_loss`, with :func:`k3`, :func:`high_entropy_mask`, :func:`vespo_weights` | batch |
-| :func:`cross_entropy` | token |
-| :func:`divergence`: :func:`forward_kl`, :func:`reverse_kl`, :func:`jsd`, :func:`total_variation`, \
-:func:`alpha_beta_divergence`; :func:`sparse_divergence` | token, from the vocabulary |
-| :func:`minillm_returns` | token |
+- of pairs: :func:`dpo_loss`, :func:`cpo_loss`, :func:`simpo_loss`, :func:`orpo_loss`;
+- of completions: :func:`kto_loss`, :func:`bco_loss`, :func:`unpaired_loss`; from tokens: :func:`sequence_logps`;
+- of a batch: :func:`grpo_loss`, with :func:`k3`, :func:`high_entropy_mask`, :func:`vespo_weights`;
+- of tokens: :func:`cross_entropy`, :func:`minillm_returns`;
+- of tokens, from the vocabulary: :func:`divergence`, :func:`forward_kl`, :func:`reverse_kl`, :func:`jsd`,
+  :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
 """
 
-from liger_losses.chunked.losses.completions import sequence_logps
+from liger_losses.chunked.losses.base import sequence_logps
 from liger_losses.chunked.losses.cross_entropy import cross_entropy
-from liger_losses.chunked.losses.divergence_functions import (
+from liger_losses.chunked.losses.distillation import (
     alpha_beta_divergence,
     divergence,
     forward_kl,
@@ -37,7 +33,7 @@ from liger_losses.chunked.losses.divergence_functions import (
 from liger_losses.chunked.losses.dpo import dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns
 from liger_losses.chunked.losses.policy_objectives import PolicyOptions, grpo_loss, high_entropy_mask, k3, vespo_weights
-from liger_losses.chunked.losses.preference import cpo_loss, orpo_loss, simpo_loss
+from liger_losses.chunked.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
 
 __all__ = [

@@ -24,7 +24,7 @@ from liger_losses import (
     linear_divergence,
     linear_divergence_loss,
 )
-from liger_losses.chunked.losses.divergence_functions import JSD_CONVENTIONS
+from liger_losses.chunked.losses.distillation import JSD_CONVENTIONS
 from liger_losses.chunked.losses.minillm import minillm_returns
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
 from liger_losses.kernels.divergence_forms import series_of

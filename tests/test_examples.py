@@ -41,7 +41,7 @@ def test_custom_loss_runs(capsys):
 def test_classes_in_place_of_ligers():
     done = run("trl_liger_compat")
     assert done.returncode == 0, done.stderr
-    assert "liger_losses.chunked.losses.preference: loss " in done.stdout
+    assert "liger_losses.chunked.losses.dpo: loss " in done.stdout
 
 
 def test_classes_in_place_of_ligers_come_too_late(monkeypatch):

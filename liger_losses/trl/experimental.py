@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
-from liger_losses.chunked.losses.divergence_functions import generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization, deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence

@@ -1,9 +1,13 @@
-"""What every loss derives from. A loss names the statistics that it reads; it never sees logits."""
+"""What every loss derives from. A loss names the statistics that it reads; it never sees logits.
+
+B completions, T tokens of the longest. A completion without tokens has log-probability 0, summed or averaged.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +15,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.tokens import shift_labels
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.kernels.logit_transform import LogitTransform
-
-_UNSET = object()
 
 
 class ChunkedLoss(nn.Module):
@@ -33,14 +36,15 @@ class ChunkedLoss(nn.Module):
         chunk_size: upper bound for the tokens of a block in the forward pass.
         accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton``; chosen from the device by default.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
     """
 
     #: What :meth:`loss` is differentiated by; names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`.
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: Whether :attr:`chunk_size` counts tokens. liger-kernel's counts completions in some losses, and is ignored there.
-    chunks_are_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,9 +68,9 @@ class ChunkedLoss(nn.Module):
         self.check_options()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        before = self.__dict__.get(name, _UNSET)
+        changes, before = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
-        if before is not _UNSET:
+        if changes:
             try:
                 self.check_options()
             except (TypeError, ValueError):
@@ -85,14 +89,12 @@ class ChunkedLoss(nn.Module):
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        chunk_size = self.chunk_size if self.chunks_are_tokens else None
-        return EngineOptions(
-            self.ignore_index, self.compact, self.workspace, chunk_size, self.accum_dtype, self.backend
-        )
+        return self.attributes_as(EngineOptions, strategy=None)
 
-    def attributes_of(self, options: type) -> dict[str, Any]:
-        """The attributes that bear the names of a dataclass's fields."""
-        return {field.name: getattr(self, field.name) for field in fields(options)}
+    def attributes_as(self, options: Any, **others: Any) -> Any:
+        """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""
+        names = [field.name for field in fields(options) if field.name not in others]
+        return options(**{name: getattr(self, name) for name in names}, **others)
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
@@ -102,25 +104,17 @@ class ChunkedLoss(nn.Module):
         return shift_labels(labels, self.ignore_index) if self.shift else labels
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
-        """The loss of all tokens; subclasses define it.
+        """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
 
         Args:
             statistics: tensors ``[...]`` in the labels' shape, 0 for tokens without loss.
             mask: ``[...]`` bool, true for tokens that carry loss.
             inputs: the keyword arguments of the call.
-
-        Returns:
-            A 0-dim tensor, or a tuple of that and metrics.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
     def forward(
-        self,
-        weight: Tensor | nn.Module | Head,
-        hidden_states: Tensor,
-        labels: Tensor,
-        bias: Tensor | None = None,
-        **inputs: Any,
+        self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:
         """Compute :meth:`loss` from the statistics of ``hidden_states @ weight.T + bias``.
 
@@ -132,11 +126,118 @@ class ChunkedLoss(nn.Module):
             inputs: passed on to :meth:`loss`.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together.
+            TypeError, ValueError: inputs that do not fit together (in subclasses too).
         """
-        labels = self.labels(labels)
-        head = Head.of(weight, bias, self.transform)
-        statistics = linear_statistics(
-            hidden_states, head, labels, self.statistics, metrics=self.metrics, options=self.options
-        )
-        return self.loss(statistics, labels != self.ignore_index, **inputs)
+        labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
+        found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
+        return self.loss(found, labels != self.ignore_index, **inputs)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """fp64, or fp32 on devices without it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weights: Tensor | None = None) -> Tensor:
+    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
+
+    Args:
+        logps: ``[B, T]``; values where the mask is false never matter.
+        mask: ``[B, T]`` bool, true for tokens that count.
+        average: divide by their number.
+        weights: ``[B, T]``, the ``w_t``; 1 by default.
+
+    Returns:
+        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
+        would leave it two digits. (Devices without fp64: fp32.)
+    """
+    logps = torch.where(mask, logps, 0.0)
+    total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
+    return total / mask.sum(-1).clamp(min=1) if average else total
+
+
+class Scored(NamedTuple):
+    """One group of completions: the policy's statistics ``[B, T]`` (0 for tokens without loss), the mask of tokens that
+    carry loss, and the completions' log-probabilities ``[B]`` under policy and reference (0 without one)."""
+
+    statistics: Statistics
+    mask: Tensor
+    logps: Tensor
+    ref_logps: Tensor
+
+
+class CompletionLoss(ChunkedLoss):
+    """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
+
+    Args:
+        beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
+        average_log_prob: divide each completion's log-probability by its length.
+        use_ref_model: whether the loss compares with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
+            memory, and there is nothing to compile.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+    """
+
+    beta: float
+    average_log_prob: bool | None = False
+    use_ref_model: bool
+    compiled: bool
+
+    @property
+    def options(self) -> EngineOptions:
+        """How the engine streams: without :attr:`chunk_size`, which counts completions in liger-kernel."""
+        return replace(super().options, chunk_size=None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether a completion's log-probability is divided by its length."""
+        return bool(self.average_log_prob)
+
+    @property
+    def needs_reference(self) -> str | None:
+        """Why a call needs a reference, for the error message; ``None`` if it does not."""
+        return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
+
+    def prepare(self, batch: CompletionBatch, ref_weight: AnyHead | None, ref_bias: Tensor | None) -> CompletionBatch:
+        """The batch with the reference's head, which is checked, and with labels as the engine takes them."""
+        ref_head = None
+        if batch.ref_hidden_states is not None and ref_weight is not None:
+            with naming_the_reference():
+                ref_head = Head.of(ref_weight, ref_bias, self.transform)
+        batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
+        if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
+            name = type(self).__name__
+            raise ValueError(f"a reference was given to {name}, which was built without one (use_ref_model=False).")
+        batch.check_reference(self.needs_reference)
+        return batch
+
+    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
+        return [None] * len(masks)
+
+    def score(
+        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
+    ) -> tuple[list[Scored], Statistics | None]:
+        """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
+
+        The active tokens are selected once. The reference comes first, while no logits of the policy are held.
+
+        Args:
+            metrics: the policy's statistics to return besides log-probabilities.
+        """
+        others, options = [] if extra is None else [extra], self.options
+        tokens = batch.select(options, [other.labels for other in others])
+        reference = batch.reference_logps(tokens, options)
+        hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
+        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
+        masks = batch.groups([part != self.ignore_index for part in batch.labels])
+        parts = batch.group_statistics(found[: len(batch.labels)])
+        average, groups = self.averages, list[Scored]()
+        for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
+            logps = sequence_logps(part.logp, mask, average=average, weights=weights)
+            if ref_logps is None:
+                ref_logps = torch.zeros_like(logps)
+            elif ref_logps.dim() == 2:
+                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights)
+            groups.append(Scored(part, mask, logps, ref_logps))
+        return groups, found[-1] if others else None

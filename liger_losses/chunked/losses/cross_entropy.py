@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector
 from liger_losses.chunked.losses.base import ChunkedLoss
-
-_REDUCTIONS = ("mean", "sum", "none")
+from liger_losses.chunked.losses.call_forms import AnyHead
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -71,34 +70,23 @@ def cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
-    """Cross-entropy with class weights, label smoothing, z-loss and token scaling.
+    """:func:`cross_entropy` with class weights, label smoothing, z-loss and token scaling.
 
-    With ``w`` the token weights, ``c`` the class weights and ``e`` the label smoothing, per token::
-
-        ce = - (1 - e) c_label log p_label - e / V sum_v c_v log p_v
-        z  = lse_square_scale * lse^2
-
-    ``sum``: ``sum_t w_t (ce_t + z_t)``.
+    With ``w`` the token weights and ``c`` the class weights: ``sum``: ``sum_t w_t (ce_t + z_t)``.
     ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, with both denominators replaced by
     ``num_items_in_batch`` if that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
     A batch in which no token carries loss has loss 0.
 
     Args:
         ce_weight: class weights ``[V]``, as ``torch.nn.CrossEntropyLoss(weight=)``.
-        ignore_index: label of tokens that carry no loss.
         lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_smoothing: share of the target distribution that is uniform, in [0, 1].
         reduction: ``mean``, ``sum`` or ``none``.
-        softcap: soft-cap of the logits (Gemma 2).
         return_z_loss: also return the z-loss's part of the loss.
-        accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         use_token_scaling: scale each token's loss by its own probability, detached (DFT, arXiv:2508.05629, eq. 9).
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
-        options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
+        ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     def __init__(
@@ -128,11 +116,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def check_options(self) -> None:
         super().check_options()
         check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        check_names([self.reduction], _REDUCTIONS, "reduction")
+        check_names([self.reduction], ("mean", "sum", "none"), "reduction")
 
     def forward(  # type: ignore[override]
         self,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         _input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
@@ -143,46 +131,40 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """The loss of ``_input @ lin_weight.T + bias`` against ``target``.
 
         Args:
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-            _input: ``[..., H]``, hidden states.
-            target: ``[...]`` int64, labels.
-            bias: ``[V]``, for a weight without one of its own.
+            lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`.
             num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
             token_weights: ``[...]``, weight of each token; a constant for the gradient.
 
         Returns:
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for.
-
-        Raises:
-            TypeError, ValueError: shapes or dtypes that do not fit together, labels outside the vocabulary,
-                ``num_items_in_batch`` with a reduction other than ``mean``.
         """
-        head = Head.of(lin_weight, bias, self.transform)
-        labels = self.labels(target)
-        self._check(head, labels, num_items_in_batch, token_weights)
+        head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
+        check_vector("ce_weight", self.ce_weight, head.weight)
+        if num_items_in_batch is not None and self.reduction != "mean":
+            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
         if token_weights is not None:
+            check_tensor("token_weights", token_weights)
+            if token_weights.shape != labels.shape:
+                expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
+                raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
         mask = labels != self.ignore_index
         read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        statistics = [name for name, wanted in read.items() if wanted]
-        metrics = [name for name, wanted in also.items() if wanted]
+        statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
         class_weight = self.ce_weight if self.label_smoothing else None
-        z_loss: Tensor | None = None
+        totals = self._denominators(labels, mask, num_items_in_batch, token_weights)
+        z: Tensor | None = None
         if self.reduction == "none":
             found = linear_statistics(
-                _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=self.options
+                _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
             )
-            one = torch.ones((), dtype=found.logp.dtype, device=labels.device)
-            ce, z, _ = self._terms(found, labels.where(mask, 0), one, one, token_weights)
+            ce, z, _ = self._terms(found, labels.where(mask, 0), totals, token_weights)
             loss = torch.where(mask, ce + z, 0.0)
-            if self.return_z_loss:
-                z_loss = torch.where(mask, z, 0.0).detach()
         else:
-            ce_total, z_total = self._denominators(labels, mask, num_items_in_batch, token_weights)
 
             def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
-                ce, z, derivatives = self._terms(values, active, ce_total, z_total, token_weights)
+                ce, z, derivatives = self._terms(values, active, totals, token_weights)
                 return ce if values.lse is None else ce + z, derivatives
 
             loss, found = linear_token_loss(
@@ -192,41 +174,27 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 token_loss,
                 statistics,
                 metrics=metrics,
-                token_inputs={} if token_weights is None else {"token_weights": token_weights},
+                token_inputs=None if token_weights is None else {"token_weights": token_weights},
                 class_weight=class_weight,
-                options=self.options,
+                options=options,
             )
             if self.return_z_loss:
-                z = self._terms(found, labels.where(mask, 0), ce_total, z_total, token_weights).z
-                z_loss = torch.where(mask, z, 0.0).sum()
+                z = self._terms(found, labels.where(mask, 0), totals, token_weights).z
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
-        return CrossEntropyOutput(
-            loss,
-            z_loss,
-            self._accuracy(found, labels, mask) if self.return_token_accuracy else None,
-            torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None,
-        )
-
-    def _check(
-        self, head: Head, labels: Tensor, num_items_in_batch: Tensor | int | None, token_weights: Tensor | None
-    ) -> None:
-        check_vector("ce_weight", self.ce_weight, head.weight)
-        if num_items_in_batch is not None and self.reduction != "mean":
-            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
-        if token_weights is not None:
-            check_tensor("token_weights", token_weights)
-            if token_weights.shape != labels.shape:
-                raise ValueError(
-                    f"token_weights must have one value per label, {tuple(labels.shape)}, got "
-                    f"{tuple(token_weights.shape)}."
-                )
+        z_loss = torch.where(mask, z.detach(), 0.0) if self.return_z_loss and z is not None else None
+        accuracy = ((found.argmax == labels) & mask).float() if self.return_token_accuracy else None
+        if self.reduction != "none":
+            z_loss = None if z_loss is None else z_loss.sum()
+            accuracy = None if accuracy is None else accuracy.sum() / mask.sum().clamp(min=1)
+        predicted = torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None
+        return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
 
     def _terms(
-        self, values: Statistics, labels: Tensor, ce_total: Tensor, z_total: Tensor, token_weights: Tensor | None
+        self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
     ) -> CrossEntropyTerms:
         """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
-        ce_scale, z_scale = (values.logp.new_ones(()) / total for total in (ce_total, z_total))
+        ce_scale, z_scale = (values.logp.new_ones(()) / total for total in totals)
         scales = [] if token_weights is None else [token_weights]
         if self.use_token_scaling:
             scales.append(values.logp.detach().exp())
@@ -248,18 +216,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     ) -> tuple[Tensor, Tensor]:
         """What cross-entropy and z-loss are divided by: known before any logit."""
         one = torch.ones((), device=labels.device)
-        if self.reduction == "sum":
+        if self.reduction != "mean":
             return one, one
         if num_items_in_batch is not None:
-            total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=labels.device)
-            return torch.where(total == 0, one, total), torch.where(total == 0, one, total)
-        weights = mask.float() if token_weights is None else token_weights * mask
-        z_total = ce_total = weights.sum()
-        if self.ce_weight is not None:
-            # The engine reports labels outside the vocabulary.
-            ce_total = (weights * self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]).sum()
+            ce_total = z_total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=labels.device)
+        else:
+            weights = mask.float() if token_weights is None else token_weights * mask
+            ce_total = z_total = weights.sum()
+            if self.ce_weight is not None:
+                # The engine reports labels outside the vocabulary.
+                classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
+                ce_total = (weights * self.ce_weight[classes]).sum()
         return torch.where(ce_total == 0, one, ce_total), torch.where(z_total == 0, one, z_total)
-
-    def _accuracy(self, found: Statistics, labels: Tensor, mask: Tensor) -> Tensor:
-        correct = ((found.argmax == labels) & mask).float()
-        return correct if self.reduction == "none" else correct.sum() / mask.sum().clamp(min=1)

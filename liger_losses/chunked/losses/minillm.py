@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_range, check_tensor
+from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -47,7 +48,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
 
     def forward(  # type: ignore[override]
         self,
-        weight: Tensor | nn.Module | Head,
+        weight: AnyHead,
         hidden_states: Tensor,
         labels: Tensor,
         teacher: Teacher,
@@ -55,28 +56,17 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         *,
         old_logps: Tensor | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
-        """The loss of completions.
+        """The loss of completions ``[B, T]``; arguments as in :meth:`DistillationLoss.forward`'s first form.
 
         Args:
-            weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-            hidden_states: ``[B, T, H]``.
-            labels: ``[B, T]`` int64, the completions' tokens.
-            teacher: a :class:`Teacher`.
-            bias: ``[V]``, for a weight without one of its own.
             old_logps: ``[B, T]``, log-probabilities under what wrote the completions; the student itself by default.
 
         Returns:
-            The loss, and metrics whose ``soft_loss`` is the mean exact divergence and ``hard_loss`` the mean negative
-            log-probability.
-
-        Raises:
-            TypeError, ValueError: inputs that do not fit together.
+            The loss, and metrics: the mean exact divergence and the mean negative log-probability.
         """
         labels = self.labels(labels)
         if labels.dim() != 2:
-            raise ValueError(
-                f"MiniLLM's rewards run along completions: labels must be [batch, length], got {tuple(labels.shape)}."
-            )
+            raise ValueError(f"MiniLLM's rewards run along completions: labels are {tuple(labels.shape)}, not [B, T].")
         if not isinstance(teacher, Teacher):
             raise TypeError(f"MiniLLM takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
         head = Head.of(weight, bias, self.transform)
@@ -84,44 +74,35 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         if old_logps is not None:
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
-                raise ValueError(
-                    f"old_logps must be {tuple(labels.shape)}, as the labels, got {tuple(old_logps.shape)}."
-                )
+                raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
         tokens = Tokens.select([labels], vocab_size=size, ignore_index=self.ignore_index, compact=self.compact)
         with torch.no_grad():
             (student,) = linear_statistics([hidden_states], head, tokens, options=self.options)
             (found,) = linear_statistics([teacher.hidden_states], teacher.head, tokens, options=self.options)
-            logps = student.logp
-            reward = torch.where(mask, found.logp - logps, 0.0)
-            later = minillm_returns(reward, mask, self.gamma, self.length_normalization)
+            logps, rewards = student.logp, torch.where(mask, found.logp - student.logp, 0.0)
+            later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
             if old_logps is not None:
                 later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=80.0).exp()
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
-        loss, statistics = linear_divergence_loss(
-            hidden_states,
-            head,
-            tokens,
-            teacher,
+        which, weights = (
             self.divergence,
             {"divergence": per_token * float(self.single_step), "logp": -per_token * later},
-            options=self.options,
+        )
+        loss, statistics = linear_divergence_loss(
+            hidden_states, head, tokens, teacher, which, weights, options=self.options
         )
         means = ((per_token * statistics.divergence).sum(), -(per_token * statistics.logp).sum())
         return loss, DistillationMetrics(*means)
 
 
 def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_normalization: bool = True) -> Tensor:
-    """``R_t = sum_{u > t} gamma^(u - t - 1) r_u``, over the number of those tokens (MiniLLM, arXiv:2306.08543, eq. 5).
+    """``R_t = sum_{u > t} gamma^(u - t - 1) r_u``, 0 for the last token (MiniLLM, arXiv:2306.08543, eq. 5).
 
     Args:
-        rewards: ``[B, T]``, ``log q - log p`` of each token, 0 where the mask is false.
-        mask: ``[B, T]`` bool.
+        rewards, mask: ``[B, T]``: ``log q - log p`` of each token, 0 where the mask (bool) is false.
         gamma: discount.
         length_normalization: whether to divide by the number of later tokens.
-
-    Returns:
-        ``[B, T]``, 0 for the last token.
     """
     # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
     out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
-from liger_losses.chunked.losses.call_forms import read_pairs
-from liger_losses.chunked.losses.completions import CompletionLoss, Completions, Scored, wide_dtype
+from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
+
+# exp() of more than this overflows fp32.
+MAX_EXPONENT = 80.0
 
 
 class PreferenceMetrics(NamedTuple):
-    """What liger-kernel's preference losses return beside the loss, in its order; detached.
-
-    The mean logits are over tokens that carry loss.
-    """
+    """Detached, in liger-kernel's order; the mean logits are over tokens that carry loss."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -61,16 +60,10 @@ class Pairs:
         return self.rejected_logps - self.ref_rejected_logps
 
 
-def shared_length_weights(chosen: Tensor, rejected: Tensor, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``.
-
-    Args:
-        chosen, rejected: masks ``[B, T]``; T may differ.
-    """
-    shared = torch.minimum(chosen.sum(-1), rejected.sum(-1))[:, None]
-    one, alpha = torch.tensor([1.0, ld_alpha], dtype=wide_dtype(chosen.device), device=chosen.device)
-    first, second = (torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in (chosen, rejected))
-    return first, second
+def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """``-(1 - e) log sigmoid(x) - e log sigmoid(-x)``."""
+    loss = -(1 - label_smoothing) * F.logsigmoid(margin)
+    return loss - label_smoothing * F.logsigmoid(-margin) if label_smoothing else loss
 
 
 class PreferenceLoss(CompletionLoss):
@@ -79,20 +72,15 @@ class PreferenceLoss(CompletionLoss):
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
 
     Args:
-        ignore_index, beta, average_log_prob, use_ref_model, chunk_size, compiled: as in
-            :class:`liger_losses.chunked.losses.completions.CompletionLoss`; ``beta`` is the temperature of the
-            implicit reward (> 0).
+        ignore_index, average_log_prob, use_ref_model, chunk_size, compiled: as in
+            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+        beta: temperature of the implicit reward (> 0).
         alpha: weight of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add it.
         options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
     metrics = ("mean_logit",)
-    #: LD-DPO's weight of tokens beyond the pair's shared length; ``None`` for none.
-    ld_alpha: float | None = None
 
     def __init__(
         self,
@@ -130,20 +118,14 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
-    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """LD-DPO's weights."""
-        if self.ld_alpha is None:
-            return super().token_weights(masks)
-        return shared_length_weights(masks[0], masks[1], self.ld_alpha)
-
     def forward(  # type: ignore[override]
         self,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         _input: Any,
         target: Any,
         bias: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         *,
         ref_chosen_logps: Tensor | None = None,
@@ -157,30 +139,30 @@ class PreferenceLoss(CompletionLoss):
         - ``loss(weight, hidden_states, labels)``, liger-kernel's: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows first.
 
         Args:
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-            _input: chosen completions; or stacked hidden states.
-            target: rejected completions; or stacked labels.
-            bias: ``[V]``, for a weight without one of its own.
-            ref_input: the reference model's hidden states (stacked form).
+            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
+            _input, target: as in these forms.
             ref_weight, ref_bias: the reference model's ``lm_head``.
-            ref_chosen_logps, ref_rejected_logps: or its precomputed log-probabilities, ``[B]`` or per token (stacked
-                form).
+            ref_input, ref_chosen_logps, ref_rejected_logps: its hidden states, or its precomputed log-probabilities
+                ``[B]`` or per token (stacked form).
             nll_target: labels of the chosen completions (or of all; the first B rows count) for the negative
                 log-likelihood, if it is taken over other tokens than the preference.
 
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
-
-        Raises:
-            TypeError, ValueError: inputs that do not fit together, or a missing reference.
         """
         head = Head.of(lin_weight, bias, self.transform)
         batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps))
         batch = self.prepare(batch, ref_weight, ref_bias)
-        chosen_labels = batch.groups(batch.labels)[0]
-        nll_labels = chosen_labels if nll_target is None else self._nll_labels(nll_target, chosen_labels)
+        nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
         if nll_target is not None:
+            nll_labels = self.labels(nll_target)
+            nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
+            if nll_labels.shape != chosen_labels.shape:
+                raise ValueError(
+                    f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
+                    f"got {tuple(nll_target.shape)}."
+                )
             # Tokens that only the likelihood asks for are streamed along with the others.
             only_nll = nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll)
@@ -201,23 +183,7 @@ class PreferenceLoss(CompletionLoss):
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:
             loss = loss + self.alpha * chosen_nll
-        return self.result(loss.to(chosen_nll.dtype), pairs, self._metrics(pairs, sides))
-
-    @torch.no_grad()
-    def _metrics(self, pairs: Pairs, sides: Sequence[Scored]) -> PreferenceMetrics:
-        lengths = (pairs.chosen_lengths, pairs.rejected_lengths)
-        means = [
-            side.statistics.mean_logit.sum() / n.sum().clamp(min=1) for side, n in zip(sides, lengths, strict=True)
-        ]
-        values = (pairs.chosen_logps, pairs.rejected_logps, *means, pairs.chosen_nll, *self.rewards(pairs))
-        return PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
-
-    def _nll_labels(self, nll_target: Tensor, chosen_labels: Tensor) -> Tensor:
-        labels = self.labels(nll_target)
-        labels = labels[None] if labels.dim() == 1 else labels[: chosen_labels.shape[0]]
-        if labels.shape != chosen_labels.shape:
-            raise ValueError(
-                f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
-                f"got {tuple(nll_target.shape)}."
-            )
-        return labels
+        means = [side.statistics.mean_logit.sum() / side.mask.sum().clamp(min=1) for side in sides]
+        values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
+        metrics = PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
+        return self.result(loss.to(chosen_nll.dtype), pairs, metrics)

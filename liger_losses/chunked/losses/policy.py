@@ -1,7 +1,4 @@
-"""The GRPO family on the output of ``lm_head``. B completions, T tokens of the longest.
-
-The objectives are in :mod:`liger_losses.chunked.losses.policy_objectives`.
-"""
+"""The GRPO family on the output of ``lm_head``. B completions, T tokens of the longest."""
 
 from __future__ import annotations
 
@@ -10,21 +7,65 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
-from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
-from liger_losses.chunked.losses.completions import CompletionBatch, CompletionLoss
-from liger_losses.chunked.losses.policy_objectives import (
-    PolicyInputs,
-    PolicyOptions,
-    clip_fraction,
-    coupled_loss,
-    high_entropy_mask,
-    k3,
-    policy_terms,
-)
+from liger_losses.chunked.engine.processes import sum_over_processes
+from liger_losses.chunked.losses import policy_objectives as objectives
+from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
+
+
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that rises while entropy is at or below a target (arXiv:2505.22312).
+
+    Args:
+        coef: the initial coefficient.
+        target: nats per token.
+        low, high: bounds of the coefficient.
+        delta: what it changes by at every :meth:`step`.
+    """
+
+    def __init__(
+        self, coef: float = 0.0, *, target: float, low: float = 0.0, high: float = 1.0, delta: float = 0.005
+    ) -> None:
+        for name, value in {"coef": coef, "target": target, "low": low, "delta": delta}.items():
+            check_range(name, value, 0.0, math.inf)
+        check_range("high", high, low, math.inf)
+        self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
+        self.last_entropy = math.inf
+        self._window = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs; the loss that holds this saves it with its own."""
+        return {"value": self.value, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.value, self.last_entropy = state["value"], state["last_entropy"]
+
+    @property
+    def coef(self) -> float:
+        """The coefficient for the next batches: 0 while entropy is above the target, or not known yet."""
+        return self.value if self.last_entropy <= self.target else 0.0
+
+    def observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
+        """Add a batch to the window since the last step."""
+        batch = torch.stack([entropy_sum.detach().float(), tokens.float()])
+        self._window = self._window.to(batch.device) + batch
+
+    def step(self) -> None:
+        """Update the coefficient from the window's mean entropy over all processes; call it after optimizer steps."""
+        # All processes take part, including those without a batch.
+        total, tokens = sum_over_processes(self._window).tolist()
+        self._window = torch.zeros_like(self._window)
+        if not tokens:
+            return
+        self.last_entropy = total / tokens
+        change = self.delta if self.last_entropy <= self.target else -self.delta
+        self.value = min(max(self.value + change, self.low), self.high)
 
 
 class PolicyMetrics(NamedTuple):
@@ -35,35 +76,24 @@ class PolicyMetrics(NamedTuple):
 
 
 class PolicyMetricsWithoutKL(NamedTuple):
-    """The metrics for ``beta=0``, where there is no KL divergence."""
+    """:class:`PolicyMetrics` for ``beta=0``."""
 
     clip_ratio: Tensor
 
 
 class LigerFusedLinearGRPOLoss(CompletionLoss):
-    """GRPO and its variants: ``sum_t weight_t (-objective_t + beta kl_t) - entropy_coef * mean entropy``.
+    """GRPO and its variants: :func:`grpo_loss`, less ``entropy_coef * mean entropy``.
 
-    With ``r`` the importance ratio to the old policy (1, but differentiable, without one) and ``A`` the advantage. The
-    divergence from the reference is ``kl = exp(d) - d - 1``, ``d = log p_ref - log p`` (k3, joschu.net/blog/kl-approx).
     Losses in which every token's term depends on that token alone run in one pass. Ratios of whole completions,
     ``vespo``, and masks by entropy or by divergence take two, as they need all of a completion's tokens first.
 
     Args:
-        beta: weight of the divergence from the reference.
-        compiled, chunk_size, use_ref_model: as in :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
-        epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level, sapo_temperature_pos,
-            sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg,
-            vespo_lambda_neg, off_policy_mask_threshold: see
-            :class:`liger_losses.chunked.losses.policy_objectives.PolicyOptions`.
+        beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
         temperature: what logits are divided by.
         top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
             objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
-        options: as in :class:`liger_losses.ChunkedLoss`.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range; a ratio of whole completions with an
-            objective that is defined for tokens.
+        compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
     """
 
     def __init__(
@@ -105,22 +135,15 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     def check_options(self) -> None:
         super().check_options()
-        _ = self.policy  # checks itself when it is made
+        self.attributes_as(PolicyOptions)  # checks itself
         if self.shift:
-            raise ValueError(
-                "GRPO takes the hidden states that predict the completions, hidden_states[:, :-1] of the whole text, "
-                "beside their tokens: there is no shift."
-            )
+            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift.")
         if self.ignore_index >= 0:
             raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
-
-    @property
-    def policy(self) -> PolicyOptions:
-        """The options of :func:`liger_losses.functional.grpo_loss`."""
-        return PolicyOptions(**self.attributes_of(PolicyOptions))
 
     @property
     def needs_reference(self) -> str | None:
@@ -138,7 +161,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     def forward(  # type: ignore[override]
         self,
         _input: Tensor,
-        lin_weight: Tensor | nn.Module | Head,
+        lin_weight: AnyHead,
         selected_token_ids: Tensor,
         attention_mask: Tensor,
         advantages: Tensor,
@@ -146,7 +169,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -157,25 +180,17 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
         Args:
             _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
-            lin_weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
+            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
             selected_token_ids: ``[B, T]`` int64, the completions.
             attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values never matter.
             advantages: ``[B]``, or per token ``[B, T]``.
-            bias: ``[V]``, for a weight without one of its own.
-            ref_per_token_logps: ``[B, T]``, the reference's log-probabilities.
-            old_per_token_logps: ``[B, T]``, of the policy that the ratio is to; the current one by default.
-            ref_input, ref_weight, ref_bias: or the reference's hidden states and ``lm_head``.
-            vllm_is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
-            num_items_in_batch: completion tokens over all processes and accumulated batches, for losses that divide
-                by them; this batch's own by default.
-            sampling_per_token_logps: ``[B, T]``, the sampler's, for the off-policy mask; those of the old policy by
-                default. NaN if the sampler had none.
+            ref_input, ref_weight, ref_bias: the reference's hidden states and ``lm_head``, for ``ref_per_token_logps``.
+            ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
+                ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
+                :func:`grpo_loss`.
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
-
-        Raises:
-            TypeError, ValueError: shapes or dtypes that do not fit together, or a missing reference.
         """
         head = Head.of(lin_weight, bias, self.transform)
         mask = self._active(head, _input, selected_token_ids, attention_mask)
@@ -191,20 +206,19 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         tokens = batch.select(options)
         if self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
-        inputs = PolicyInputs.of(
-            self.policy,
-            mask,
-            advantages,
-            num_items_in_batch,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            sampling_per_token_logps=sampling_per_token_logps,
-            vllm_is_ratio=vllm_is_ratio,
-        )
+        others = {"old": old_per_token_logps, "ref": ref_per_token_logps, "sampling": sampling_per_token_logps}
+        policy = self.attributes_as(PolicyOptions)
+        inputs = PolicyInputs(policy, mask, advantages, others, vllm_is_ratio, num_items_in_batch)
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)
-        return loss.float(), self._metrics(logps, inputs)
+        # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
+        clip_ratio, ratio = clip_fraction(logps, inputs)
+        if not self.beta:
+            return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
+        kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps)
+        kl = kl * ratio if self.use_bias_correction_kl else kl
+        return loss.float(), PolicyMetrics(torch.where(mask, kl, 0.0).sum() / mask.sum().clamp(min=1), clip_ratio)
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask ``[B, T]`` as bool, if everything fits."""
@@ -216,21 +230,16 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 f"hidden state: got {tuple(token_ids.shape)} for hidden states {tuple(hidden.shape)}."
             )
         if attention_mask.shape != token_ids.shape:
-            raise ValueError(
-                f"attention_mask must be {tuple(token_ids.shape)}, as selected_token_ids, got "
-                f"{tuple(attention_mask.shape)}."
-            )
+            expected = f"attention_mask must be {tuple(token_ids.shape)}, as selected_token_ids"
+            raise ValueError(f"{expected}, got {tuple(attention_mask.shape)}.")
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
         # ignore_index is no token, whatever the mask says.
         return (attention_mask != 0) & (token_ids != self.ignore_index)
 
     @property
-    def _has_bonus(self) -> bool:
-        return isinstance(self.entropy_coef, AdaptiveEntropy) or self.entropy_coef != 0.0
-
-    @property
-    def _coef(self) -> float:
-        return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef
+    def _coef(self) -> float | None:
+        """The weight of the entropy bonus; ``None`` for losses without one."""
+        return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
 
     def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
@@ -240,33 +249,22 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
-        coef = self._coef / inputs.mask.sum().clamp(min=1) if self._has_bonus else None
+        coef = self._coef
+        entropy_weight = None if coef is None else coef / inputs.mask.sum().clamp(min=1)
+
+        def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
+            log_ratio = s.logp - given.get("old", s.logp.detach())
+            terms = policy_terms(log_ratio, s.logp, advantages, given.get("ref"), given.get("is_ratio"), inputs.options)
+            return weights * terms if entropy_weight is None else weights * terms - entropy_weight * s.entropy
+
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
-        given = {name: value for name, value in optional.items() if value is not None}
-
-        def token_loss(
-            s: Statistics,
-            labels: Tensor,
-            weights: Tensor,
-            advantages: Tensor,
-            old: Tensor | None = None,
-            ref: Tensor | None = None,
-            is_ratio: Tensor | None = None,
-        ) -> Tensor:
-            log_ratio = s.logp - (s.logp.detach() if old is None else old)
-            losses = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, inputs.options)
-            return losses if coef is None else losses - coef * s.entropy
-
+        token_inputs = {name: value for name, value in optional.items() if value is not None}
+        token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
+        names = ("logp",) if coef is None else ("logp", "entropy")
         loss, found = linear_token_loss(
-            hidden,
-            head,
-            tokens,
-            token_loss,
-            ("logp", "entropy") if self._has_bonus else ("logp",),
-            token_inputs={"weights": inputs.weights, "advantages": inputs.advantages, **given},
-            options=options,
+            hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
         )
-        if self._has_bonus:
+        if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum())
         return loss, found.logp
 
@@ -274,29 +272,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics."""
-        (found,) = linear_statistics(
-            [hidden],
-            head,
-            tokens,
-            ("logp", "entropy") if self._has_bonus else ("logp",),
-            metrics=("entropy",) if self.top_entropy_quantile < 1.0 else (),
-            options=options,
-        )
-        acting = inputs.mask
-        if self.top_entropy_quantile < 1.0:
-            acting = high_entropy_mask(found.entropy, acting, self.top_entropy_quantile)
-        loss = coupled_loss(found.logp, inputs, acting)
-        if self._has_bonus:
+        coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
+        names, metrics = ("logp",) if coef is None else ("logp", "entropy"), ("entropy",) if share < 1.0 else ()
+        (found,) = linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)
+        if share < 1.0:
+            acting = objectives.high_entropy_mask(found.entropy, acting, share)
+        loss = objectives.coupled_loss(found.logp, inputs, acting)
+        if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()
-            loss = loss - self._coef * total / count.clamp(min=1)
+            loss = loss - coef * total / count.clamp(min=1)
             self._observe(total, count)
         return loss, found.logp.detach()
-
-    @torch.no_grad()
-    def _metrics(self, logps: Tensor, inputs: PolicyInputs) -> PolicyMetrics | PolicyMetricsWithoutKL:
-        clip_ratio, ratio = clip_fraction(logps, inputs)
-        if not self.beta:
-            return PolicyMetricsWithoutKL(clip_ratio)
-        kl = torch.zeros_like(logps) if inputs.ref_logps is None else k3(inputs.ref_logps - logps)
-        kl = kl * ratio if self.use_bias_correction_kl else kl
-        return PolicyMetrics(torch.where(inputs.mask, kl, 0.0).sum() / inputs.mask.sum().clamp(min=1), clip_ratio)

@@ -1,9 +1,7 @@
 """Policy optimization as pure functions of log-probabilities: the GRPO family, PPO, RLOO, REINFORCE.
 
 B completions, T tokens of the longest. Every loss is ``sum_t weight_t (-objective_t + beta kl_t)`` over completion
-tokens, and a choice from three tables: how the importance ratio is taken (:data:`RATIOS`), the objective as a function
-of it (:data:`OBJECTIVES`), and what tokens are divided by (:data:`NORMALIZERS`). :data:`LOSS_TYPES` names the
-combinations.
+tokens, and a choice from the tables :data:`RATIOS`, :data:`OBJECTIVES` and :data:`NORMALIZERS`.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class PolicyOptions:
             non-negative advantages, and for negative ones.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range; a ratio of whole completions with an
-            objective that is defined for tokens.
+        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
     """
 
     loss_type: str = "dapo"
@@ -70,29 +67,28 @@ class PolicyOptions:
         not_negative = ("beta", "epsilon_low", "epsilon_high")
         for name in (*not_negative, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check_range(name, getattr(self, name), 0.0, math.inf)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", *([] if self.delta is None else ["delta"])):
             check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
-        if self.delta is not None:
-            check_range("delta", self.delta, 0.0, math.inf, open_low=True)
         if self.off_policy_mask_threshold is not None:
             check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
         if level != "token" and self.loss_type in ("cispo", "sapo", "vespo", "reinforce"):
-            raise ValueError(
-                f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's: leave "
-                f"importance_sampling_level at 'token', got {level!r}."
-            )
+            message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
+            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.loss_type == "dr_grpo" and (type(limit) is not int or limit < 1):
             raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {limit!r}.")
 
     @property
     def separable(self) -> bool:
         """Whether every token's loss depends on that token alone."""
-        level, threshold = self.importance_sampling_level, self.off_policy_mask_threshold
-        return level == "token" and self.loss_type != "vespo" and threshold is None
+        masks = self.off_policy_mask_threshold is not None
+        return self.importance_sampling_level == "token" and self.loss_type != "vespo" and not masks
 
 
-# --- How the importance ratio is taken: (log ratios of tokens [B, T], mask) to [B, T] or [B, 1] ----------------------
+def _lengths(mask: Tensor) -> Tensor:
+    return mask.sum(-1, keepdim=True).clamp(min=1)
 
+
+#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, mask) to ``[B, T]`` or ``[B, 1]``.
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio, mask: log_ratio,
     # the geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)
@@ -100,13 +96,6 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # the completion's own probability ratio: RLOO (arXiv:2402.14740)
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True),
 }
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    return mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-# --- The objectives: (log ratios, log-probabilities, advantages, options) to what is maximized -----------------------
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -123,27 +112,20 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     return torch.minimum(bounded * advantages, clipped * advantages)
 
 
-def _cispo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``detach(min(r, e_high)) A log p``: CISPO (arXiv:2506.13585, eq. 4)."""
-    return _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * advantages * logps
-
-
 def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
     """``4 / t sigmoid(t (r - 1)) A``, ``t`` by the advantage's sign: SAPO (arXiv:2511.20347)."""
     t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return torch.sigmoid(t * (_ratio(log_ratio) - 1)) * 4 / t * advantages
 
 
-def _score(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``A log p``: REINFORCE; VESPO multiplies its weights into the advantages."""
-    return advantages * logps
-
-
+#: What is maximized: from log ratios, log-probabilities, advantages and options.
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]] = {
     "clipped": _clipped,
-    "cispo": _cispo,
+    # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
+    "cispo": lambda log_ratio, logps, a, o: _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * a * logps,
     "sapo": _sapo,
-    "score": _score,
+    # A log p: REINFORCE; VESPO multiplies its weights into the advantages
+    "score": lambda log_ratio, logps, a, o: a * logps,
 }
 
 #: Where clipping removed an objective's gradient, for the metric: (ratios, advantages, options) to bool.
@@ -178,8 +160,7 @@ def vespo_weights(
     return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
-# --- What tokens are divided by: (mask [B, T], completions' token limit, items) to weights [B, T] --------------------
-
+#: What tokens are divided by: (mask ``[B, T]``, completions' token limit, items) to weights ``[B, T]``.
 NORMALIZERS: dict[str, Callable[[Tensor, int | None, Tensor], Tensor]] = {
     "sequence_mean": lambda mask, limit, items: mask / _lengths(mask) / max(len(mask), 1),
     "sequence_sum": lambda mask, limit, items: mask / max(len(mask), 1),
@@ -203,65 +184,39 @@ LOSS_TYPES = {
 }
 
 
-@dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``, 0 where the mask is false.
+    """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Args:
-        options: which loss.
-        mask: bool, true for completion tokens.
-        weights: of each token in the loss.
-        advantages: of each token.
-        old_logps, ref_logps, sampling_logps: log-probabilities under the policy that the ratio is to (the current one
-            by default), the reference, and the sampler (the old policy by default).
-        token_is_ratio: correction for a sampler with other probabilities.
-        is_ratio: the same as it was given, ``[B, 1]`` or ``[B, T]``.
+    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool,
+    ``logps`` has the log-probabilities ``old``, ``ref`` and ``sampling``; other arguments as in :func:`grpo_loss`.
     """
 
-    options: PolicyOptions
-    mask: Tensor
-    weights: Tensor
-    advantages: Tensor
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    token_is_ratio: Tensor | None = None
-    is_ratio: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
+        logps: dict[str, Tensor | None],
+        is_ratio: Tensor | None,
         num_items_in_batch: Tensor | float | None,
-        *,
-        old_per_token_logps: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        sampling_per_token_logps: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
-    ) -> PolicyInputs:
-        """Check shapes, drop what padding holds, which may be NaN, and compute the weights."""
-
+    ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
             return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
 
         check_tensor("advantages", advantages)
+        self.options, self.mask = options, mask
+        self.advantages = masked("advantages", advantages, column=True)
+        self.old_logps, self.ref_logps, self.sampling_logps = (
+            masked(f"{name}_per_token_logps", logps[name]) for name in ("old", "ref", "sampling")
+        )
+        self.token_is_ratio = masked("vllm_is_ratio", is_ratio, column=True)
+        # As it was given, [B, 1] or [B, T].
+        self.is_ratio = per_token("vllm_is_ratio", is_ratio, mask, column=True)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
         items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
-        return cls(
-            options,
-            mask,
-            NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items),
-            masked("advantages", advantages, column=True),
-            masked("old_per_token_logps", old_per_token_logps),
-            masked("ref_per_token_logps", ref_per_token_logps),
-            masked("sampling_per_token_logps", sampling_per_token_logps),
-            masked("vllm_is_ratio", vllm_is_ratio, column=True),
-            per_token("vllm_is_ratio", vllm_is_ratio, mask, column=True),
-        )
+        self.weights = NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""
@@ -269,11 +224,7 @@ class PolicyInputs:
 
 
 def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = False) -> Tensor | None:
-    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed.
-
-    Raises:
-        TypeError, ValueError: not a tensor, or of another shape or device.
-    """
+    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed."""
     if value is None:
         return None
     check_tensor(name, value)
@@ -289,32 +240,24 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(d) - d - 1``, ``d = log p_ref - log p``: an estimate of KL(p || p_ref) from samples of p.
+    """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
 
     It is unbiased and never negative (joschu.net/blog/kl-approx.html).
-
-    Args:
-        log_ratio: ``d``, any shape.
     """
     d = log_ratio.clamp(max=_MAX_EXPONENT)
     return torch.expm1(d) - d
 
 
 def policy_terms(
-    log_ratio: Tensor,
-    logps: Tensor,
-    advantages: Tensor,
-    ref_logps: Tensor | None,
-    is_ratio: Tensor | None,
-    o: PolicyOptions,
+    log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; arguments as in :func:`grpo_loss`."""
     objective = OBJECTIVES[LOSS_TYPES[o.loss_type][0]](log_ratio, logps, advantages, o)
     if is_ratio is not None and o.loss_type != "vespo":  # VESPO's weights include it
         objective = objective * is_ratio
-    if not o.beta or ref_logps is None:
+    if not o.beta or ref is None:
         return -objective
-    kl = k3(ref_logps - logps)
+    kl = k3(ref - logps)
     return o.beta * (kl * _ratio(log_ratio) if o.use_bias_correction_kl else kl) - objective
 
 
@@ -351,8 +294,8 @@ def grpo_loss(
     """GRPO and its variants: ``sum_t weight_t (-objective_t + beta kl_t)``.
 
     For ``loss_type="grpo"`` (arXiv:2402.03300, eq. 3), ``objective = min(r A, clip(r, 1 - e_low, 1 + e_high) A)`` with
-    ``r = exp(logp - old_logp)``, ``kl = exp(d) - d - 1`` with ``d = ref_logp - logp``, and the weights average over the
-    tokens of a completion, then over completions. :data:`LOSS_TYPES` has the others with their sources.
+    ``r = exp(logp - old_logp)``, ``kl`` is :func:`k3`, and the weights average over the tokens of a completion, then
+    over completions. :data:`LOSS_TYPES` has the others with their sources.
 
     Args:
         logps: ``[B, T]``, the policy's log-probability of each completion token.
@@ -363,7 +306,8 @@ def grpo_loss(
             unknown; for the off-policy mask).
         is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
         acting: ``[B, T]`` bool, tokens that have an objective (:func:`high_entropy_mask`); all by default.
-        num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: by default the tokens of all processes.
+        num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: completion tokens over all processes and
+            accumulated batches; this batch's by default.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
 
     Returns:
@@ -372,16 +316,8 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    inputs = PolicyInputs.of(
-        PolicyOptions(**options),
-        mask != 0,
-        advantages,
-        num_items_in_batch,
-        old_per_token_logps=old_logps,
-        ref_per_token_logps=ref_logps,
-        sampling_per_token_logps=sampling_logps,
-        vllm_is_ratio=is_ratio,
-    )
+    others = {"old": old_logps, "ref": ref_logps, "sampling": sampling_logps}
+    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, is_ratio, num_items_in_batch)
     return coupled_loss(logps, inputs, acting)
 
 
@@ -396,15 +332,20 @@ def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The tokens of highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
+    """The ``share`` of all processes' tokens that have the highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
 
     Args:
-        entropy: ``[B, T]``.
-        mask: ``[B, T]`` bool.
-        share: which share of the tokens of all processes, in (0, 1].
+        entropy, mask: ``[B, T]``; the mask is bool.
+        share: in (0, 1].
     """
     entropy = entropy.detach()
-    return mask & (entropy >= _quantile(entropy[mask], 1 - share))
+    values = gather_over_processes(entropy[mask])
+    if not values.numel():
+        return mask
+    # The quantile 1 - share; torch.quantile takes no more than 16 million values.
+    ordered, at = values.sort().values, (1 - share) * (values.numel() - 1)
+    low, high = math.floor(at), math.ceil(at)
+    return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
 
 
 def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
@@ -417,14 +358,3 @@ def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
             raise ValueError(f"num_items_in_batch must be one number, got {list(total.shape)}.")
         total = total.reshape(())
     return (total / world_size()).clamp(min=1)
-
-
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """Of all processes' values; infinite if there are none."""
-    values = gather_over_processes(values)
-    if not values.numel():
-        return values.new_tensor(math.inf)
-    # torch.quantile takes no more than 16 million values.
-    ordered, at = values.sort().values, share * (values.numel() - 1)
-    low, high = math.floor(at), math.ceil(at)
-    return torch.lerp(ordered[low], ordered[high], at - low)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.engine.processes import sum_over_processes
-from liger_losses.chunked.losses.call_forms import as_completions, batch_of, check_per_completion, read_unpaired
-from liger_losses.chunked.losses.completions import CompletionBatch, CompletionLoss, Scored
+from liger_losses.chunked.losses import call_forms
+from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,16 +40,13 @@ def unpaired_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_i f(s_i (reward_i - shift))`` of each completion, ``f`` from :data:`LOSSES`.
+    """``w_i f(s_i (reward_i - shift))`` of each completion, ``[B]``, with ``f`` from :data:`LOSSES`.
 
     Args:
         rewards: ``[B]``, ``beta * (log p - log p_ref)``.
         desirable: ``[B]`` bool: ``s = 1`` where true, ``-1`` elsewhere.
         shift: ``[]`` or ``[B]``, a constant that rewards are compared with.
         desirable_weight, undesirable_weight: the ``w`` of each kind.
-
-    Returns:
-        ``[B]``.
     """
     check_names([loss_type], LOSSES, "loss_type")
     losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
@@ -69,12 +67,8 @@ def kto_loss(
 
     Args:
         logps, ref_logps: ``[B]``, log-probabilities of completions under policy and reference.
-        desirable: ``[B]`` bool.
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
-        beta, desirable_weight, undesirable_weight: see :class:`LigerFusedLinearKTOLoss`.
-
-    Returns:
-        ``[B]``.
+        desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, as is the result.
     """
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
@@ -85,22 +79,13 @@ def bco_loss(
 ) -> Tensor:
     """BCO of each completion: ``-log sigmoid(s_i (beta (logp_i - ref_i) - shift))`` (arXiv:2404.04656, eq. 9).
 
-    Args:
-        logps, ref_logps: ``[B]``, log-probabilities of completions under policy and reference.
-        desirable: ``[B]`` bool.
-        shift: running mean of the rewards, constant.
-
-    Returns:
-        ``[B]``.
+    Arguments and result as in :func:`kto_loss`; ``shift`` is the running mean of the rewards, constant.
     """
     return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
 
 
 class UnpairedMetrics(NamedTuple):
-    """What liger-kernel's losses on single completions return beside the loss, in its order; detached sums over B.
-
-    The sums of logits are over tokens that carry loss.
-    """
+    """Detached sums over completions, in liger-kernel's order; those of logits are over tokens that carry loss."""
 
     chosen_logps_sum: Tensor
     rejected_logps_sum: Tensor
@@ -122,14 +107,13 @@ def mean_over_processes(values: Tensor) -> Tensor:
 
 
 class UnpairedPreferenceLoss(CompletionLoss):
-    """Base of losses on single completions; the module's docstring has the formula.
+    """Base of losses on single completions: the mean of :func:`unpaired_loss`.
 
     Args:
-        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size: as in
-            :class:`liger_losses.chunked.losses.completions.CompletionLoss`.
+        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
+            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
         loss_type: one of :attr:`loss_types`; the first by default.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
-        options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     metrics = ("mean_logit",)
@@ -158,81 +142,12 @@ class UnpairedPreferenceLoss(CompletionLoss):
         super().check_options()
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names([self.loss_type], self.loss_types, "loss_type")
-        check_range("desirable_weight", self.desirable_weight, 0.0, math.inf)
-        check_range("undesirable_weight", self.undesirable_weight, 0.0, math.inf)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
 
-    def reward_shift(self, rewards: Tensor) -> Tensor:
-        """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``."""
-        return torch.zeros_like(rewards[:1].sum())
-
-    def loss_of(
-        self,
-        batch: CompletionBatch,
-        desirable: Tensor,
-        shift: Callable[[Tensor], Tensor],
-        sample_weights: Tensor | None = None,
-    ) -> tuple[Tensor, UnpairedMetrics]:
-        """The loss of a prepared batch, and metrics; ``shift`` computes the shift from the detached rewards."""
-        groups, _ = self.score(batch, metrics=self.metrics)
-        logps, reference = _sequences(groups)
-        rewards = self.beta * (logps - reference)
-        losses = unpaired_loss(
-            rewards,
-            desirable,
-            shift(rewards.detach()),
-            loss_type=self.loss_type,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
-        if sample_weights is not None:
-            losses = losses * sample_weights.detach()
-        loss = losses.sum() / max(len(losses), 1)
-        with torch.no_grad():
-            logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * batch.head.vocab_size
-            metrics = UnpairedMetrics(
-                *(
-                    torch.where(mask, value.detach(), 0.0).sum().float()
-                    for value in (logps, logits, rewards)
-                    for mask in (desirable, ~desirable)
-                )
-            )
-        return loss.float(), metrics
-
-
-def _sequences(groups: list[Scored]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``[B]`` of all groups' completions under policy and reference."""
-    return torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
-
-
-def _per_completion(name: str, value: Any, count: int, head: Head) -> Tensor:
-    """A number or tensor, as a constant tensor ``[]`` or ``[count]``."""
-    if not isinstance(value, Tensor):
-        check_range(name, value, 0.0, math.inf)
-    value = torch.as_tensor(value, device=head.weight.device).detach()
-    value = value.to(torch.promote_types(value.dtype, torch.float32))
-    if value.numel() == 1:
-        return value.reshape(())
-    if value.shape != (count,):
-        raise ValueError(f"{name} must be one number or [{count}], one per completion, got {tuple(value.shape)}.")
-    return value
-
-
-class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
-    """KTO: ``mean_i w_i (1 - sigmoid(s_i beta (logratio_i - kl)))``, ``s_i = 1`` for desirable, ``-1`` for undesirable.
-
-    Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7. ``kl`` estimates the policy's KL divergence from the reference:
-    the mean log-ratio of completions that belong to other prompts, over all processes, clamped at 0; a constant for
-    the gradient. ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
-
-    Args:
-        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size: as in
-            :class:`liger_losses.chunked.losses.completions.CompletionLoss`; no reference by default.
-        loss_type: ``kto`` or ``apo_zero_unpaired``.
-        desirable_weight, undesirable_weight: ``w`` of each kind; see the paper's eq. 9 for unbalanced data.
-        options: as in :class:`liger_losses.ChunkedLoss`.
-    """
-
-    loss_types = ("kto", "apo_zero_unpaired")
+    def reward_shift(self, rewards: Tensor) -> Tensor | float:
+        """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
+        return 0.0
 
     def forward(  # type: ignore[override]
         self,
@@ -242,12 +157,13 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
         bias: Tensor | None = None,
         preference_labels: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None,
         *,
         ref_logps: Tensor | None = None,
         kl_completions: Any = None,
+        sample_weights: Tensor | None = None,
     ) -> tuple[Tensor, UnpairedMetrics]:
         """The loss of completions, in one of three forms.
 
@@ -257,76 +173,103 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
           ``[V, H]``, ``[B, T]``.
 
         Args:
-            _input: the weight (a tensor, a linear layer, or a :class:`liger_losses.Head`); or hidden states.
-            lin_weight: completions; or the weight.
-            target: undesirable completions; or labels.
-            bias: ``[V]``, for a weight without one of its own.
+            _input, lin_weight, target, bias: as in these forms and in :meth:`liger_losses.ChunkedLoss.forward`.
             preference_labels: ``[B]`` bool, true for desirable completions.
             ref_input, ref_logps: the reference's hidden states, or its log-probabilities (last form).
             ref_weight, ref_bias: the reference model's ``lm_head``.
-            kl: the KL divergence, one number or ``[B]``, at least 0; 0.0 for none.
+            kl: KTO's KL divergence, one number or ``[B]``, at least 0; 0.0 for none.
             kl_completions: completions that were put after other prompts, with their reference, to estimate it from.
+            sample_weights: ``[B]``, what completions' losses are multiplied by, desirable ones first if the two kinds
+                were given separately: density ratios of undesirable prompts, for example (BCO's section 4.3).
 
         Returns:
             The loss (0-dim, fp32) and :class:`UnpairedMetrics`.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; neither or both of ``kl`` and ``kl_completions``.
+            TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
-        batch, desirable = read_unpaired(
-            _input, lin_weight, target, preference_labels, bias, self.transform, (ref_input, ref_logps)
-        )
+        arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
+        batch, desirable = call_forms.read_unpaired(arguments, preference_labels, bias, self.transform, reference)
         batch = self.prepare(batch, ref_weight, ref_bias)
-        needs_kl = self.loss_type == "kto"
-        if needs_kl and (kl is None) == (kl_completions is None):
+        head, count = batch.head, len(desirable)
+        if self.loss_type == "kto" and (kl is None) == (kl_completions is None):
             raise ValueError(
                 "KTO compares rewards with the policy's divergence from the reference: give kl_completions= "
                 "(completions put after other prompts, with their reference) or kl= (a number; 0.0 for none), "
                 f"{'one of them' if kl is None else 'not both'}."
             )
-        if not needs_kl and not (kl is None and kl_completions is None):
+        if self.loss_type != "kto" and not (kl is None and kl_completions is None):
             raise ValueError(f"loss_type={self.loss_type!r} has no divergence term: leave out kl and kl_completions.")
-        divergence = None if kl is None else _per_completion("kl", kl, len(desirable), batch.head)
+        if sample_weights is not None:
+            call_forms.check_per_completion("sample_weights", sample_weights, count, head)
         if kl_completions is not None:
-            reference = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
-            divergence = self.divergence(batch.head, kl_completions, None, *reference)
-
-        def shift(rewards: Tensor) -> Tensor:
-            return self.reward_shift(rewards) if divergence is None else self.beta * divergence
-
-        return self.loss_of(batch, desirable, shift)
+            ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
+            kl = self.divergence(head, kl_completions, None, *ref_head)
+        elif kl is not None:
+            if not isinstance(kl, Tensor):
+                check_range("kl", kl, 0.0, math.inf)
+            kl = torch.as_tensor(kl, device=head.weight.device).detach()
+            if kl.numel() != 1 and kl.shape != (count,):
+                raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
+            kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
+        groups, _ = self.score(batch, metrics=self.metrics)
+        logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
+        logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
+        rewards = self.beta * (logps - ref)
+        shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        losses = unpaired_loss(rewards, desirable, shift, loss_type=self.loss_type, **weights)
+        if sample_weights is not None:
+            losses = losses * sample_weights.detach()
+        sums = [
+            torch.where(mask, value.detach(), 0.0).sum().float()
+            for value in (logps, logits, rewards)
+            for mask in (desirable, ~desirable)
+        ]
+        return (losses.sum() / max(count, 1)).float(), UnpairedMetrics(*sums)
 
     @torch.no_grad()
     def divergence(
         self,
-        weight: Tensor | nn.Module | Head,
+        weight: AnyHead,
         kl_completions: Any,
         bias: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
+        ref_weight: AnyHead | None = None,
         ref_bias: Tensor | None = None,
     ) -> Tensor:
         """``max(0, mean log-ratio)`` of completions that were put after other prompts, over all processes, 0-dim.
 
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
-        part = as_completions(kl_completions, "mismatched")
-        batch = batch_of(Head.of(weight, bias, self.transform), mismatched=part)
-        groups, _ = self.score(self.prepare(batch, ref_weight, ref_bias))
-        logps, reference = _sequences(groups)
-        return mean_over_processes(logps - reference).clamp(min=0)
+        head, completions = (
+            Head.of(weight, bias, self.transform),
+            call_forms.as_completions(kl_completions, "mismatched"),
+        )
+        batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
+        ((scored,), _) = self.score(batch)
+        return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
+
+
+class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
+    """KTO: the mean of :func:`kto_loss`, without a reference by default (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+    Rewards are compared with an estimate of the policy's KL divergence from the reference: the mean log-ratio of
+    completions that belong to other prompts, over all processes, clamped at 0; a constant for the gradient.
+    ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
+
+    Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
+    """
+
+    loss_types = ("kto", "apo_zero_unpaired")
 
 
 class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
-    """BCO: ``mean_i -w_i log sigmoid(s_i (beta logratio_i - shift))``, ``s_i = 1`` for desirable, ``-1`` for others.
+    """BCO: the mean of ``w_i`` times :func:`bco_loss`, with a reference by default (Jung et al., arXiv:2404.04656).
 
-    Jung et al. 2024, arXiv:2404.04656, eq. 9. ``shift`` is the running mean of the rewards: the mean of each training
-    batch, this one included, over all processes, counts once. It is a buffer that is saved with the module; in
-    evaluation (:meth:`torch.nn.Module.eval`) it is not updated. Activation checkpointing around the loss would run it
-    twice and count a batch twice: keep the loss outside.
-
-    Args:
-        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
-            :class:`LigerFusedLinearKTOLoss`.
+    ``shift`` is the running mean of the rewards: the mean of each training batch, this one included, over all
+    processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
+    it is not updated. Activation checkpointing around the loss would run it twice and count a batch twice: keep the
+    loss outside.
     """
 
     loss_types = ("bco",)
@@ -358,37 +301,3 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
             shift = torch.where(counts, shift + (mean - shift) / batches.clamp(min=1), shift).float()
             self.running_shift, self.batches = shift, batches
         return shift
-
-    def forward(  # type: ignore[override]
-        self,
-        _input: Any,
-        lin_weight: Any,
-        target: Any = None,
-        bias: Tensor | None = None,
-        preference_labels: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | nn.Module | Head | None = None,
-        ref_bias: Tensor | None = None,
-        *,
-        ref_logps: Tensor | None = None,
-        sample_weights: Tensor | None = None,
-    ) -> tuple[Tensor, UnpairedMetrics]:
-        """The loss of completions, in one of the three forms of :meth:`LigerFusedLinearKTOLoss.forward`.
-
-        Args:
-            _input, lin_weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, ref_logps: as in KTO.
-            sample_weights: ``[B]``, desirable completions first if the two kinds were given separately: density ratios
-                of undesirable prompts, for example (the paper's section 4.3).
-
-        Returns:
-            The loss (0-dim, fp32) and :class:`UnpairedMetrics`.
-
-        Raises:
-            TypeError, ValueError: inputs that do not fit together.
-        """
-        batch, desirable = read_unpaired(
-            _input, lin_weight, target, preference_labels, bias, self.transform, (ref_input, ref_logps)
-        )
-        if sample_weights is not None:
-            check_per_completion("sample_weights", sample_weights, len(desirable), batch.head)
-        return self.loss_of(self.prepare(batch, ref_weight, ref_bias), desirable, self.reward_shift, sample_weights)

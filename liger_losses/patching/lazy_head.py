@@ -39,9 +39,8 @@ class LazyLinear(nn.Linear):
     only_when_forced = False
 
     def forward(self, input: Tensor) -> Tensor:
-        lazy = _FORCED.get()
-        if not lazy and not self.only_when_forced:
-            lazy = torch.is_grad_enabled() and (self.training or input.requires_grad)
+        training = torch.is_grad_enabled() and (self.training or input.requires_grad)
+        lazy = _FORCED.get() or (training and not self.only_when_forced)
         return _lazy_forward(self, input) if lazy else super().forward(input)
 
 
@@ -52,6 +51,7 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
         return F.linear(hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
+    # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     return lazy_linear(hidden_states, weight, bias)
 
@@ -59,9 +59,9 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
 class _Gathered(torch.autograd.Function):
     """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
 
-    DeepSpeed gathers a module's weights for its forward and again for its backward, but lazy logits use them in
-    between, and no backward of the module runs. So backward gathers the weight again, and partitions it at its end
-    unless DeepSpeed has done so or a submodule (tied weights) uses it. DeepSpeed's parameters have a ``ds_id``.
+    DeepSpeed gathers a module's weights again for its backward, but lazy logits use them earlier, and no backward of
+    the module runs. So backward gathers the weight again, and partitions it at its end unless DeepSpeed has done so or
+    a submodule (tied weights) uses it.
     """
 
     @staticmethod
@@ -131,8 +131,9 @@ def make_head_lazy(
     """
     layers = _head_layers(model)
     if not layers:
-        absent = "the model has no output embedding (get_output_embeddings() gives none)"
-        return [Entry("", type(model).__name__, None, absent)]
+        return [
+            Entry("", type(model).__name__, None, "it has no output embedding (get_output_embeddings() gives none)")
+        ]
     entries = []
     for module in layers:
         if isinstance(module, LazyLinear) and (only_when_forced or not module.only_when_forced):
@@ -144,9 +145,8 @@ def make_head_lazy(
         if reason is None:
             module.__class__ = LazyLinear
             vars(module)["only_when_forced"] = only_when_forced
-            entries.append(Entry(path, "Linear", "LazyLinear"))
-        else:
-            entries.append(Entry(path, type(module).__name__, None, reason))
+        name, replaced_by = ("Linear", "LazyLinear") if reason is None else (type(module).__name__, None)
+        entries.append(Entry(path, name, replaced_by, reason or ""))
     return entries
 
 

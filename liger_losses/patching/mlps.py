@@ -122,8 +122,7 @@ class GatedMLP(Replacement):
     @classmethod
     def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
         """All submodules but the linear layers."""
-        linears = _linears(module)
-        parts = super().bypassed(module)
+        linears, parts = _linears(module), super().bypassed(module)
         return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
 
     @classmethod

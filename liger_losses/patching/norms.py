@@ -148,6 +148,7 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
         parameters = dict(copy.named_parameters())
         with probing.unchanged(name, copy):
             for size in _sizes(module):
+                # The larger the spike, the harder is the gradient of a gate that is applied before the norm.
                 inputs = [_rows(leading, size, dtype, generator, 100 if gate is None else 10)]
                 if gate is not None:
                     inputs.append(probing.random(inputs[0].shape, generator, dtype) * 3)
@@ -178,18 +179,13 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
 
 def _sizes(module: nn.Module) -> list[int]:
     """The parameters' size; without parameters, the sizes among the attributes, and any other."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return list(probing.shape_of(parameter))
+    sizes = [size for p in module._parameters.values() if p is not None for size in probing.shape_of(p)]
     lists = [value if isinstance(value, (tuple, list)) else [value] for value in vars(module).values()]
-    return [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]
+    return sizes[:1] or [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]
 
 
 def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:
-    """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry, the spike.
-
-    The larger the spike, the harder is the gradient of a gate that is applied before the norm.
-    """
+    """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry, the spike."""
     scales = torch.tensor(_SCALES).repeat(2)
     rows = probing.random((*leading, len(scales), size), generator) * scales[:, None]
     rows += 0.5 * scales[:, None]

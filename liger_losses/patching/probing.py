@@ -126,8 +126,7 @@ def observe(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """A function's output, and the gradients with respect to its inputs and to other leaves.
 
-    Raises:
-        Mismatch: it fails, returns no tensor, changes its inputs, or draws random numbers.
+    Raises Mismatch if it fails, returns no tensor, changes its inputs, or draws random numbers.
     """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     originals = [x.detach().clone() for x in inputs]
@@ -218,8 +217,7 @@ def first_match(
 ) -> _Candidate:
     """The first candidate that agrees in all cases; cases are taken from their iterator when they are needed.
 
-    Raises:
-        Mismatch: none agrees; the message is that of the one that agreed in the most cases.
+    If none agrees, the Mismatch is that of the one that agreed in the most cases.
     """
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:
@@ -243,8 +241,6 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.called: set[Any] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.called.add(func)
         return func(*args, **(kwargs or {}))

@@ -168,7 +168,7 @@ def release(model: int) -> None:
     for wrapper, (namespace, name, models) in list(_REPLACED.items()):
         models.discard(model)
         if not models:
-            del _REPLACED[wrapper]
+            _REPLACED.pop(wrapper, None)
             original = wrapper.__wrapped__
             if namespace.get(name) is wrapper:
                 namespace[name] = original

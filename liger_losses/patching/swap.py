@@ -32,11 +32,7 @@ class Replacement(Protocol):
 
     @classmethod
     def match(cls, module: nn.Module) -> Replacement:
-        """What a candidate computes, found by running copies of it.
-
-        Raises:
-            Mismatch: there is no kernel for it; the message says how the nearest one differs.
-        """
+        """What a candidate computes, found by running copies; or Mismatch, with how the nearest kernel differs."""
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:

@@ -31,9 +31,7 @@ def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
 
 
 #: Replaced besides, where the models are to have the kernels: the constructor of all trainers, and our fused heads.
-KERNELS = PatchPoint(
-    "kernels in the models", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels)
-)
+KERNELS = PatchPoint("kernels", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels))
 _HEADS = [replace(p, replacement=KERNELS.replacement) for p in PATCH_POINTS if p.name == "add_fused_lm_head"]
 
 
@@ -42,8 +40,7 @@ def enable(*, kernels: bool = False) -> None:
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
     experimental trainers CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
-    ``lm_head`` works. A second call changes nothing, except that it adds the kernels if it is the first to ask for
-    them.
+    ``lm_head`` works. A second call adds the kernels if it is the first to ask for them, and changes nothing else.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save

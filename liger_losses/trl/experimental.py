@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
-from liger_losses.patching.lazy import DeferredLogits, allow_materialization, deferred_logits
+from liger_losses.patching.lazy import DeferredLogits, allow_materialization
+from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence
 
@@ -40,12 +41,11 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
             model = getattr(self, role, None)
             changes = make_head_lazy(model) if isinstance(model, torch.nn.Module) else []
             reasons = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
-            if not reasons:
-                continue
             message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
-            if role == "model":
+            if reasons and role == "model":
                 raise TypeError(f"{message}: train it outside of liger_losses.trl.enable().")
-            warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
+            if reasons:
+                warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 
     return wrapped
 
@@ -101,9 +101,8 @@ def _deferred(logits: Tensor) -> DeferredLogits:
 
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
-    try:
-        deferred = _deferred(logits)
-    except NeedsLogits:
+    deferred = deferred_logits(logits)
+    if deferred is None or deferred.normalized:
         return TeacherLogits(logits)
     head = deferred.head
     return Teacher(deferred.hidden_states, head.weight, head.bias, head.transform.logit_scale, head.transform.softcap)
@@ -186,8 +185,7 @@ def topk_self_distillation(
 ) -> Any:
     """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the student's k most probable columns.
 
-    TRL's function would not materialize lazy logits either, but it would compute the gradients of the log-sum-exp and
-    of the columns separately.
+    TRL's function would not materialize lazy logits either, but take the gradients of log-sum-exp and columns apart.
     """
     student, teacher = _deferred(student_logits), _deferred(teacher_logits)
     labels = _masked_labels(student_logits)

@@ -21,7 +21,8 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits, deferred_logits
+from liger_losses.patching.lazy import DeferredLogits
+from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX
 
@@ -152,11 +153,7 @@ def _prepare_head(model: Any) -> list[Any]:
             f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
             "outside of liger_losses.trl.enable()."
         )
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    units: list[Any] = [module for module in model.get_output_embeddings().modules() if isinstance(module, FSDPModule)]
+    units = [unit for unit in model.get_output_embeddings().modules() if hasattr(unit, "set_reshard_after_forward")]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
     return units

@@ -72,9 +72,7 @@ class DeferredLogits:
 
     def with_step(self, step: Callable[[Tensor], Tensor], **transform: Any) -> DeferredLogits:
         """The logits after one more operation; ``transform`` holds the changed fields of the head's transform."""
-        head = self.head
-        if transform:
-            head = head.with_fields(transform=replace(head.transform, **transform))
+        head = self.head.with_fields(transform=replace(self.head.transform, **transform))
         return replace(self, steps=(*self.steps, step), head=head)
 
     def under_forward_autocast(self) -> torch.autocast:

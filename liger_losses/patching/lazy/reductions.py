@@ -33,17 +33,16 @@ def _single_dim(dim: Any) -> Any:
 def _cross_entropy(
     lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, **options: Any
 ) -> Any:
-    deferred, head = lazy.deferred, lazy.deferred.head
+    deferred = lazy.deferred
     deprecated = size_average is not None or options.pop("reduce", None) is not None
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if deprecated or not class_indices or lazy.dim() != 2 or deferred.normalized:
         return NotImplemented
-    transform = head.transform
-    loss_fn = LigerFusedLinearCrossEntropyLoss(
-        weight, softcap=transform.softcap, logit_scale=transform.logit_scale, **options
-    )
+    transform = deferred.head.transform
+    options.update(softcap=transform.softcap, logit_scale=transform.logit_scale)
+    loss_fn = LigerFusedLinearCrossEntropyLoss(weight, **options)
     with deferred.under_forward_autocast():
-        loss = loss_fn(head.weight, deferred.hidden_states, target, head.bias)
+        loss = loss_fn(deferred.head.weight, deferred.hidden_states, target, deferred.head.bias)
     return loss.to(lazy.dtype) if lazy.dtype == torch.float64 else loss
 
 

@@ -46,10 +46,9 @@ _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_
 
 
 def implements(*names: str) -> Callable[[Any], Any]:
-    """Register a function for operations of these names, be they called as method, function or operator.
+    """Register a function for operations of these names: methods, functions and operators.
 
-    The function takes the lazy logits and the operation's other arguments, and returns ``NotImplemented`` where the
-    values are needed after all.
+    It gets the operation's arguments, and returns ``NotImplemented`` where the values are needed after all.
     """
 
     def register(function: Any) -> Any:
@@ -172,9 +171,7 @@ class LazyLogits(Tensor):
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         first = args[0] if args else None
@@ -202,9 +199,7 @@ class LazyLogits(Tensor):
         return func(*_materialize_all(args), **_materialize_all(kwargs))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Operations that do not come through :meth:`__torch_function__`; autograd, above, knows their gradients."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (lazy,) = args
@@ -269,9 +264,7 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     """``F.linear``, lazily.
 
     Args:
-        hidden_states: ``[..., H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``.
+        hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would

@@ -105,7 +105,7 @@ def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     if deferred is None or deferred.normalized:
         return TeacherLogits(logits)
     head = deferred.head
-    return Teacher(deferred.hidden_states, head.weight, head.bias, head.transform.logit_scale, head.transform.softcap)
+    return Teacher(deferred.hidden_states, head)
 
 
 def _statistics(

@@ -122,43 +122,26 @@ def _say_what_to_pass(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Projection:
-    """``hidden_states @ weight.T``.
-
-    Args:
-        weight: ``[V, H]``.
-        operand_dtype: dtype that both operands of a product are cast to.
-        weight_chunk: rows of the weight that are cast at once; V when no cast is needed.
-    """
+    """Products with ``weight [V, H]`` in the operand dtype, to which ``weight_chunk`` of its rows are cast at once."""
 
     weight: Tensor
     operand_dtype: torch.dtype
     weight_chunk: int
 
     def weight_chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """``(first, last, weight[first:last])`` in the operand dtype, over vocabulary rows ``start`` to ``stop``."""
+        """``(first, last, weight[first:last])`` in the operand dtype, over the rows ``start`` to ``stop``."""
         for first in range(start, stop, self.weight_chunk):
             last = min(first + self.weight_chunk, stop)
             yield first, last, self.weight[first:last].to(self.operand_dtype)
 
     def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """``hidden @ weight[start:stop].T``.
-
-        Args:
-            out: ``[T, stop - start]``, fp32 or fp64.
-            hidden: ``[T, H]`` in the operand dtype.
-        """
+        """``out [T, C] = hidden @ weight[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
         for first, last, weight in self.weight_chunks(start, stop):
             matmul_into(out[:, first - start : last - start], hidden, weight.t())
         return out
 
     def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
-        """``grad @ weight[start : start + C]``: the gradient of the hidden states.
-
-        Args:
-            out: ``[T, H]``.
-            grad: ``[T, C]`` in the operand dtype.
-            accumulate: add to ``out`` instead of overwriting it.
-        """
+        """``out [T, H] = grad @ weight[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
         for first, last, weight in self.weight_chunks(start, start + grad.shape[1]):
             matmul_into(out, grad[:, first - start : last - start], weight, accumulate=accumulate or first > start)
         return out

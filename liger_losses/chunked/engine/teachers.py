@@ -139,10 +139,10 @@ class TeacherTopK:
         check_tensor("the teacher's logps", self.logps)
         check_tensor("the teacher's indices", self.indices)
         check_names([self.tail], TAILS, "tail")
-        if self.indices.dtype != torch.int64 or not self.logps.is_floating_point():
+        dtypes = self.logps.dtype, self.indices.dtype
+        if dtypes[1] != torch.int64 or not dtypes[0].is_floating_point:
             raise TypeError(
-                f"a sparse teacher has floating-point logps and int64 indices, got {self.logps.dtype} and "
-                f"{self.indices.dtype}."
+                "a sparse teacher has floating-point logps and int64 indices, got {} and {}.".format(*dtypes)
             )
         if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
             raise ValueError(

@@ -38,11 +38,9 @@ def _cross_entropy(
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if deprecated or not class_indices or lazy.dim() != 2 or deferred.normalized:
         return NotImplemented
-    transform = deferred.head.transform
-    options.update(softcap=transform.softcap, logit_scale=transform.logit_scale)
     loss_fn = LigerFusedLinearCrossEntropyLoss(weight, **options)
     with deferred.under_forward_autocast():
-        loss = loss_fn(deferred.head.weight, deferred.hidden_states, target, deferred.head.bias)
+        loss = loss_fn(deferred.head, deferred.hidden_states, target)
     return loss.to(lazy.dtype) if lazy.dtype == torch.float64 else loss
 
 

@@ -410,7 +410,7 @@ def test_a_teachers_head():
     head = Head(TEACHER_WEIGHT, BIAS, LogitTransform(1.0, 1.1, 3.0))
     made = teacher(head)
     assert made.head.transform == head.transform
-    assert (made.weight is TEACHER_WEIGHT, made.bias is BIAS) == (True, True)
+    assert (made.head.weight is TEACHER_WEIGHT, made.head.bias is BIAS) == (True, True)
     assert (made.logit_scale, made.softcap, made.vocab_size) == (1.1, 3.0, V)
     assert teacher(bias=BIAS).head.bias is BIAS
     with pytest.raises(ValueError, match="teacher's head has temperature 2"):

@@ -104,8 +104,7 @@ def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     deferred = deferred_logits(logits)
     if deferred is None or deferred.normalized:
         return TeacherLogits(logits)
-    head = deferred.head
-    return Teacher(deferred.hidden_states, head)
+    return Teacher(deferred.hidden_states, deferred.head)
 
 
 def _statistics(

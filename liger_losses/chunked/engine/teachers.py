@@ -27,33 +27,22 @@ class Teacher:
 
     Args:
         hidden_states: ``[..., Ht]``, one for each of the student's.
-        weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`; read
-            back, it is the tensor.
+        weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
         bias: ``[Vt]``, for a weight without one of its own.
         logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
-
-    Raises:
-        TypeError, ValueError: a module that is not a linear layer, or a bias, scale or soft-cap that is given twice.
     """
 
     hidden_states: Tensor
-    weight: Tensor
+    weight: Tensor | nn.Module | Head
     bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.weight, (nn.Module, Head)):
-            head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
-            fields = {"weight": head.weight, "bias": head.bias, "head": head}
-            transform = {"logit_scale": head.transform.logit_scale, "softcap": head.transform.softcap}
-            self.__dict__.update(fields | transform)
 
     @cached_property
     def head(self) -> Head:
         """The teacher's head, checked when it is first read."""
         try:
-            return Head(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+            return Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
             raise type(error)(f"of the teacher: {error}") from None
 

@@ -411,7 +411,7 @@ def test_a_teachers_head():
     made = teacher(head)
     assert made.head.transform == head.transform
     assert (made.head.weight is TEACHER_WEIGHT, made.head.bias is BIAS) == (True, True)
-    assert (made.logit_scale, made.softcap, made.vocab_size) == (1.1, 3.0, V)
+    assert made.vocab_size == V
     assert teacher(bias=BIAS).head.bias is BIAS
     with pytest.raises(ValueError, match="teacher's head has temperature 2"):
         distillation(LigerFusedLinearJSDLoss(), other=Head(TEACHER_WEIGHT, transform=LogitTransform(2.0)))

@@ -150,23 +150,10 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["rows", "programs"])
 def _backward_kernel(
-    grad_y,
-    grad_y_stride,
-    x,
-    x_stride,
-    weight,
-    mean,
-    rstd,
-    grad_x,
-    weight_sums,
-    bias_sums,
-    rows,
-    columns,
-    programs,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_y, grad_y_stride, x, x_stride, weight, mean, rstd, grad_x, weight_sums, bias_sums,
+    rows, columns, programs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program loops over tiles of rows and keeps its share of the vectors' gradients in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
     if weight is not None:

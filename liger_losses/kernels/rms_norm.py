@@ -283,25 +283,10 @@ def _backward_triton(
 
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x,
-    x_stride,
-    residual,
-    residual_stride,
-    gate,
-    gate_stride,
-    weight,
-    normalized,
-    y,
-    rstd,
-    rows,
-    columns,
-    eps,
-    offset,
-    GATE_FIRST: tl.constexpr,
-    CAST_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, x_stride, residual, residual_stride, gate, gate_stride, weight, normalized, y, rstd,
+    rows, columns, eps, offset,
+    GATE_FIRST: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One program per tile of rows. ``normalized`` is what is normalized: the sum with the residual, or ``x``."""
     r, c, inside = tile_indices(tl.program_id(0).to(tl.int64) * ROWS, rows, columns, ROWS, COLUMNS)
     u = load_tile(x, x_stride, r, c, inside)
@@ -337,28 +322,10 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["rows", "programs"])
 def _backward_kernel(
-    grad_y,
-    grad_y_stride,
-    grad_summed,
-    grad_summed_stride,
-    x,
-    x_stride,
-    gate,
-    gate_stride,
-    weight,
-    rstd,
-    grad_x,
-    grad_gate,
-    weight_sums,
-    rows,
-    columns,
-    programs,
-    offset,
-    GATE_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_y, grad_y_stride, grad_summed, grad_summed_stride, x, x_stride, gate, gate_stride,
+    weight, rstd, grad_x, grad_gate, weight_sums, rows, columns, programs, offset,
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program loops over tiles of rows and keeps its share of the weight's gradient in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
     if weight is not None:

@@ -176,19 +176,9 @@ def _rotate_triton(
 
 @jit
 def _rotate_heads(
-    x,
-    head_stride,
-    out,
-    out_head_stride,
-    heads,
-    angles,
-    rotated,
-    rest,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, head_stride, out, out_head_stride, heads, angles, rotated, rest,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """All heads of one token: ``y_1 = x_1 cos_1 + x_2 sin_1`` and ``y_2 = x_2 cos_2 + x_1 sin_2``."""
     cos_1, cos_2, sin_1, sin_2 = angles
     middle = rotated // 2
@@ -223,40 +213,13 @@ def _rotate_heads(
 
 @jit
 def _rotate_kernel(
-    q,
-    q_sequence,
-    q_token,
-    q_head,
-    q_out,
-    q_out_sequence,
-    q_out_token,
-    q_out_head,
-    k,
-    k_sequence,
-    k_token,
-    k_head,
-    k_out,
-    k_out_sequence,
-    k_out_token,
-    k_out_head,
-    cos,
-    cos_sequence,
-    cos_token,
-    sin,
-    sin_sequence,
-    sin_token,
-    tokens,
-    q_heads,
-    k_heads,
-    rotated,
-    rest,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    q, q_sequence, q_token, q_head, q_out, q_out_sequence, q_out_token, q_out_head,
+    k, k_sequence, k_token, k_head, k_out, k_out_sequence, k_out_token, k_out_head,
+    cos, cos_sequence, cos_token, sin, sin_sequence, sin_token,
+    tokens, q_heads, k_heads, rotated, rest,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """One program per token, which reads the token's angles once for all heads of q and k.
 
     ``q_sequence``, ``q_token`` and ``q_head`` are the strides of q from one sequence, token or head to the next.

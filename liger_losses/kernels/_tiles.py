@@ -57,7 +57,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
         "bias": epilogue.bias,
-        "transform": epilogue.for_kernel(),
+        "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": _TOKENS,
         "BLOCK_V": _COLUMNS,
         "BLOCK_H": depth,

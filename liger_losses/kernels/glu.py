@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.rows import as_output, as_rows, wide
+from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -25,11 +25,8 @@ _CONTIGUOUS = torch.contiguous_format
 class Formula(NamedTuple):
     """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
 
-    Attributes:
-        interleaved: whether gate and up alternate in one tensor; else they are two tensors, or halves of one.
-        activation: a key of :data:`~liger_losses.kernels.activations.ACTIVATIONS`.
-        limit, up_offset: as in the formula; no clamps if the limit is None.
-        alpha: silu's, in ``gate * sigmoid(alpha * gate)``.
+    ``interleaved``: whether gate and up alternate in one tensor; else they are two tensors, or halves of one. The
+    others are as in :func:`glu`.
     """
 
     interleaved: bool
@@ -118,7 +115,7 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Form
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be positive, or None for no clamp, got {limit}.")
     limit = None if limit is None else float(limit)
-    formula = formula._replace(limit=limit, alpha=float(alpha), up_offset=float(up_offset))
+    formula = Formula(formula.interleaved, activation, limit, float(alpha), float(up_offset))
     return formula, choose_backend(backend, (gate, up)) == "triton"
 
 
@@ -316,10 +313,7 @@ def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, blo
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
     if count * blocks:
-        arguments: list[Any] = []
-        for tensor in rows:
-            arguments += (None, 0) if tensor is None else (tensor, tensor.stride(0))
-        kernel[(count * blocks,)](*arguments, columns, blocks, *formula, BLOCK=block, num_warps=warps)
+        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, BLOCK=block, num_warps=warps)
 
 
 @jit

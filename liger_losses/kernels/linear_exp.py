@@ -268,7 +268,7 @@ def _scales_kernel(
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
-    if transform is not None:
+    if transform.factor is not None:
         s *= transform.factor
         at_label = transform_gradient(at_label, row_logp + row_lse, transform)
     tl.store(scale_out + row, s)
@@ -320,16 +320,17 @@ def _exponentials_kernel(
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
             x = left if half == 0 else right
-            z = x if transform is None else transform_block(x, bias, columns, columns < vocab_size, transform)
+            z = x
+            if bias is not None or transform.factor is not None:
+                z = transform_block(x, bias, columns, columns < vocab_size, transform)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
-            if transform is not None:  # noqa: SIM102, likewise
-                if transform.cap is not None:
-                    tanh = z / transform.cap
-                    e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
+            if transform.cap is not None:
+                tanh = z / transform.cap
+                e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x
             if out is not None:

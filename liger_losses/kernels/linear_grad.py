@@ -108,7 +108,7 @@ def _linear_gradient_kernel(
             columns = start + tl.arange(0, BLOCK_V // 2)
             inside = columns < vocab_size
             z = left if half == 0 else right
-            if transform is not None:
+            if bias is not None or transform.factor is not None:
                 z = transform_block(z, bias, columns, inside, transform)
             grad = gradient_block(z, columns, inside, row_lse, label, class_weight, coefficients, values, transform)
             store_tile(out, out_stride, grad, rows, columns, first_row, start, tokens, vocab_size)

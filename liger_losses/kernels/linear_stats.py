@@ -117,7 +117,7 @@ def _linear_statistics_kernel(
             BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         inside = columns < vocab_size
-        if transform is not None:
+        if bias is not None or transform.factor is not None:
             z = transform_block(z, bias, columns, inside, transform)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
         state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)

@@ -6,6 +6,7 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,13 +136,7 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: 
 
 
 def _rotate_triton(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    layout: Layout,
-    inverse: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
 ) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     # empty_like keeps the layout of dense inputs, so that attention reads the strides that it would have read.
@@ -157,20 +152,12 @@ def _rotate_triton(
         for x in (cos, sin):
             arguments += x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
         _rotate_kernel[(sequences * tokens,)](
-            *arguments,
-            tokens,
-            q.shape[heads],
-            k.shape[heads],
-            rotated,
-            size - rotated,
-            layout.interleaved,
-            inverse,
+            *arguments, tokens, q.shape[heads], k.shape[heads], rotated, size - rotated,
+            layout.interleaved, inverse,
             min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
-            min(power_of_two(k.shape[heads]), max(1, _TILE // half)),
-            half,
-            power_of_two(size - rotated),
+            min(power_of_two(k.shape[heads]), max(1, _TILE // half)), half, power_of_two(size - rotated),
             num_warps=_WARPS,
-        )
+        )  # fmt: skip
     return q_out, k_out
 
 

@@ -66,16 +66,11 @@ class GatedRMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        gate_first: bool = False,
-        multiply: str = "cast_first",
-        **factory: Any,
+        self, hidden_size: int, eps: float = 1e-6, gate_first: bool = False, multiply: str = "cast_first", **kwargs: Any
     ) -> None:
         super().__init__()
         self.hidden_size, self.eps, self.gate_first, self.multiply = hidden_size, eps, gate_first, multiply
-        self.weight = nn.Parameter(torch.ones(hidden_size, **factory))
+        self.weight = nn.Parameter(torch.ones(hidden_size, **kwargs))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self.eps, gate_first=self.gate_first, multiply=self.multiply)

@@ -5,34 +5,27 @@ N tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl, warn_once
+from liger_losses.kernels.logit_transform import Epilogue
+
+#: Tokens, columns of the vocabulary and hidden dimensions of a tile; warps and pipeline stages of a program.
+_TOKENS, _COLUMNS, _DEPTH, _WARPS, _STAGES = 128, 256, 64, 8, 3
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Sizes of one program's tile, and how programs share a multiprocessor.
+class Tiles(NamedTuple):
+    """How many tiles cover the tokens, how many the vocabulary, how many programs run at a time, and the arguments
+    and launch options that every kernel over tiles of ``hidden @ weight.T`` takes."""
 
-    Args:
-        tokens, columns, depth: tokens, columns of the vocabulary and hidden dimensions of a tile.
-        group: row tiles that walk the vocabulary together, so that the cache serves each part of the head to all.
-        programs: programs per multiprocessor.
-        warps, stages: warps and pipeline stages of one program.
-    """
-
-    tokens: int
-    columns: int
-    depth: int
-    group: int
+    row_tiles: int
+    column_tiles: int
     programs: int
-    warps: int
-    stages: int
+    arguments: dict[str, Any]
 
 
 def processors(device: torch.device) -> int:
@@ -40,49 +33,42 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def tile_counts(hidden: Tensor, weight: Tensor, tiling: Tiling) -> tuple[int, int, int]:
-    """How many tiles cover the tokens, how many the vocabulary, and how many programs run at a time."""
-    programs = tiling.programs * processors(hidden.device)
-    return -(-len(hidden) // tiling.tokens), -(-len(weight) // tiling.columns), programs
-
-
 def with_contiguous_rows(matrix: Tensor) -> Tensor:
     """The matrix, copied only if its columns are not adjacent."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def product_arguments(hidden: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
-    """The operands, sizes and launch options that every kernel over tiles of ``hidden @ weight.T`` takes.
+def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> Tiles:
+    """The launch over ``hidden @ weight.T``; ``out`` is what :func:`store_tile` writes, in halves of tiles.
 
-    The tensor memory accelerator (Hopper and later) loads matrices with 16-byte aligned rows, as descriptors, whose
-    stride is ``None``; others are pointers.
+    The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
+    descriptors, whose stride is ``None``; others are pointers.
     """
-    tma = has_tma(hidden.device) and all(aligned(operand) for operand in (hidden, weight))
+    accelerated = has_tma(hidden.device)
+    tma = accelerated and aligned(hidden) and aligned(weight)
     # Devices without it have less shared memory.
-    depth = tiling.depth if tma else tiling.depth // 2
-    return {
-        "hidden": descriptor(hidden, tiling.tokens, depth) if tma else hidden,
-        "weight": descriptor(weight, tiling.columns, depth) if tma else weight,
+    depth = _DEPTH if tma else _DEPTH // 2
+    arguments = {
+        "hidden": descriptor(hidden, _TOKENS, depth) if tma else hidden,
+        "weight": descriptor(weight, _COLUMNS, depth) if tma else weight,
         "hidden_stride": None if tma else hidden.stride(0),
         "weight_stride": None if tma else weight.stride(0),
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
-        "BLOCK_N": tiling.tokens,
-        "BLOCK_V": tiling.columns,
+        "bias": epilogue.bias,
+        "transform": epilogue.transform.for_kernel(),
+        "BLOCK_N": _TOKENS,
+        "BLOCK_V": _COLUMNS,
         "BLOCK_H": depth,
-        "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
+        "num_warps": _WARPS,
+        "num_stages": _STAGES,
     }
-
-
-def output_arguments(out: Tensor | None, tiling: Tiling) -> dict[str, Any]:
-    """``out`` and ``out_stride`` as :func:`store_tile` takes them, for halves of tiles; both ``None`` without one."""
-    if out is None:
-        return {"out": None, "out_stride": None}
-    if has_tma(out.device) and aligned(out):
-        return {"out": descriptor(out, tiling.tokens, tiling.columns // 2), "out_stride": None}
-    return {"out": out, "out_stride": out.stride(0)}
+    if out is not None and accelerated and aligned(out):
+        arguments["out"] = descriptor(out, _TOKENS, _COLUMNS // 2)
+    elif out is not None:
+        arguments.update(out=out, out_stride=out.stride(0))
+    return Tiles(-(-len(hidden) // _TOKENS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
 
 
 def aligned(matrix: Tensor) -> bool:
@@ -163,7 +149,7 @@ def split_tile(z, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
 
 @jit
 def store_tile(out, out_stride, value, rows, columns, first_row, first_column, tokens, vocab_size):
-    """Store a tile whose rows and columns begin at ``first_row`` and ``first_column``; see :func:`output_arguments`."""
+    """Store a tile whose rows and columns begin at ``first_row`` and ``first_column``; see :func:`tiles_of`."""
     if out_stride is None:
         out.store([first_row, first_column], value.to(out.dtype))
     else:

@@ -46,9 +46,6 @@ def choose_backend(
 ) -> str:
     """``triton`` for tensors on a GPU that it supports, else ``torch``; an explicit choice decides first.
 
-    Signature for logits that do not exist yet:
-    ``choose_backend(backend, [(device, dtype)], dtypes=LOGIT_DTYPES)``.
-
     Args:
         backend: the caller's choice; ``None`` for that of the environment variable :data:`BACKEND_VARIABLE`.
         operands: the floating-point inputs, or ``(device, dtype)`` of tensors that do not exist yet. The first one's
@@ -76,7 +73,8 @@ def choose_backend(
         unsupported_reason = "triton is not installed"
     for device, dtype in present:
         if dtype not in dtypes:
-            unsupported_reason = f"it computes in fp32, from {_names(dtypes)}, and one of the tensors is {dtype}"
+            names = ", ".join(str(supported).removeprefix("torch.") for supported in dtypes)
+            unsupported_reason = f"it computes in fp32, from {names}, and one of the tensors is {dtype}"
             warns = dtypes is not LOGIT_DTYPES
         elif not (device.type == "cuda" or INTERPRETED):
             unsupported_reason = f"it needs a GPU, and one of the tensors is on {device}"
@@ -89,10 +87,6 @@ def choose_backend(
     if warns:
         warn_once(f"A slower torch kernel runs instead of a Triton kernel: {unsupported_reason}.")
     return "torch"
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 _NOTHING = nullcontext()

@@ -45,7 +45,7 @@ class Logits(NamedTuple):
 
     def for_kernel(self) -> Side:
         """The argument of the kernels."""
-        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.for_kernel())
+        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
 
     def log_probs(self) -> Tensor:
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
@@ -98,17 +98,12 @@ def divergence_into(
         ``value``.
     """
     if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
-        _divergence_triton(value, student, teacher, divergence, out, coefficients, labels)
+        _divergence_triton(value, [student, teacher], divergence, out, coefficients or Coefficients(value), labels)
         return value
     for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
-        grad = _divergence_torch(
-            value[rows],
-            student.rows(rows),
-            teacher.rows(rows),
-            divergence,
-            None if out is None or coefficients is None else coefficients.rows(rows),
-            None if labels is None else labels[rows],
-        )
+        part = None if out is None or coefficients is None else coefficients.rows(rows)
+        row_labels = None if labels is None else labels[rows]
+        value[rows], grad = _divergence_torch(student.rows(rows), teacher.rows(rows), divergence, part, row_labels)
         if out is not None and grad is not None:
             out[rows].copy_(grad)
         del grad  # its memory is free before the next slice's temporaries are allocated
@@ -116,34 +111,30 @@ def divergence_into(
 
 
 def _divergence_torch(
-    value: Tensor,
-    student: Logits,
-    teacher: Logits,
-    divergence: Divergence,
-    coefficients: Coefficients | None,
-    labels: Tensor | None,
-) -> Tensor | None:
-    """The reference implementation: the gradient ``[R, V]`` if there are coefficients."""
+    student: Logits, teacher: Logits, divergence: Divergence, coefficients: Coefficients | None, labels: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The reference implementation: the divergences ``[R]``, and the gradient ``[R, V]`` if there are coefficients."""
     log_p, transform = student.log_probs(), student.epilogue.transform
     if divergence.form == "cosine":
         f, grad = cosine_terms(student.logits(), teacher.logits())
     else:
         f, h = terms(divergence, log_p, teacher.log_probs())
         grad = h.addcmul_(log_p.exp(), h.sum(1, keepdim=True), value=-1.0)
-    value.copy_(f.sum(1))
+    value = f.sum(1)
     if coefficients is None:
-        return None
-    grad.mul_(coefficients.divergence[:, None])
-    if coefficients.hard_p is not None:
-        assert coefficients.hard_lse is not None
-        assert coefficients.hard_label is not None
+        return value, None
+    coef, hard_p, hard_label, hard_lse = coefficients
+    grad.mul_(coef[:, None])
+    if hard_p is not None:
+        assert hard_label is not None
+        assert hard_lse is not None
         assert labels is not None
         # The same logits at temperature 1, and their gradients in units of this temperature.
-        hard = (log_p + student.lse[:, None]).mul_(transform.temperature).sub_(coefficients.hard_lse[:, None]).exp_()
-        grad.addcmul_(hard, coefficients.hard_p[:, None], value=transform.temperature)
-        at_label = grad.gather(1, labels[:, None]) + coefficients.hard_label[:, None] * transform.temperature
+        hard = (log_p + student.lse[:, None]).mul_(transform.temperature).sub_(hard_lse[:, None]).exp_()
+        grad.addcmul_(hard, hard_p[:, None], value=transform.temperature)
+        at_label = grad.gather(1, labels[:, None]) + hard_label[:, None] * transform.temperature
         grad.scatter_(1, labels[:, None], at_label)
-    return transform.chain_(grad, student.logits())
+    return value, transform.chain_(grad, student.logits())
 
 
 class Side(NamedTuple):
@@ -152,7 +143,7 @@ class Side(NamedTuple):
     projected: Tensor
     stride: int
     bias: Tensor | None
-    transform: KernelTransform | None
+    transform: KernelTransform
 
 
 class KernelSeries(NamedTuple):
@@ -183,45 +174,23 @@ _BLOCK, _WARPS = 2048, 8
 
 
 def _divergence_triton(
-    value: Tensor,
-    student: Logits,
-    teacher: Logits,
-    divergence: Divergence,
-    out: Tensor | None,
-    coefficients: Coefficients | None,
-    labels: Tensor | None,
+    value: Tensor, models: list[Logits], divergence: Divergence, out: Tensor | None, c: Coefficients, labels: Any
 ) -> None:
+    student, teacher = models
     rows, columns = student.projected.shape
     if not rows:
         return
-    coef, *hard = coefficients or Coefficients(value)
     common: tuple[Any, ...] = (
-        value,
-        student.for_kernel(),
-        teacher.for_kernel(),
-        out,
-        0 if out is None else out.stride(0),
-        columns,
-        coef.contiguous(),
-        labels,
-        *hard,
-        float(student.epilogue.transform.temperature),
-    )
-    block = min(_BLOCK, triton.next_power_of_2(columns))
+        value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
+        c.divergence.contiguous(), labels, *c[1:], float(student.epilogue.transform.temperature),
+    )  # fmt: skip
+    launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
     if divergence.form == "cosine":
-        _cosine_kernel[(rows,)](*common, BLOCK=block, num_warps=_WARPS)
+        _cosine_kernel[(rows,)](*common, **launch)
         return
-    form = FORMS[divergence.form]
-    _divergence_kernel[(rows,)](
-        *common,
-        student.lse,
-        teacher.lse,
-        _series_argument(divergence, value.device),
-        FORM=form.triton,
-        BALANCED=form.balanced,
-        BLOCK=block,
-        num_warps=_WARPS,
-    )
+    form, series = FORMS[divergence.form], _series_argument(divergence, value.device)
+    lses = student.lse, teacher.lse
+    _divergence_kernel[(rows,)](*common, *lses, series, FORM=form.triton, BALANCED=form.balanced, **launch)
 
 
 @jit
@@ -231,9 +200,9 @@ def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
     inside = at < columns
     s = tl.load(student.projected + row * student.stride + at, mask=inside, other=0.0)
     t = tl.load(teacher.projected + row * teacher.stride + at, mask=inside, other=0.0)
-    if student.transform is not None:
+    if student.bias is not None or student.transform.factor is not None:
         s = transform_block(s, student.bias, at, inside, student.transform)
-    if teacher.transform is not None:
+    if teacher.bias is not None or teacher.transform.factor is not None:
         t = transform_block(t, teacher.bias, at, inside, teacher.transform)
     return at, inside, s, t
 
@@ -261,14 +230,14 @@ def _terms(s, t, inside, s_lse, t_lse, series, FORM: tl.constexpr):
 
 
 @jit
-def _store_gradient(out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, transform):
+def _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, transform):
     """Add a hard loss's gradient to that with respect to the student's logits s; store it by its projections."""
+    hard_p, hard_label, hard_lse = hard
     if hard_p is not None:
         p1 = tl.exp(s * temperature - tl.load(hard_lse + row))
         at_label = at == tl.load(labels + row).to(tl.int32)
-        hard = p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0)
-        grad += temperature * hard
-    if transform is not None:
+        grad += temperature * (p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0))
+    if transform.factor is not None:
         grad = transform_gradient(grad, s, transform)
     tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
@@ -305,6 +274,7 @@ def _divergence_kernel(
         out += row * out_stride
         total = tl.sum(h_sum, 0)
         row_coef = tl.load(coef + row)
+        hard = (hard_p, hard_label, hard_lse)
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
             log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
@@ -313,9 +283,7 @@ def _divergence_kernel(
                 grad = row_coef * h
             else:
                 grad = row_coef * (h - tl.exp(log_p) * total)
-            _store_gradient(
-                out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, student.transform
-            )
+            _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, student.transform)
     tl.store(value + row, tl.sum(f_sum, 0))
 
 
@@ -345,11 +313,10 @@ def _cosine_kernel(
     if out is not None:
         out += row * out_stride
         row_coef = tl.load(coef + row)
+        hard = (hard_p, hard_label, hard_lse)
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             unit = s * s_scale
             grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
-            _store_gradient(
-                out, grad, s, at, inside, row, labels, hard_p, hard_label, hard_lse, temperature, student.transform
-            )
+            _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, student.transform)
     tl.store(value + row, total)

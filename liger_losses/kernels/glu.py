@@ -15,20 +15,18 @@ from torch import Tensor
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.rows import as_output, as_rows, wide
+from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
+_CONTIGUOUS = torch.contiguous_format
 
 
 class Formula(NamedTuple):
     """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
 
-    Attributes:
-        interleaved: whether gate and up alternate in one tensor; else they are two tensors, or halves of one.
-        activation: a key of :data:`~liger_losses.kernels.activations.ACTIVATIONS`.
-        limit, up_offset: as in the formula; no clamps if the limit is None.
-        alpha: silu's, in ``gate * sigmoid(alpha * gate)``.
+    ``interleaved``: whether gate and up alternate in one tensor; else they are two tensors, or halves of one. The
+    others are as in :func:`glu`.
     """
 
     interleaved: bool
@@ -38,8 +36,7 @@ class Formula(NamedTuple):
     up_offset: float
 
 
-# What backward writes: grad_gate, grad_up (None if there is no up) and the product (None if it is not needed).
-_Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+_How = tuple[Formula, bool]  # the bool: whether Triton runs
 
 
 def glu(
@@ -74,8 +71,7 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    formula = _formula(False, activation, limit, alpha, up_offset)
-    return _GLU.apply(gate, up, formula, _checked(gate, up, backend))
+    return _GLU.apply(gate, up, _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset)))
 
 
 def glu_fused(
@@ -101,20 +97,17 @@ def glu_fused(
     Raises:
         ValueError: as in :func:`glu`, or the last dimension is odd.
     """
-    formula = _formula(interleaved, activation, limit, alpha, up_offset)
-    return _GLU.apply(gate_up, None, formula, _checked(gate_up, None, backend))
+    formula = Formula(interleaved, activation, limit, alpha, up_offset)
+    return _GLU.apply(gate_up, None, _checked(gate_up, None, backend, formula))
 
 
-def _checked(gate: Tensor, up: Tensor | None, backend: str | None) -> bool:
-    """Whether Triton runs; raise ValueError if the shapes do not fit. If ``up`` is None, ``gate`` holds both."""
+def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
+    """Raise ValueError if the arguments do not fit. Here and below, ``gate`` holds both if ``up`` is None."""
+    _, activation, limit, alpha, up_offset = formula
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
     if up is not None and gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
-    return choose_backend(backend, (gate, up)) == "triton"
-
-
-def _formula(interleaved: bool, activation: str, limit: float | None, alpha: float, up_offset: float) -> Formula:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
     if alpha != 1.0 and activation != "silu":
@@ -122,44 +115,56 @@ def _formula(interleaved: bool, activation: str, limit: float | None, alpha: flo
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be positive, or None for no clamp, got {limit}.")
     limit = None if limit is None else float(limit)
-    return Formula(interleaved, activation, limit, float(alpha), float(up_offset))
+    formula = Formula(formula.interleaved, activation, limit, float(alpha), float(up_offset))
+    return formula, choose_backend(backend, (gate, up)) == "triton"
 
 
 class _GLU(torch.autograd.Function):
-    """If ``up`` is None, ``gate`` holds both."""
-
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.formula, ctx.on_triton = formula, on_triton
-        return _product_of(gate, up, formula, on_triton)
+        ctx.how = how
+        return _product_of(gate, up, *how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *_gradients(ctx, grad, *ctx.saved_tensors), None, None
+        gate, up = ctx.saved_tensors
+        return *_gradients(grad, gate, up, torch.empty_like(gate, memory_format=_CONTIGUOUS), None, *ctx.how), None
 
 
 def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
+    if up is None:
+        gate, up = _halves(gate, formula, on_triton)
     with device_of(gate):
         return (_forward_triton if on_triton else _forward_torch)(gate, up, formula)
 
 
 def _gradients(
-    ctx: Any,
     grad: Tensor,
     gate: Tensor,
     up: Tensor | None,
-    grad_gate: Tensor | None = None,
-    product: Tensor | None = None,
+    out: Tensor,
+    product: Tensor | None,
+    formula: Formula,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of gate and up, the former written to ``grad_gate`` and the product to ``product`` if given."""
-    if grad_gate is None:
-        grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    grad_up = None if up is None else torch.empty_like(up, memory_format=torch.contiguous_format)
-    backward = _backward_triton if ctx.on_triton else _backward_torch
-    backward(grad, gate, up, (grad_gate, grad_up, product), ctx.formula)
-    return grad_gate, grad_up
+    """The gradients of gate, written to ``out``, and up; the product is written to ``product`` if given."""
+    grad_up = None if up is None else torch.empty_like(up, memory_format=_CONTIGUOUS)
+    if up is None or grad_up is None:
+        inputs, outputs = _halves(gate, formula, on_triton), _halves(out, formula, on_triton)
+    else:
+        inputs, outputs = (gate, up), (out, grad_up)
+    (_backward_triton if on_triton else _backward_torch)(grad, *inputs, *outputs, product, formula)
+    return out, grad_up
+
+
+def _halves(gate_up: Tensor, formula: Formula, on_triton: bool) -> tuple[Tensor, Tensor]:
+    """Views of gate and up; the whole tensor twice if they are interleaved, which Triton's kernels read themselves."""
+    if formula.interleaved:
+        return (gate_up, gate_up) if on_triton else (gate_up[..., ::2], gate_up[..., 1::2])
+    middle = gate_up.shape[-1] // 2
+    return gate_up[..., :middle], gate_up[..., middle:]
 
 
 def glu_linear(
@@ -193,19 +198,18 @@ def glu_linear(
     Raises:
         ValueError: as in :func:`glu` and :func:`glu_fused`.
     """
-    formula = _formula(interleaved, activation, limit, alpha, up_offset)
-    on_triton = _checked(gate, up, backend)
+    how = _checked(gate, up, backend, Formula(interleaved and up is None, activation, limit, alpha, up_offset))
     cast = autocast_dtype(gate.device)
     dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
     needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
     one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
     if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
         # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
-        return F.linear(_GLU.apply(gate, up, formula, on_triton), weight, bias)
+        return F.linear(_GLU.apply(gate, up, how), weight, bias)
     if cast is not None:
         weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
     gate, up = _SavedFirst.apply(gate, up, weight)
-    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, formula, on_triton)
+    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, how)
 
 
 class _SavedFirst(torch.autograd.Function):
@@ -227,58 +231,37 @@ class _SavedFirst(torch.autograd.Function):
 
 
 class _GLULinear(torch.autograd.Function):
-    """If ``up`` is None, ``gate`` holds both. ``saved_first`` is the graph node of :class:`_SavedFirst`."""
+    """``saved_first`` is the graph node of :class:`_SavedFirst`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        saved_first: Any,
-        gate: Tensor,
-        up: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        formula: Formula,
-        on_triton: bool,
+        ctx: Any, saved_first: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
-        ctx.saved_first, ctx.formula, ctx.on_triton = saved_first, formula, on_triton
-        return F.linear(_product_of(gate, up, formula, on_triton), weight, bias)
+        ctx.saved_first, ctx.how = saved_first, how
+        return F.linear(_product_of(gate, up, *how), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up, weight = ctx.saved_first.saved_tensors
-        _, needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        _, needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_product = grad @ weight
         # Nothing else uses grad_product, and each entry is read before the gate's gradient is written to its place.
         reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
+        out = grad_product if reusable else torch.empty_like(gate, memory_format=_CONTIGUOUS)
         product = torch.empty_like(grad_product) if needs_weight else None
-        grad_gate, grad_up = _gradients(ctx, grad_product, gate, up, grad_product if reusable else None, product)
+        grad_gate, grad_up = _gradients(grad_product, gate, up, out, product, *ctx.how)
         rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            None,
-            grad_gate if needs_gate else None,
-            grad_up if needs_up else None,
-            None if product is None else rows.t() @ product.view(-1, product.shape[-1]),
-            rows.sum(0) if needs_bias else None,
-            None,
-            None,
-        )
-
-
-def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return gate_up[..., ::2], gate_up[..., 1::2]
-    middle = gate_up.shape[-1] // 2
-    return gate_up[..., :middle], gate_up[..., middle:]
+        grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
+        grad_bias = rows.sum(0) if needs_bias else None
+        return None, grad_gate if needs_gate else None, grad_up if needs_up else None, grad_weight, grad_bias, None
 
 
 # --- Torch ------------------------------------------------------------------------------------------------------------
 
 
-def _forward_torch(gate: Tensor, up: Tensor | None, formula: Formula) -> Tensor:
+def _forward_torch(gate: Tensor, up: Tensor, formula: Formula) -> Tensor:
     """Reference implementation: eager PyTorch in the inputs' dtype."""
-    if up is None:
-        gate, up = _halves(gate, formula.interleaved)
     gate, up = _clamp(gate, up, formula.limit)
     if formula.up_offset:
         up = up + formula.up_offset
@@ -289,14 +272,12 @@ def _clamp(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tenso
     return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
-def _backward_torch(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
-    """Reference implementation: writes the outputs."""
-    grad_gate, grad_up, product = outputs
+def _backward_torch(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, product: Tensor | None, formula: Formula
+) -> None:
+    """Reference implementation: writes both gradients and, if given, the product."""
     if product is not None:
         product.copy_(_forward_torch(gate, up, formula))
-    if up is None or grad_up is None:
-        gate, up = _halves(gate, formula.interleaved)
-        grad_gate, grad_up = _halves(grad_gate, formula.interleaved)
     activation, limit, g = ACTIVATIONS[formula.activation], formula.limit, wide(grad)
     clamped_gate, clamped_up = _clamp(wide(gate), wide(up), limit)
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
@@ -311,22 +292,16 @@ def _backward_torch(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Out
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def _forward_triton(gate: Tensor, up: Tensor | None, formula: Formula) -> Tensor:
-    if up is None:
-        out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
-        gate, up = (gate, gate) if formula.interleaved else _halves(gate, False)
-    else:
-        out = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+def _forward_triton(gate: Tensor, up: Tensor, formula: Formula) -> Tensor:
+    columns = gate.shape[-1] // (2 if formula.interleaved else 1)
+    out = gate.new_empty(*gate.shape[:-1], columns, dtype=torch.promote_types(gate.dtype, up.dtype))
     _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
     return out
 
 
-def _backward_triton(grad: Tensor, gate: Tensor, up: Tensor | None, outputs: _Outputs, formula: Formula) -> None:
-    grad_gate, grad_up, product = outputs
-    if up is None:
-        gate, up = (gate, gate) if formula.interleaved else _halves(gate, False)
-        grad_gate, grad_up = (grad_gate, grad_gate) if formula.interleaved else _halves(grad_gate, False)
-    _launch(_backward_kernel, (grad, gate, up, grad_gate, grad_up, product), formula, *_BACKWARD_BLOCK)
+def _backward_triton(*arguments: Any) -> None:
+    *tensors, formula = arguments
+    _launch(_backward_kernel, tensors, formula, *_BACKWARD_BLOCK)
 
 
 def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int) -> None:
@@ -338,10 +313,7 @@ def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, blo
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
     if count * blocks:
-        arguments: list[Any] = []
-        for tensor in rows:
-            arguments += (None, 0) if tensor is None else (tensor, tensor.stride(0))
-        kernel[(count * blocks,)](*arguments, columns, blocks, *formula, BLOCK=block, num_warps=warps)
+        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, BLOCK=block, num_warps=warps)
 
 
 @jit
@@ -391,21 +363,10 @@ def _product(
 
 @jit(do_not_specialize=["blocks"])
 def _forward_kernel(
-    out,
-    out_stride,
-    gate,
-    gate_stride,
-    up,
-    up_stride,
-    columns,
-    blocks,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, out_stride, gate, gate_stride, up, up_stride, columns, blocks,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per block of a row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
@@ -417,27 +378,11 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["blocks"])
 def _backward_kernel(
-    grad,
-    grad_stride,
-    gate,
-    gate_stride,
-    up,
-    up_stride,
-    grad_gate,
-    grad_gate_stride,
-    grad_up,
-    grad_up_stride,
-    product,
-    product_stride,
-    columns,
-    blocks,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, grad_stride, gate, gate_stride, up, up_stride,
+    grad_gate, grad_gate_stride, grad_up, grad_up_stride, product, product_stride, columns, blocks,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per block of a row. A value beyond the limit passes no gradient to what was clamped."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK

@@ -14,12 +14,7 @@ from liger_losses.kernels.logit_transform import Epilogue, transform_block
 
 
 def label_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    epilogue: Epilogue = Epilogue(),
-    *,
-    backend: str = "torch",
+    hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
 ) -> Tensor:
     """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
 
@@ -40,17 +35,10 @@ def label_logits(
     out = torch.empty(len(labels), device=hidden.device)
     if len(labels):
         _label_logits_kernel[(len(labels),)](
-            out,
-            hidden,
-            weight,
-            hidden.stride(0),
-            weight.stride(0),
-            bias,
-            labels,
-            hidden.shape[1],
-            epilogue.for_kernel(),
+            out, hidden, weight, hidden.stride(0), weight.stride(0),
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel(),
             BLOCK=1024,
-        )
+        )  # fmt: skip
     return out
 
 
@@ -116,19 +104,10 @@ def add_to_label_rows_(
         source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
-            grad_weight,
-            grad_weight.stride(0),
-            ordered,
-            source,
-            coef[order],
-            hidden,
-            hidden.stride(0),
-            len(labels),
-            past_end,
-            hidden.shape[1],
-            BLOCK=block,
-            AT_ONCE=4,
-        )
+            grad_weight, grad_weight.stride(0), ordered, source, coef[order], hidden, hidden.stride(0),
+            len(labels), past_end, hidden.shape[1],
+            BLOCK=block, AT_ONCE=4,
+        )  # fmt: skip
     return grad_weight
 
 
@@ -147,7 +126,7 @@ def _label_logits_kernel(
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
         products += h * w
     logit = tl.sum(products, 0)
-    if transform is not None:
+    if bias is not None or transform.factor is not None:
         logit = transform_block(logit, bias, label, True, transform)
     tl.store(out + row, logit)
 

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
+from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
-    check_vector,
+    choose_row_backend,
     launch_backward,
     launch_forward,
     load_tile,
     load_vector,
     store_partial_sum,
     tile_indices,
-    unsupported_row_length,
     wide,
 )
 
@@ -58,12 +57,9 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
-    check_vector("weight", weight, x)
-    check_vector("bias", bias, x)
     if autocast_dtype(x.device) is not None and x.dtype != torch.float64:
         x = x.float()
-    backend = choose_backend(backend, (x, weight, bias), unsupported_reason=unsupported_row_length(x.shape[-1]))
-    return _LayerNorm.apply(x, weight, bias, eps, backend == "triton")
+    return _LayerNorm.apply(x, weight, bias, eps, choose_row_backend(backend, (x,), weight=weight, bias=bias))
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -116,7 +112,7 @@ def _backward_torch(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _G
 
 def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape)
-    mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, (eps,))
+    mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, eps)
     return y, mean, rstd
 
 
@@ -124,7 +120,7 @@ def _backward_triton(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _
     x, weight, mean, rstd = saved
     grad_x = x.new_empty(x.shape)
     others = (mean, rstd, grad_x)
-    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), (weight,), others, vector_dtypes, ())
+    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), (weight,), others, vector_dtypes)
     return grad_x, grad_weight, grad_bias
 
 
@@ -150,23 +146,10 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["rows", "programs"])
 def _backward_kernel(
-    grad_y,
-    grad_y_stride,
-    x,
-    x_stride,
-    weight,
-    mean,
-    rstd,
-    grad_x,
-    weight_sums,
-    bias_sums,
-    rows,
-    columns,
-    programs,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_y, grad_y_stride, x, x_stride, weight, mean, rstd, grad_x, weight_sums, bias_sums,
+    rows, columns, programs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program loops over tiles of rows and keeps its share of the vectors' gradients in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
     if weight is not None:

@@ -18,23 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import (
-    Tiling,
-    output_arguments,
-    processors,
-    product_arguments,
-    project_tile,
-    split_tile,
-    store_tile,
-    tile_counts,
-    with_contiguous_rows,
-)
+from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_stats import partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
 
-_TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
+#: About how many row tiles walk the vocabulary together, so that the cache serves each part of the head to all of them.
+_GROUP = 8
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -86,26 +77,36 @@ def linear_exponentials(
     """
     statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
-        for target, value in zip(
-            statistics, _exponentials_torch(hidden, weight, labels, out, epilogue, projections), strict=True
-        ):
+        values = _exponentials_torch(hidden, weight, labels, out, epilogue, projections)
+        for target, value in zip(statistics, values, strict=True):
             target.copy_(value)
         return statistics
-    hidden = with_contiguous_rows(hidden)
+    hidden, tokens = with_contiguous_rows(hidden), len(hidden)
     label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
-    if not len(hidden):
+    if not tokens:
         return statistics
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
+    group = _group(row_tiles)
+    lanes = max(1, min(programs // group, column_tiles))
+    partial = torch.empty(lanes, tokens, device=hidden.device)
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
-    run = _Run(hidden, weight, labels, epilogue, label_logit, statistics, needed)
-    run.launch(out, projections, again=False)
+    arguments |= {"labels": labels, "partial": partial, "group": group, "lanes": lanes, "PROJECTIONS": projections}
+    by_row = (triton.cdiv(tokens, 128),)
+
+    def launch(offset: Tensor, only_if: Tensor | None, limit: float | None) -> None:
+        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=only_if)
+        _row_statistics_kernel[by_row](
+            partial, label_logit, *statistics, needed, lanes, tokens, limit, BLOCK=128, LANES=32
+        )
+
+    launch(label_logit, None, _LARGEST_SUM)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
     sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
-    splits = triton.next_power_of_2(processors(hidden.device))  # an upper bound that does not depend on N
-    _offsets_kernel[(triton.cdiv(len(hidden), 128),)](
-        needed, statistics.offset, sums, sums.shape[1], len(hidden), BLOCK=128, SPLITS=splits
-    )
-    # Projections do not depend on the offset: they are not written again.
-    run.launch(None if projections else out, projections, again=True)
+    splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
+    _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
+    if projections:  # they do not depend on the offset, and are not written again
+        arguments |= {"out": None, "out_stride": None}
+    launch(statistics.offset, needed, None)
     return statistics
 
 
@@ -152,18 +153,10 @@ def gradient_scales(
     hidden = None if hidden is None else with_contiguous_rows(hidden)
     if len(scale):
         _scales_kernel[(len(scale),)](
-            scale,
-            at_label,
-            scaled,
-            hidden,
-            0 if hidden is None else hidden.stride(0),
-            0 if hidden is None else hidden.shape[1],
-            p_coef.contiguous(),
-            label_coef.contiguous(),
-            *found,
-            transform.for_kernel(),
+            scale, at_label, scaled, hidden, *((0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])),
+            p_coef.contiguous(), label_coef.contiguous(), *found, transform.for_kernel(),
             BLOCK=1024,
-        )
+        )  # fmt: skip
     return scale, at_label, scaled
 
 
@@ -190,46 +183,10 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
 
 
-class _Run(NamedTuple):
-    """The inputs of the kernels' first run, and of the second, which happens only if the device sets ``needed``."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    epilogue: Epilogue
-    label_logit: Tensor
-    statistics: Exponentials
-    needed: Tensor
-
-    def launch(self, out: Tensor | None, projections: bool, again: bool) -> None:
-        """Exponentials and statistics, from the label's logit as offset, or ``again`` from ``statistics.offset``."""
-        tokens, (row_tiles, column_tiles, programs) = len(self.hidden), tile_counts(self.hidden, self.weight, _TILING)
-        group = _group(row_tiles)
-        lanes = max(1, min(programs // group, column_tiles))
-        partial = torch.empty(lanes, tokens, device=self.hidden.device)
-        _exponentials_kernel[(lanes * group,)](
-            **product_arguments(self.hidden, self.weight, _TILING),
-            **output_arguments(out, _TILING),
-            bias=self.epilogue.bias,
-            labels=self.labels,
-            offset=self.statistics.offset if again else self.label_logit,
-            partial=partial,
-            needed=self.needed if again else None,
-            group=group,
-            lanes=lanes,
-            transform=self.epilogue.for_kernel(),
-            PROJECTIONS=projections,
-        )
-        limit = None if again else _LARGEST_SUM
-        _row_statistics_kernel[(triton.cdiv(tokens, 128),)](
-            partial, self.label_logit, *self.statistics, self.needed, lanes, tokens, limit, BLOCK=128, LANES=32
-        )
-
-
 def _group(row_tiles: int) -> int:
-    """Row tiles that walk the vocabulary together: about the tiling's number, in groups as even as possible."""
-    sizes = range(min(row_tiles, _TILING.group // 2 + 1), min(row_tiles, 2 * _TILING.group) + 1)
-    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _TILING.group)), default=1)
+    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible."""
+    sizes = range(min(row_tiles, _GROUP // 2 + 1), min(row_tiles, 2 * _GROUP) + 1)
+    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)), default=1)
 
 
 @jit
@@ -311,7 +268,7 @@ def _scales_kernel(
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
-    if transform is not None:
+    if transform.factor is not None:
         s *= transform.factor
         at_label = transform_gradient(at_label, row_logp + row_lse, transform)
     tl.store(scale_out + row, s)
@@ -330,8 +287,9 @@ def _scales_kernel(
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    out, out_stride, bias, labels, offset, partial, needed, group, lanes, transform,
+    bias, labels, offset, partial, needed, group, lanes, transform,
     PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
 
@@ -362,16 +320,17 @@ def _exponentials_kernel(
             start = first_column + half * (BLOCK_V // 2)
             columns = start + tl.arange(0, BLOCK_V // 2)
             x = left if half == 0 else right
-            z = x if transform is None else transform_block(x, bias, columns, columns < vocab_size, transform)
+            z = x
+            if bias is not None or transform.factor is not None:
+                z = transform_block(x, bias, columns, columns < vocab_size, transform)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
-            if transform is not None:  # noqa: SIM102, likewise
-                if transform.cap is not None:
-                    tanh = z / transform.cap
-                    e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
+            if transform.cap is not None:
+                tanh = z / transform.cap
+                e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x
             if out is not None:

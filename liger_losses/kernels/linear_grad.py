@@ -8,14 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
-    Tiling,
-    output_arguments,
-    product_arguments,
     project_tile,
     split_tile,
     store_tile,
-    tile_counts,
     tile_position,
+    tiles_of,
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl
@@ -28,7 +25,8 @@ from liger_losses.kernels.softmax_grad import (
     softmax_gradient_into,
 )
 
-_TILING = Tiling(tokens=128, columns=256, depth=64, group=8, programs=1, warps=8, stages=3)
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
+_GROUP = 8
 
 
 def linear_softmax_gradient_into(
@@ -60,35 +58,18 @@ def linear_softmax_gradient_into(
     if backend == "torch":
         projected = hidden.float() @ weight.float().t()
         return softmax_gradient_into(
-            out,
-            projected,
-            lse,
-            labels,
-            coefficients,
-            epilogue,
-            first_column=first_column,
-            vocab_size=vocab_size,
-            backend=backend,
-        )
+            out, projected, lse, labels, coefficients, epilogue,
+            first_column=first_column, vocab_size=vocab_size, backend=backend,
+        )  # fmt: skip
     if not len(hidden):
         return out
-    hidden = with_contiguous_rows(hidden)
-    row_tiles, column_tiles, programs = tile_counts(hidden, weight, _TILING)
+    row_tiles, column_tiles, programs, arguments = tiles_of(with_contiguous_rows(hidden), weight, epilogue, out)
     programs = min(programs, row_tiles * column_tiles)
+    vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
     _linear_gradient_kernel[(programs,)](
-        **product_arguments(hidden, weight, _TILING),
-        **output_arguments(out, _TILING),
-        lse=lse,
-        labels=labels,
-        bias=epilogue.bias,
-        class_weight=epilogue.class_weight,
-        **coefficients.contiguous()._asdict(),
-        first_column=first_column,
-        inverse_vocab_size=1.0 / vocab_size,
-        programs=programs,
-        transform=epilogue.for_kernel(),
-        GROUP=_TILING.group,
-    )
+        **arguments, **vectors, **coefficients.contiguous()._asdict(),
+        first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs, GROUP=_GROUP,
+    )  # fmt: skip
     return out
 
 
@@ -98,10 +79,11 @@ def linear_softmax_gradient_into(
 )
 def _linear_gradient_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    out, out_stride, lse, labels, bias, class_weight,
+    lse, labels, bias, class_weight,
     p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef,
     first_column, inverse_vocab_size, programs, transform,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs, which take and store each tile's gradient in two halves."""
     row_tiles = tl.cdiv(tokens, BLOCK_N)
@@ -126,7 +108,7 @@ def _linear_gradient_kernel(
             columns = start + tl.arange(0, BLOCK_V // 2)
             inside = columns < vocab_size
             z = left if half == 0 else right
-            if transform is not None:
+            if bias is not None or transform.factor is not None:
                 z = transform_block(z, bias, columns, inside, transform)
             grad = gradient_block(z, columns, inside, row_lse, label, class_weight, coefficients, values, transform)
             store_tile(out, out_stride, grad, rows, columns, first_row, start, tokens, vocab_size)

@@ -8,21 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import (
-    Tiling,
-    product_arguments,
-    project_tile,
-    tile_counts,
-    tile_position,
-    with_contiguous_rows,
-)
+from liger_losses.kernels._tiles import project_tile, tile_position, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, transform_block
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.online_softmax import PARTIAL_SUMS, Sums, combine, online_start, online_step, store_sums
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
-_TILING = Tiling(tokens=128, columns=256, depth=64, group=16, programs=1, warps=8, stages=3)
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
+_GROUP = 16
 #: Tokens of one launch, which bounds the memory of the splits' sums (8 MiB of 8 splits).
 _MAX_TOKENS = 32768
 
@@ -80,23 +74,14 @@ def partial_sums(
     """
     sums = Sums.needed(names, epilogue.class_weight)
     tokens = len(hidden)
-    row_tiles, column_tiles, programs = tile_counts(hidden, weight, _TILING)
-    group = max(1, min(row_tiles, _TILING.group))
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue)
+    group = max(1, min(row_tiles, _GROUP))
     splits = max(1, min(programs // group, column_tiles))
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
-        _linear_statistics_kernel[(row_tiles * splits,)](
-            **product_arguments(hidden, weight, _TILING),
-            labels=labels,
-            bias=epilogue.bias,
-            class_weight=epilogue.class_weight,
-            partial=partial,
-            needed=needed,
-            splits=splits,
-            group=group,
-            transform=epilogue.for_kernel(),
-            sums=sums,
-        )
+        own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
+        sizes = {"splits": splits, "group": group, "sums": sums}
+        _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
     return partial
 
 
@@ -132,7 +117,7 @@ def _linear_statistics_kernel(
             BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         inside = columns < vocab_size
-        if transform is not None:
+        if bias is not None or transform.factor is not None:
             z = transform_block(z, bias, columns, inside, transform)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
         state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)

@@ -72,10 +72,10 @@ class LogitTransform:
             grad.mul_(self.factor)
         return grad
 
-    def for_kernel(self) -> KernelTransform | None:
-        """The transform as a kernel argument; ``None`` where it changes nothing."""
+    def for_kernel(self) -> KernelTransform:
+        """The transform as a kernel argument."""
         if self.softcap is None:
-            return KernelTransform(float(self.factor), None) if self.factor != 1.0 else None
+            return KernelTransform(None if self.factor == 1.0 else float(self.factor), None)
         return KernelTransform(float(self.factor), float(self.softcap / self.temperature))
 
 
@@ -101,14 +101,11 @@ class Epilogue(NamedTuple):
         """Logits ``[R, C]``; the projections themselves where there is nothing to do."""
         return self.transform(projected, self.bias)
 
-    def for_kernel(self) -> KernelTransform | None:
-        """The transform as a kernel argument; ``None`` where projections are logits, without a bias too."""
-        transform = self.transform.for_kernel()
-        return KernelTransform(None, None) if transform is None and self.bias is not None else transform
-
 
 class KernelTransform(NamedTuple):
     """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
+
+    Kernels ask what is ``None`` in it: Triton 3.6 cannot compare a tuple that holds ``None``.
 
     Args:
         factor: ``logit_scale / temperature``; ``None`` for 1 without a cap.
@@ -135,7 +132,9 @@ def transform_block(x, bias, columns, inside, transform):
 def load_logits(projected, bias, columns, inside, transform):
     """Logits at ``columns`` of a row whose projections begin at ``projected``."""
     x = tl.load(projected + columns, mask=inside, other=0.0)
-    return x if transform is None else transform_block(x, bias, columns, inside, transform)
+    if bias is not None or transform.factor is not None:
+        x = transform_block(x, bias, columns, inside, transform)
+    return x
 
 
 @jit

@@ -27,9 +27,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     """
     if a.dtype == out.dtype and (a.dtype not in HALF_DTYPES or a.device.type == "cuda"):
         # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.
-        if accumulate:
-            return torch.addmm(out, a, b, out=out)
-        return torch.mm(a, b, out=out)
+        return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     if a.device.type == "cuda" and a.dtype in HALF_DTYPES and out.dtype == torch.float32:
         if accumulate:
             return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)

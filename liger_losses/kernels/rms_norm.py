@@ -12,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
+from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.rows import (
     as_output,
-    check_vector,
+    choose_row_backend,
     launch_backward,
     launch_forward,
     load_tile,
     load_vector,
     store_partial_sum,
     tile_indices,
-    unsupported_row_length,
     wide,
 )
 
@@ -40,8 +39,9 @@ class Options(NamedTuple):
     cast_first: bool
 
 
-# What backward takes and returns: x (the sum, if there is a residual), gate, weight and rstd; and the gradients of x,
-# gate and weight.
+# x, residual, gate and weight; what backward takes: x (the sum, if there is a residual), gate, weight and rstd; what it
+# returns: the gradients of x, gate and weight.
+_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -77,7 +77,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return _apply(x, None, None, weight, _options(eps, offset, multiply), backend)
+    return _apply((x, None, None, weight), _options(eps, offset, multiply), backend)
 
 
 def add_rms_norm(
@@ -102,8 +102,7 @@ def add_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    _check_same_shape(x, residual, "residual")
-    return _apply(x, residual, None, weight, _options(eps, offset, multiply), backend)
+    return _apply((x, residual, None, weight), _options(eps, offset, multiply), backend)
 
 
 def gated_rms_norm(
@@ -135,13 +134,7 @@ def gated_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    _check_same_shape(x, gate, "gate")
-    return _apply(x, None, gate, weight, _options(eps, 0.0, multiply, gate_first), backend)
-
-
-def _check_same_shape(x: Tensor, other: Tensor, name: str) -> None:
-    if other.shape != x.shape:
-        raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
+    return _apply((x, None, gate, weight), _options(eps, 0.0, multiply, gate_first), backend)
 
 
 def _options(eps: float, offset: float, multiply: str, gate_first: bool = False) -> Options:
@@ -150,33 +143,21 @@ def _options(eps: float, offset: float, multiply: str, gate_first: bool = False)
     return Options(eps, float(offset), gate_first, multiply == "cast_first")
 
 
-def _apply(
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    options: Options,
-    backend: str | None,
-) -> Any:
-    check_vector("weight", weight, x)
-    reason = unsupported_row_length(x.shape[-1])
-    backend = choose_backend(backend, (x, residual, gate, weight), unsupported_reason=reason)
-    return _RMSNorm.apply(x, residual, gate, weight, options, backend == "triton")
+def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
+    x, residual, gate, weight = inputs
+    for name, other in (("residual", residual), ("gate", gate)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
+    return _RMSNorm.apply(*inputs, options, choose_row_backend(backend, inputs[:3], weight=weight))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        gate: Tensor | None,
-        weight: Tensor | None,
-        options: Options,
-        on_triton: bool,
-    ) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        x, residual, gate, weight, options, on_triton = arguments
+        inputs = x, residual, gate, weight
         with device_of(x):
-            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(x, residual, gate, weight, options)
+            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(inputs, options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if residual is None else summed, gate, weight, rstd)
         ctx.options, ctx.on_triton = options, on_triton
@@ -191,8 +172,8 @@ class _RMSNorm(torch.autograd.Function):
         grad_x, grad_gate, grad_weight = grad_summed, None, None
         if grad_y is not None:
             backward = _backward_triton if ctx.on_triton else _backward_torch
-            grads = backward(grad_y, grad_summed, ctx.saved_tensors, ctx.options, needs_weight)
-            grad_x, grad_gate, grad_weight = grads
+            saved, options = ctx.saved_tensors, ctx.options
+            grad_x, grad_gate, grad_weight = backward(grad_y, grad_summed, saved, options, needs_weight)
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
         return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
@@ -204,10 +185,9 @@ def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def _forward_torch(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reference implementation, transformers' formulas: the result, ``x + residual``, and ``rstd``, ``[..., 1]``."""
+    x, residual, gate, weight = inputs
     summed = None if residual is None else x + residual
     x = x if summed is None else summed
     u = wide(x)
@@ -257,13 +237,12 @@ def _backward_torch(
     return grad_x.to(x.dtype), grad_gate, grad_weight
 
 
-def _forward_triton(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward_triton(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
+    x, residual, gate, weight = inputs
     summed = None if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     normalized = x if summed is None else summed
     y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
-    (rstd,) = launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y), 1, options)
+    (rstd,) = launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y), 1, *options)
     return y, summed, rstd
 
 
@@ -276,32 +255,17 @@ def _backward_triton(
     inputs, others = (grad_y, grad_summed, x, gate), (rstd, grad_x, grad_gate)
     weight_dtype = weight.dtype if needs_weight and weight is not None else None
     (grad_weight,) = launch_backward(
-        _backward_kernel, inputs, (weight,), others, (weight_dtype,), (options.offset, options.gate_first)
+        _backward_kernel, inputs, (weight,), others, (weight_dtype,), options.offset, options.gate_first
     )
     return grad_x, grad_gate, grad_weight
 
 
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x,
-    x_stride,
-    residual,
-    residual_stride,
-    gate,
-    gate_stride,
-    weight,
-    normalized,
-    y,
-    rstd,
-    rows,
-    columns,
-    eps,
-    offset,
-    GATE_FIRST: tl.constexpr,
-    CAST_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, x_stride, residual, residual_stride, gate, gate_stride, weight, normalized, y, rstd,
+    rows, columns, eps, offset,
+    GATE_FIRST: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One program per tile of rows. ``normalized`` is what is normalized: the sum with the residual, or ``x``."""
     r, c, inside = tile_indices(tl.program_id(0).to(tl.int64) * ROWS, rows, columns, ROWS, COLUMNS)
     u = load_tile(x, x_stride, r, c, inside)
@@ -337,28 +301,10 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["rows", "programs"])
 def _backward_kernel(
-    grad_y,
-    grad_y_stride,
-    grad_summed,
-    grad_summed_stride,
-    x,
-    x_stride,
-    gate,
-    gate_stride,
-    weight,
-    rstd,
-    grad_x,
-    grad_gate,
-    weight_sums,
-    rows,
-    columns,
-    programs,
-    offset,
-    GATE_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_y, grad_y_stride, grad_summed, grad_summed_stride, x, x_stride, gate, gate_stride,
+    weight, rstd, grad_x, grad_gate, weight_sums, rows, columns, programs, offset,
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program loops over tiles of rows and keeps its share of the weight's gradient in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
     if weight is not None:

@@ -6,6 +6,7 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,13 +136,7 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: 
 
 
 def _rotate_triton(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    layout: Layout,
-    inverse: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
 ) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     # empty_like keeps the layout of dense inputs, so that attention reads the strides that it would have read.
@@ -157,38 +152,20 @@ def _rotate_triton(
         for x in (cos, sin):
             arguments += x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
         _rotate_kernel[(sequences * tokens,)](
-            *arguments,
-            tokens,
-            q.shape[heads],
-            k.shape[heads],
-            rotated,
-            size - rotated,
-            layout.interleaved,
-            inverse,
+            *arguments, tokens, q.shape[heads], k.shape[heads], rotated, size - rotated,
+            layout.interleaved, inverse,
             min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
-            min(power_of_two(k.shape[heads]), max(1, _TILE // half)),
-            half,
-            power_of_two(size - rotated),
+            min(power_of_two(k.shape[heads]), max(1, _TILE // half)), half, power_of_two(size - rotated),
             num_warps=_WARPS,
-        )
+        )  # fmt: skip
     return q_out, k_out
 
 
 @jit
 def _rotate_heads(
-    x,
-    head_stride,
-    out,
-    out_head_stride,
-    heads,
-    angles,
-    rotated,
-    rest,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, head_stride, out, out_head_stride, heads, angles, rotated, rest,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """All heads of one token: ``y_1 = x_1 cos_1 + x_2 sin_1`` and ``y_2 = x_2 cos_2 + x_1 sin_2``."""
     cos_1, cos_2, sin_1, sin_2 = angles
     middle = rotated // 2
@@ -223,40 +200,13 @@ def _rotate_heads(
 
 @jit
 def _rotate_kernel(
-    q,
-    q_sequence,
-    q_token,
-    q_head,
-    q_out,
-    q_out_sequence,
-    q_out_token,
-    q_out_head,
-    k,
-    k_sequence,
-    k_token,
-    k_head,
-    k_out,
-    k_out_sequence,
-    k_out_token,
-    k_out_head,
-    cos,
-    cos_sequence,
-    cos_token,
-    sin,
-    sin_sequence,
-    sin_token,
-    tokens,
-    q_heads,
-    k_heads,
-    rotated,
-    rest,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    q, q_sequence, q_token, q_head, q_out, q_out_sequence, q_out_token, q_out_head,
+    k, k_sequence, k_token, k_head, k_out, k_out_sequence, k_out_token, k_out_head,
+    cos, cos_sequence, cos_token, sin, sin_sequence, sin_token,
+    tokens, q_heads, k_heads, rotated, rest,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """One program per token, which reads the token's angles once for all heads of q and k.
 
     ``q_sequence``, ``q_token`` and ``q_head`` are the strides of q from one sequence, token or head to the next.

@@ -7,14 +7,16 @@ in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import choose_backend, jit, tl
 
+_Tensors = Sequence[Tensor | None]
+_Dtypes = Sequence[torch.dtype | None]
 #: A tile of one row must fit in the registers of one program.
 LONGEST_ROW = 65536
 #: Shared memory that one program's tiles in flight may take.
@@ -43,18 +45,18 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def unsupported_row_length(columns: int) -> str | None:
-    """Why the row-wise Triton kernels do not support rows of this length, or None if they do."""
-    return f"rows of {columns} entries are longer than {LONGEST_ROW}" if columns > LONGEST_ROW else None
-
-
-def check_vector(name: str, vector: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless the vector is None or has one entry for each column of ``x``."""
-    if vector is not None and vector.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{name} must have one entry for each of the {x.shape[-1]} of x's last dimension, "
-            f"got {tuple(vector.shape)}."
-        )
+def choose_row_backend(backend: str | None, tensors: Sequence[Tensor | None], **vectors: Tensor | None) -> bool:
+    """Whether Triton runs; raise ValueError unless the vectors have one entry for each column of the first tensor."""
+    x = cast(Tensor, tensors[0])
+    columns = x.shape[-1]
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (columns,):
+            raise ValueError(
+                f"{name} must have one entry for each of the {columns} of x's last dimension, "
+                f"got {tuple(vector.shape)}."
+            )
+    reason = f"rows of {columns} entries are longer than {LONGEST_ROW}" if columns > LONGEST_ROW else None
+    return choose_backend(backend, (*tensors, *vectors.values()), unsupported_reason=reason) == "triton"
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -83,47 +85,34 @@ def as_output(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def launch_forward(
-    kernel: Any,
-    per_thread: int,
-    inputs: Sequence[Tensor | None],
-    vectors: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-    row_outputs: int,
-    options: Sequence[Any],
+    kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int, *options: Any
 ) -> list[Tensor]:
     """Launch a kernel with one program per tile of rows.
 
     Args:
-        kernel: takes the inputs, each with its row stride, the vectors, the outputs, the outputs per row, R, C, the
-            options, and the number of rows and columns of a tile.
+        kernel: takes the inputs, each with its row stride, the vectors, the outputs, ``[R]`` in fp32 for each of
+            ``per_row``, R, C, the options, and the number of rows and columns of a tile.
         per_thread: elements of a tile that each thread works on.
         inputs: ``[..., C]``, all of the same shape, or None; the first is not None.
         vectors: ``[C]``, or None.
         outputs: contiguous tensors ``[..., C]``.
-        row_outputs: how many vectors ``[R]`` in fp32 the kernel writes.
-        options: further arguments.
 
     Returns:
-        The vectors ``[R]``.
+        The ``per_row`` outputs ``[R]``.
     """
     arguments = _arguments(inputs, vectors)
     x: Tensor = arguments[0]
     rows, columns = x.shape
-    per_row = [x.new_empty(rows, dtype=torch.float32) for _ in range(row_outputs)]
+    row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
     if rows:
         tile = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
         sizes = (rows, columns, *options, tile.rows, tile.columns)
-        kernel[(-(-rows // tile.rows),)](*arguments, *outputs, *per_row, *sizes, num_warps=tile.warps)
-    return per_row
+        kernel[(-(-rows // tile.rows),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=tile.warps)
+    return row_outputs
 
 
 def launch_backward(
-    kernel: Any,
-    inputs: Sequence[Tensor | None],
-    vectors: Sequence[Tensor | None],
-    others: Sequence[Tensor | None],
-    sum_dtypes: Sequence[torch.dtype | None],
-    options: Sequence[Any],
+    kernel: Any, inputs: _Tensors, vectors: _Tensors, others: _Tensors, sum_dtypes: _Dtypes, *options: Any
 ) -> list[Tensor | None]:
     """Launch a kernel whose persistent programs share the tiles, and add up the sums over rows that each one writes.
 
@@ -131,7 +120,7 @@ def launch_backward(
         kernel: takes the inputs, each with its row stride, the vectors, the others, ``[programs, C]`` fp32 for each
             sum (or None), R, C, the number of programs, the options, the number of rows and columns of a tile, and how
             many tiles ahead rows are loaded.
-        inputs, vectors, options: as in :func:`launch_forward`.
+        inputs, vectors: as in :func:`launch_forward`.
         others: contiguous tensors to be read or written, or None.
         sum_dtypes: the dtype of each sum over rows, or None for one that is not needed.
 
@@ -154,17 +143,15 @@ def launch_backward(
     return [None if dtype is None else _column_sums(partials[i], dtype) for i, dtype in enumerate(sum_dtypes)]
 
 
-def _arguments(inputs: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> list[Any]:
-    arguments: list[Any] = []
-    for tensor in inputs:
-        if tensor is None:
-            arguments += (None, 0)
-        else:
-            rows = as_rows(tensor)
-            arguments += (rows, rows.stride(0))
-    for vector in vectors:
-        arguments.append(None if vector is None else vector.contiguous())
-    return arguments
+def with_strides(matrices: _Tensors) -> list[Any]:
+    """Each matrix, followed by its row stride."""
+    pairs = [(None, 0) if matrix is None else (matrix, matrix.stride(0)) for matrix in matrices]
+    return [entry for pair in pairs for entry in pair]
+
+
+def _arguments(inputs: _Tensors, vectors: _Tensors) -> list[Any]:
+    rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
+    return [*with_strides(rows), *(None if vector is None else vector.contiguous() for vector in vectors)]
 
 
 def _column_sums(partial: Any, dtype: torch.dtype) -> Tensor:

@@ -119,9 +119,17 @@ def softmax_gradient_into(
     """
     vocab_size = vocab_size or projected.shape[1]
     if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
+        count, columns = projected.shape
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if grad_bias is None else projected
-        _gradient_triton(target, projected, lse, labels, coefficients, epilogue, first_column, vocab_size)
+        if count:
+            _gradient_kernel[(count,)](
+                target, target.stride(0), projected, projected.stride(0),
+                lse, labels, epilogue.bias, epilogue.class_weight,
+                *coefficients.contiguous(),
+                first_column, columns, 1.0 / vocab_size, epilogue.transform.for_kernel(),
+                BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+            )  # fmt: skip
         if grad_bias is not None:
             grad_bias += projected.sum(0, dtype=grad_bias.dtype)
             for rows in row_slices(projected, scratch):
@@ -129,7 +137,7 @@ def softmax_gradient_into(
         return out
     for rows in row_slices(projected, scratch):
         part = coefficients.rows(rows.start, rows.stop)
-        grad = _gradient_torch(projected[rows], lse[rows], labels[rows], part, epilogue, first_column, vocab_size)
+        grad = _gradient_torch(projected[rows], lse[rows], labels[rows] - first_column, part, epilogue, vocab_size)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
         out[rows].copy_(grad)
@@ -138,15 +146,9 @@ def softmax_gradient_into(
 
 
 def _gradient_torch(
-    projected: Tensor,
-    lse: Tensor,
-    labels: Tensor,
-    c: SoftmaxGradient,
-    epilogue: Epilogue,
-    first_column: int,
-    vocab_size: int,
+    projected: Tensor, lse: Tensor, column: Tensor, c: SoftmaxGradient, epilogue: Epilogue, vocab_size: int
 ) -> Tensor:
-    """The reference implementation: a new tensor ``[R, C]``."""
+    """The reference implementation: a new tensor ``[R, C]``. ``column`` is the label's, counted in the slice."""
     width = projected.shape[1]
     logits = epilogue(projected)
     log_p = logits - lse[:, None]
@@ -171,44 +173,12 @@ def _gradient_torch(
         assert epilogue.class_weight is not None
         grad.addcmul_(c.class_coef[:, None], epilogue.class_weight[None, :], value=1.0 / vocab_size)
     if c.label_coef is not None:
-        column = labels - first_column
         inside = (column >= 0) & (column < width)
         column = column.clamp(0, width - 1)[:, None]
         # Gather, add, scatter: one write per row, so the result never depends on the order of threads.
         at_label = grad.gather(1, column) + torch.where(inside, c.label_coef, 0.0)[:, None]
         grad.scatter_(1, column, at_label)
     return epilogue.transform.chain_(grad, logits)
-
-
-def _gradient_triton(
-    out: Tensor,
-    projected: Tensor,
-    lse: Tensor,
-    labels: Tensor,
-    coefficients: SoftmaxGradient,
-    epilogue: Epilogue,
-    first_column: int,
-    vocab_size: int,
-) -> None:
-    rows, columns = projected.shape
-    if rows:
-        _gradient_kernel[(rows,)](
-            out,
-            out.stride(0),
-            projected,
-            projected.stride(0),
-            lse,
-            labels,
-            epilogue.bias,
-            epilogue.class_weight,
-            *coefficients.contiguous(),
-            first_column,
-            columns,
-            1.0 / vocab_size,
-            epilogue.for_kernel(),
-            BLOCK=min(4096, triton.next_power_of_2(columns)),
-            num_warps=8,
-        )
 
 
 @jit
@@ -264,7 +234,9 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
         grad += class_value * tl.load(class_weight + columns, mask=inside, other=0.0)
     if label_coef is not None:
         grad += tl.where(columns == label, label_value, 0.0)
-    return grad if transform is None else transform_gradient(grad, z, transform)
+    if transform.factor is not None:
+        grad = transform_gradient(grad, z, transform)
+    return grad
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.

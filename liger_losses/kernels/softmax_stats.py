@@ -56,14 +56,25 @@ def softmax_statistics(
         One tensor ``[R]`` per name, in the projections' dtype (``argmax``: int64).
     """
     if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
-        return _statistics_triton(projected, labels, names, epilogue)
+        rows, columns = projected.shape
+        stored = projected.new_empty(len(STORED), rows)
+        argmax = torch.empty_like(labels) if "argmax" in names else None
+        if rows:
+            _statistics_kernel[(rows,)](
+                projected, projected.stride(0), labels, epilogue.bias, epilogue.class_weight,
+                stored, argmax, rows, columns,
+                epilogue.transform.for_kernel(), Sums.needed(names, epilogue.class_weight),
+                BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+            )  # fmt: skip
+        values = {name: stored[i] for i, name in enumerate(STORED) if name in names or name == "lse"}
+        return values if argmax is None else {**values, "argmax": argmax}
     values = {name: projected.new_empty(len(labels)) for name in sorted({*names, "lse"} - {"argmax"})}
     if "argmax" in names:
         values["argmax"] = torch.empty_like(labels)
-    for rows in row_slices(projected, scratch):
-        statistics = reference_statistics(projected[rows], labels[rows], names, epilogue)
+    for part in row_slices(projected, scratch):
+        statistics = reference_statistics(projected[part], labels[part], names, epilogue)
         for name, value in values.items():
-            value[rows] = statistics[name]
+            value[part] = statistics[name]
     return values
 
 
@@ -72,32 +83,6 @@ def row_slices(block: Tensor, scratch: int | None) -> list[slice]:
     rows, columns = block.shape
     size = max(rows, 1) if scratch is None else max(1, scratch // (4 * max(columns, 1) * block.dtype.itemsize))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _statistics_triton(
-    projected: Tensor, labels: Tensor, names: frozenset[str], epilogue: Epilogue
-) -> dict[str, Tensor]:
-    rows, columns = projected.shape
-    stored = projected.new_empty(len(STORED), rows)
-    argmax = torch.empty_like(labels) if "argmax" in names else None
-    if rows:
-        _statistics_kernel[(rows,)](
-            projected,
-            projected.stride(0),
-            labels,
-            epilogue.bias,
-            epilogue.class_weight,
-            stored,
-            argmax,
-            rows,
-            columns,
-            epilogue.for_kernel(),
-            Sums.needed(names, epilogue.class_weight),
-            BLOCK=min(4096, triton.next_power_of_2(columns)),
-            num_warps=8,
-        )
-    values = {name: stored[i] for i, name in enumerate(STORED) if name in names or name == "lse"}
-    return values if argmax is None else {**values, "argmax": argmax}
 
 
 @jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["labels"])

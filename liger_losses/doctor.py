@@ -109,10 +109,8 @@ def patch_report(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report for ``arguments`` (by default the command line's); return 1 if the model cannot be built."""
-    parser = argparse.ArgumentParser(
-        prog="python -m liger_losses.doctor",
-        description="Prints what is installed, and what this library does with it.",
-    )
+    description = "Prints what is installed, and what this library does with it."
+    parser = argparse.ArgumentParser(prog="python -m liger_losses.doctor", description=description)
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     args = parser.parse_args(arguments)
     for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_patch_points())):
@@ -123,11 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(patch_report(args.model))
     except (OSError, ValueError, ImportError) as error:
-        print(
-            f"{args.model} cannot be built: {error}\nGive the id or folder of a causal language model that "
-            "AutoModelForCausalLM.from_pretrained takes, or its config.json.",
-            file=sys.stderr,
-        )
+        advice = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
+        print(f"{args.model} cannot be built: {error}\n{advice}, or its config.json.", file=sys.stderr)
         return 1
     return 0
 

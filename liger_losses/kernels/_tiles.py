@@ -72,9 +72,9 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether the tensor memory accelerator supports the matrix: 16-byte aligned, contiguous rows."""
+    """Whether the tensor memory accelerator supports the matrix: not empty, with 16-byte aligned, contiguous rows."""
     row_bytes = matrix.stride(0) * matrix.dtype.itemsize
-    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+    return matrix.numel() > 0 and matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 @cache

@@ -48,8 +48,8 @@ def choose_backend(
 
     Args:
         backend: the caller's choice; ``None`` for that of the environment variable :data:`BACKEND_VARIABLE`.
-        operands: the floating-point inputs, or ``(device, dtype)`` of tensors that do not exist yet. The first one's
-            device decides without an explicit choice. ``None`` stands for an input that was left out.
+        operands: the floating-point inputs, ``(device, dtype)`` of tensors that do not exist yet, or ``None`` for an
+            input that was left out. The first one's device decides without an explicit choice.
         dtypes: what the Triton kernel supports: :data:`HALF_AND_SINGLE`, or :data:`LOGIT_DTYPES`, for which ``torch``
             runs in any other dtype without a warning.
         unsupported_reason: another reason why Triton cannot serve this call, or ``None``.
@@ -89,14 +89,11 @@ def choose_backend(
     return "torch"
 
 
-_NOTHING = nullcontext()
-
-
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current, where Triton launches: a model may be spread over several GPUs."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return _NOTHING
+    return nullcontext()
 
 
 @cache

@@ -197,20 +197,13 @@ def cosine_terms(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Form(NamedTuple):
-    """A row of :data:`FORMS`.
-
-    Args:
-        torch, triton: ``(log p, log q, a, b, c) -> (f, h)``.
-        balanced: whether ``sum(h)`` is 0 for all p and q.
-        power: the s of ``(a, b, c)`` for which ``f / q^s`` is a function of d alone.
-        smooth: whether this function is a power series in d.
-    """
+    """A row of :data:`FORMS`: ``(log p, log q, a, b, c) -> (f, h)`` in torch and in Triton, and their properties."""
 
     torch: Callable[..., tuple[Tensor, Tensor]]
     triton: Any
-    balanced: bool = False
-    power: Callable[[float, float, float], float] = lambda a, b, c: 1.0
-    smooth: bool = True
+    balanced: bool = False  # whether sum(h) is 0 for all p and q
+    power: Callable[[float, float, float], float] = lambda a, b, c: 1.0  # the s for which f / q^s depends on d alone
+    smooth: bool = True  # whether f / q^s is a power series in d
 
 
 #: What a :class:`Divergence` may sum.

@@ -136,8 +136,13 @@ class _GLU(torch.autograd.Function):
 def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
     if up is None:
         gate, up = _halves(gate, formula, on_triton)
+    if not on_triton:
+        return _forward_torch(gate, up, formula)
+    columns = gate.shape[-1] // (2 if formula.interleaved else 1)
+    out = gate.new_empty(*gate.shape[:-1], columns, dtype=torch.promote_types(gate.dtype, up.dtype))
     with device_of(gate):
-        return (_forward_triton if on_triton else _forward_torch)(gate, up, formula)
+        _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
+    return out
 
 
 def _gradients(
@@ -155,7 +160,10 @@ def _gradients(
         inputs, outputs = _halves(gate, formula, on_triton), _halves(out, formula, on_triton)
     else:
         inputs, outputs = (gate, up), (out, grad_up)
-    (_backward_triton if on_triton else _backward_torch)(grad, *inputs, *outputs, product, formula)
+    if on_triton:
+        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK)
+    else:
+        _backward_torch(grad, *inputs, *outputs, product, formula)
     return out, grad_up
 
 
@@ -290,18 +298,6 @@ def _backward_torch(
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
-
-
-def _forward_triton(gate: Tensor, up: Tensor, formula: Formula) -> Tensor:
-    columns = gate.shape[-1] // (2 if formula.interleaved else 1)
-    out = gate.new_empty(*gate.shape[:-1], columns, dtype=torch.promote_types(gate.dtype, up.dtype))
-    _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
-    return out
-
-
-def _backward_triton(*arguments: Any) -> None:
-    *tensors, formula = arguments
-    _launch(_backward_kernel, tensors, formula, *_BACKWARD_BLOCK)
 
 
 def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int) -> None:

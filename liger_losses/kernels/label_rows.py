@@ -51,9 +51,7 @@ def scale_and_add_label_rows(
         out: ``[N, H]``, rows contiguous.
         product: ``[N, H]`` fp32, contiguous.
         scale, coef: ``[N]`` fp32.
-        weight: ``[V, H]``, rows contiguous.
-        labels: ``[N]`` int64 in ``[0, V)``.
-        backend: ``torch`` or ``triton``.
+        weight, labels, backend: as in :func:`label_logits`.
 
     Returns:
         ``out``.
@@ -80,11 +78,10 @@ def add_to_label_rows_(
 
     Args:
         grad_weight: ``[V, H]``, rows contiguous.
-        labels: ``[N]`` int64 in ``[0, V)``.
+        labels, backend: as in :func:`label_logits`.
         coef: ``[N]`` fp32.
         hidden: ``[N, H]``, rows contiguous; ``[T, H]`` with ``rows``.
         rows: ``[N]`` int64, the row of each token in ``hidden``.
-        backend: ``torch`` or ``triton``.
 
     Returns:
         ``grad_weight``.

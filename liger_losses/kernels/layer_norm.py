@@ -5,6 +5,7 @@ R rows (all leading dimensions), H hidden size. Backward reads the inputs again,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,6 @@ from liger_losses.kernels.rows import (
     tile_indices,
     wide,
 )
-
-# What backward takes and returns: x, weight, mean and rstd; for the gradients of weight and bias the dtype, or None if
-# it is not needed; and the gradients of x, weight and bias.
-_Saved = tuple[Tensor, Tensor | None, Tensor, Tensor]
-_Dtypes = tuple[torch.dtype | None, torch.dtype | None]
-_Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def layer_norm(
@@ -65,8 +60,12 @@ def layer_norm(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, on_triton: bool) -> Tensor:
-        with device_of(x):
-            y, mean, rstd = (_forward_triton if on_triton else _forward_torch)(x, weight, bias, eps)
+        if on_triton:
+            y = x.new_empty(x.shape)
+            with device_of(x):
+                mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, eps)
+        else:
+            y, mean, rstd = _forward_torch(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.on_triton = on_triton
@@ -75,11 +74,14 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> Any:
-        _, weight, _, _ = ctx.saved_tensors
+        x, weight, mean, rstd = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        vector_dtypes = weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
-        backward = _backward_triton if ctx.on_triton else _backward_torch
-        return *backward(grad_y, ctx.saved_tensors, vector_dtypes), None, None
+        dtypes = weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
+        if not ctx.on_triton:
+            return *_backward_torch(grad_y, ctx.saved_tensors, *dtypes), None, None
+        grad_x = x.new_empty(x.shape)
+        sums = launch_backward(_backward_kernel, (grad_y, x), (weight,), (mean, rstd, grad_x), dtypes)
+        return grad_x, *sums, None, None
 
 
 def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,10 +98,11 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     return as_output(y, x.dtype), mean, rstd
 
 
-def _backward_torch(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _Gradients:
-    """Reference implementation."""
+def _backward_torch(
+    grad_y: Tensor, saved: Sequence[Any], weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor | None, ...]:
+    """Reference implementation: the gradients of x, weight and bias; a dtype is None if its gradient is not needed."""
     x, weight, mean, rstd = saved
-    weight_dtype, bias_dtype = vector_dtypes
     g = wide(grad_y)
     xhat = (wide(x) - mean) * rstd
     grad_weight = None if weight_dtype is None else (g * xhat).flatten(0, -2).sum(0).to(weight_dtype)
@@ -108,20 +111,6 @@ def _backward_torch(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _G
         g = g * wide(weight)
     grad_x = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), grad_weight, grad_bias
-
-
-def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape)
-    mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, eps)
-    return y, mean, rstd
-
-
-def _backward_triton(grad_y: Tensor, saved: _Saved, vector_dtypes: _Dtypes) -> _Gradients:
-    x, weight, mean, rstd = saved
-    grad_x = x.new_empty(x.shape)
-    others = (mean, rstd, grad_x)
-    grad_weight, grad_bias = launch_backward(_backward_kernel, (grad_y, x), (weight,), others, vector_dtypes)
-    return grad_x, grad_weight, grad_bias
 
 
 @jit(do_not_specialize=["rows"])

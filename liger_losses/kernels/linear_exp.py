@@ -63,11 +63,8 @@ def linear_exponentials(
     ``hidden @ weight.T`` as it is, before bias and transform.
 
     Args:
-        hidden: ``[N, H]``.
-        weight: ``[V, H]``, rows contiguous, of the same dtype.
-        labels: ``[N]`` int64 in ``[0, V)``.
+        hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        epilogue: from projections to logits.
         found: the tensors to write the statistics into; new ones by default.
         projections: write projections into ``out`` instead of exponentials.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.

@@ -106,14 +106,10 @@ class KernelTransform(NamedTuple):
     """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
 
     Kernels ask what is ``None`` in it: Triton 3.6 cannot compare a tuple that holds ``None``.
-
-    Args:
-        factor: ``logit_scale / temperature``; ``None`` for 1 without a cap.
-        cap: ``softcap / temperature``, or ``None``.
     """
 
-    factor: float | None
-    cap: float | None
+    factor: float | None  # logit_scale / temperature; None for 1 without a cap
+    cap: float | None  # softcap / temperature
 
 
 @jit

@@ -27,21 +27,13 @@ PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum",
 
 
 class Sums(NamedTuple):
-    """Which sums a kernel takes besides the maximum and the sum of exponentials: 1 for those needed, else ``None``.
+    """Which sums a kernel takes besides the maximum and the sum of exponentials: 1 for those needed, else ``None``."""
 
-    Args:
-        moment: ``sum e (z - top)``, for the entropy.
-        squares: ``sum e^2``.
-        logits: ``sum z``.
-        weighted: ``sum c z`` and ``sum c`` with class weights c.
-        argmax: the first column of the maximum.
-    """
-
-    moment: int | None = None
-    squares: int | None = None
-    logits: int | None = None
-    weighted: int | None = None
-    argmax: int | None = None
+    moment: int | None = None  # sum e (z - top), for the entropy
+    squares: int | None = None  # sum e^2
+    logits: int | None = None  # sum z
+    weighted: int | None = None  # sum c z and sum c, with class weights c
+    argmax: int | None = None  # the first column of the maximum
 
     @classmethod
     def needed(cls, names: frozenset[str], class_weight: Tensor | None) -> Sums:

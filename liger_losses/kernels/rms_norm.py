@@ -39,11 +39,9 @@ class Options(NamedTuple):
     cast_first: bool
 
 
-# x, residual, gate and weight; what backward takes: x (the sum, if there is a residual), gate, weight and rstd; what it
-# returns: the gradients of x, gate and weight.
+# x, residual, gate and weight; in backward x (the sum, if there is a residual), gate, weight and rstd.
 _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-_Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def rms_norm(
@@ -208,8 +206,8 @@ def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | 
 
 def _backward_torch(
     grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
-) -> _Gradients:
-    """Reference implementation."""
+) -> tuple[Tensor | None, ...]:
+    """Reference implementation: the gradients of x, gate and weight."""
     x, gate, weight, rstd = saved
     g, u = wide(grad_y), wide(x)
     w = 1.0 if weight is None else options.offset + wide(weight)
@@ -248,16 +246,13 @@ def _forward_triton(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor |
 
 def _backward_triton(
     grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
-) -> _Gradients:
+) -> tuple[Tensor | None, ...]:
     x, gate, weight, rstd = saved
-    grad_x = x.new_empty(x.shape)
-    grad_gate = None if gate is None else gate.new_empty(gate.shape)
+    grad_x, grad_gate = x.new_empty(x.shape), None if gate is None else gate.new_empty(gate.shape)
     inputs, others = (grad_y, grad_summed, x, gate), (rstd, grad_x, grad_gate)
-    weight_dtype = weight.dtype if needs_weight and weight is not None else None
-    (grad_weight,) = launch_backward(
-        _backward_kernel, inputs, (weight,), others, (weight_dtype,), options.offset, options.gate_first
-    )
-    return grad_x, grad_gate, grad_weight
+    dtypes = (weight.dtype if needs_weight and weight is not None else None,)
+    sums = launch_backward(_backward_kernel, inputs, (weight,), others, dtypes, options.offset, options.gate_first)
+    return grad_x, grad_gate, *sums
 
 
 @jit(do_not_specialize=["rows"])

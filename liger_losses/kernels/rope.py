@@ -103,10 +103,9 @@ class _Rope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
-        no_gradients = (None,) * 4
         present = next((grad for grad in upstream if grad is not None), None)
         if present is None:
-            return None, None, *no_gradients
+            return (None,) * 6
         # If only one output was used, the other gradient stays None: an optimizer would decay a parameter for a 0.
         grad_q, grad_k = (present if grad is None else grad for grad in upstream)
         if ctx.on_triton:
@@ -114,7 +113,8 @@ class _Rope(torch.autograd.Function):
         else:
             rotated = [_rotate_torch(grad, cos, sin, ctx.layout, inverse=True) for grad in (grad_q, grad_k)]
             grads = tuple(grad.to(dtype) for grad, dtype in zip(rotated, ctx.dtypes, strict=True))
-        return *(None if old is None else grad for old, grad in zip(upstream, grads, strict=True)), *no_gradients
+        needed = (None if old is None else grad for old, grad in zip(upstream, grads, strict=True))
+        return *needed, None, None, None, None
 
 
 def _turn(x: Tensor, interleaved: bool) -> Tensor:

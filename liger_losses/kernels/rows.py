@@ -7,7 +7,7 @@ in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,19 +25,11 @@ SHARED_BYTES = 96 * 1024
 _FORWARD_ELEMENTS, _BACKWARD_TILE, _BACKWARD_PROGRAMS = 2048, (4096, 32), 2
 
 
-class Tile(NamedTuple):
-    """Rows and columns (a power of two) of a tile, and the warps that work on it."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-def tile_of(columns: int, elements: int, per_thread: int) -> Tile:
-    """A tile of about ``elements`` elements, ``per_thread`` of them in each thread unless that takes over 32 warps."""
+def tile_of(columns: int, elements: int, per_thread: int) -> tuple[int, int, int]:
+    """Rows and columns (a power of two) of a tile of about ``elements``, and its warps of ``per_thread`` per thread."""
     width = power_of_two(columns)
     rows = max(1, elements // width)
-    return Tile(rows, width, min(32, max(1, rows * width // (32 * per_thread))))
+    return rows, width, min(32, max(1, rows * width // (32 * per_thread)))
 
 
 def power_of_two(number: int) -> int:
@@ -105,9 +97,9 @@ def launch_forward(
     rows, columns = x.shape
     row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
     if rows:
-        tile = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
-        sizes = (rows, columns, *options, tile.rows, tile.columns)
-        kernel[(-(-rows // tile.rows),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=tile.warps)
+        height, width, warps = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
+        sizes = (rows, columns, *options, height, width)
+        kernel[(-(-rows // height),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=warps)
     return row_outputs
 
 
@@ -132,14 +124,14 @@ def launch_backward(
     rows, columns = x.shape
     if rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
-    tile = tile_of(columns, *_BACKWARD_TILE)
-    programs = min(-(-rows // tile.rows), processors(x.device) * _BACKWARD_PROGRAMS)
+    height, width, warps = tile_of(columns, *_BACKWARD_TILE)
+    programs = min(-(-rows // height), processors(x.device) * _BACKWARD_PROGRAMS)
     partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
     entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
-    stages = 3 if 3 * tile.rows * tile.columns * entry_bytes <= SHARED_BYTES else 1
-    sizes = (rows, columns, programs, *options, tile.rows, tile.columns, stages)
-    kernel[(programs,)](*arguments, *others, *partials, *sizes, num_warps=tile.warps)
+    stages = 3 if 3 * height * width * entry_bytes <= SHARED_BYTES else 1
+    sizes = (rows, columns, programs, *options, height, width, stages)
+    kernel[(programs,)](*arguments, *others, *partials, *sizes, num_warps=warps)
     return [None if dtype is None else _column_sums(partials[i], dtype) for i, dtype in enumerate(sum_dtypes)]
 
 
@@ -157,11 +149,9 @@ def _arguments(inputs: _Tensors, vectors: _Tensors) -> list[Any]:
 def _column_sums(partial: Any, dtype: torch.dtype) -> Tensor:
     """``[P, C]`` fp32 summed over P, always in the same order, and rounded once, to ``[C]``."""
     programs, columns = partial.shape
-    out = partial.new_empty(columns, dtype=dtype)
-    block = 16
-    _column_sums_kernel[(-(-columns // block),)](
-        partial, out, programs, columns, min(512, power_of_two(programs)), block, num_warps=8
-    )
+    out, block = partial.new_empty(columns, dtype=dtype), 16
+    sizes = programs, columns, min(512, power_of_two(programs)), block
+    _column_sums_kernel[(-(-columns // block),)](partial, out, *sizes, num_warps=8)
     return out
 
 

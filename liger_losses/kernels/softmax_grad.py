@@ -64,17 +64,13 @@ class SoftmaxGradient(NamedTuple):
         return SoftmaxGradient(*(None if value is None else value.contiguous() for value in self))
 
 
-def _mean_logp_coefficients(g: Tensor, values: Mapping[str, Tensor], class_weight: Tensor | None) -> dict[str, Tensor]:
-    if class_weight is None:
-        return {"p_coef": -g, "uniform_coef": g}
-    return {"p_coef": -g * class_weight.mean(), "class_coef": g}
-
-
 _CLOSED_FORMS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Tensor | None], dict[str, Tensor]]] = {
     "logp": lambda g, values, c: {"p_coef": -g, "label_coef": g},
     "entropy": lambda g, values, c: {"p_coef": -g * values["entropy"], "p_logp_coef": -g},
     "lse": lambda g, values, c: {"p_coef": g},
-    "mean_logp": _mean_logp_coefficients,
+    "mean_logp": lambda g, values, c: (
+        {"p_coef": -g, "uniform_coef": g} if c is None else {"p_coef": -g * c.mean(), "class_coef": g}
+    ),
     "log_sum_sq_probs": lambda g, values, c: {
         "p_coef": -2 * g,
         "p_squared_coef": 2 * g * torch.exp(-values["log_sum_sq_probs"]),

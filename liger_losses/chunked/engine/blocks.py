@@ -46,8 +46,8 @@ class HeadGradients:
         """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
 
         ``grad`` is d loss / d projection ``[R, C]`` in the operand dtype; ``first`` says whether these are the first
-        tokens whose gradients reach these columns. Without ``out``, one product over the whole vocabulary is rounded
-        to half precision once, and a sum of several is accumulated in fp32; ``None`` if no hidden state needs one.
+        tokens whose gradients reach these columns. One product over the whole vocabulary is rounded to half precision
+        once, a sum of several is accumulated in fp32. Returns ``None`` if no hidden state needs a gradient.
         """
         call, accumulate = self.call, out is not None
         if out is None and any(call.needs_hidden):
@@ -137,25 +137,17 @@ Upstream = Mapping[str, Tensor]
 
 
 class Part(NamedTuple):
-    """Some of the active tokens.
+    """Some of the active tokens."""
 
-    Args:
-        rows: which of them.
-        hidden: ``[R, H]``, their hidden states in the operand dtype.
-        values: ``[R]`` each, memory of their statistics, by name.
-    """
-
-    rows: slice
-    hidden: Tensor
-    values: dict[str, Tensor]
+    rows: slice  # which of them
+    hidden: Tensor  # [R, H], their hidden states in the operand dtype
+    values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
 
 
 class Block:
     """The memory of one part at a time: it is filled, gives statistics, and gives gradients once the loss's are known.
 
-    Args:
-        opened: the call and its tensors.
-        rows: the largest number of tokens of a part.
+    ``rows`` is the largest number of tokens of a part.
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:

@@ -99,46 +99,29 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a student is compared with.
-
-    Args:
-        teacher: see :class:`liger_losses.Teacher`.
-        divergence: see :class:`liger_losses.Divergence`.
-        temperature: what both models' logits are divided by in the divergence.
-    """
+    """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""
 
     teacher: Teacher | TeacherLogits
     divergence: Divergence
-    temperature: float = 1.0
+    temperature: float = 1.0  # what both models' logits are divided by in the divergence
 
 
 @dataclass(frozen=True)
 class Query:
     """What is asked about each token.
 
-    Args:
-        statistics: names of :class:`Statistics` that are differentiated.
-        metrics: further names, without gradient.
-        class_weight: ``[V]``, the ``c`` of ``mean_logp``.
-        selected: the columns of ``selected_logps``.
-        comparison: the other side of ``divergence``.
-        token_loss: of a separable loss, ``(statistics, labels, **inputs) -> [n]``; see
-            :func:`liger_losses.linear_token_loss`.
-        token_inputs: tensors that ``token_loss`` gets as keywords.
-        token_weights: of a separable loss ``sum_t sum_s weights[s]_t s_t``, the weights of its statistics instead.
-
     Per-token tensors (``selected``, ``token_inputs``, ``token_weights``) have the labels' shape in what a user gives,
     and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
     """
 
-    statistics: tuple[str, ...]
-    metrics: tuple[str, ...] = ()
-    class_weight: Tensor | None = None
-    selected: Tensor | None = None
-    comparison: Comparison | None = None
-    token_loss: Callable[..., Any] | None = None
-    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    token_weights: Mapping[str, Tensor] | None = None
+    statistics: tuple[str, ...]  # names of Statistics that are differentiated
+    metrics: tuple[str, ...] = ()  # further names, without gradient
+    class_weight: Tensor | None = None  # [V], the c of mean_logp
+    selected: Tensor | None = None  # the columns of selected_logps
+    comparison: Comparison | None = None  # the other side of the divergence
+    token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]
+    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what it gets as keywords
+    token_weights: Mapping[str, Tensor] | None = None  # of a separable loss that is a weighted sum of statistics
 
     @property
     def separable(self) -> bool:
@@ -176,28 +159,17 @@ class Query:
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about a call but the tensors that autograd tracks.
+    """Everything about a call but the tensors that autograd tracks."""
 
-    Args:
-        query: what is asked, with per-token tensors of the active tokens.
-        transform: from projections to logits.
-        tokens: the active ones.
-        work, plan: dtypes, what blocks hold, and their sizes.
-        strategy: one of :data:`STRATEGIES`.
-        grad_weight_dtype: dtype in which the weight's gradient is accumulated.
-        backend: ``torch`` or ``triton``.
-        needs_hidden, needs_weight, needs_bias: what needs a gradient.
-    """
-
-    query: Query
-    transform: LogitTransform
-    tokens: Tokens
-    work: Workload
+    query: Query  # what is asked, with per-token tensors of the active tokens
+    transform: LogitTransform  # from projections to logits
+    tokens: Tokens  # the active ones
+    work: Workload  # dtypes, and what blocks hold
     plan: Plan
-    strategy: str
-    grad_weight_dtype: torch.dtype
+    strategy: str  # one of STRATEGIES
+    grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
     backend: str
-    needs_hidden: tuple[bool, ...]
+    needs_hidden: tuple[bool, ...]  # which hidden states need a gradient
     needs_weight: bool
     needs_bias: bool
 
@@ -220,11 +192,7 @@ class Call:
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
-    Args:
-        call: what to do.
-        weight: ``[V', H]``; ``V`` of its rows are used, which are fewer where a teacher has a smaller vocabulary.
-        bias: ``[V']`` or ``None``.
-        hidden_states: ``[..., H]`` each.
+    Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' where a teacher has a smaller vocabulary.
     """
 
     def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:

@@ -40,33 +40,20 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Workload:
-    """What the sizes of blocks depend on.
-
-    Args:
-        tokens, hidden_size, vocab_size: N, H, V.
-        operand_dtype: dtype of the products' operands.
-        weight_dtype: dtype of the weight, whose rows are cast where it differs.
-        device: where everything is.
-        temporaries: how many temporaries of a row the elementwise work needs; 0 for fused kernels.
-        gathers: whether hidden states are copied before they are multiplied, and their gradients scattered.
-        fused: whether products and softmax share a kernel, so that no fp32 logits reach memory.
-        exponentials: whether blocks of whole rows hold exponentials in half precision instead of fp32 logits.
-        fused_products: with a teacher, whether the student's product runs in a Triton kernel.
-        teacher_row_bytes: with a teacher, the bytes that it adds to a row of its logits; else 0.
-    """
+    """What the sizes of blocks depend on."""
 
     tokens: int
     hidden_size: int
     vocab_size: int
-    operand_dtype: torch.dtype
-    weight_dtype: torch.dtype
+    operand_dtype: torch.dtype  # of the products' operands
+    weight_dtype: torch.dtype  # of the weight, whose rows are cast where it differs
     device: torch.device
-    temporaries: int = 4
-    gathers: bool = True
-    fused: bool = False
-    exponentials: bool = False
-    fused_products: bool = False
-    teacher_row_bytes: int = 0
+    temporaries: int = 4  # of one row, that the elementwise work needs; 0 for fused kernels
+    gathers: bool = True  # whether hidden states are copied before they are multiplied, and their gradients scattered
+    fused: bool = False  # whether products and softmax share a kernel, so that no fp32 logits reach memory
+    exponentials: bool = False  # whether blocks of whole rows hold exponentials in half precision, not fp32 logits
+    fused_products: bool = False  # with a teacher, whether the student's product runs in a Triton kernel
+    teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -112,29 +99,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of the blocks.
+    """Sizes of the blocks."""
 
-    Args:
-        rows: tokens in a block of whole rows (the statistics pass, the one-pass strategies).
-        part_rows: with a teacher, tokens of a block whose logits exist at the same time.
-        tile_rows: tokens in a tile of the gradient pass.
-        tile_columns: columns of the vocabulary in such a tile.
-        scratch: bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any.
-        weight_chunk: rows of the weight that are cast at once; V when none need it.
-        resident: whether all logits fit the workspace at once.
-        few_blocks: whether grad_weight may be accumulated block by block in half precision.
-        tall_blocks: whether blocks of whole rows are tall enough to keep the device busy.
-    """
-
-    rows: int
-    part_rows: int
-    tile_rows: int
-    tile_columns: int
-    scratch: int
-    weight_chunk: int
-    resident: bool
-    few_blocks: bool
-    tall_blocks: bool
+    rows: int  # tokens in a block of whole rows (the statistics pass, the one-pass strategies)
+    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time
+    tile_rows: int  # tokens in a tile of the gradient pass
+    tile_columns: int  # columns of the vocabulary in such a tile
+    scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
+    weight_chunk: int  # rows of the weight that are cast at once; V when none need it
+    resident: bool  # whether all logits fit the workspace at once
+    few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
+    tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
 
 
 def padded(columns: int) -> int:

@@ -139,9 +139,7 @@ class Stream:
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
-        if not self.call.work.gathers:
-            return self.count
-        parts = -(-self.count // self.call.plan.tile_rows)
+        parts = -(-self.count // self.call.plan.tile_rows) if self.call.work.gathers else 1
         return -(-self.count // max(parts, 1))
 
     def _block(self, rows: int) -> Block:

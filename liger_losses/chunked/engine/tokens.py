@@ -36,40 +36,25 @@ def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: in
 class Tokens:
     """The active tokens of one or several tensors of labels, in order.
 
-    Several tensors (chosen and rejected completions of different lengths, say) are one stream for the engine,
+    Several tensors (chosen and rejected completions of different lengths, for example) are one stream for the engine,
     without being concatenated.
-
-    Args:
-        labels: ``[N]`` int64, all inside the vocabulary.
-        shapes: the shape of each tensor of labels.
-        counts: how many tokens of each tensor are active.
-        indices: for each tensor, the flat positions of its active tokens; ``None`` when all are active.
-        mask: ``[N]`` bool, False for tokens without loss, which ``compact=False`` leaves among the active ones;
-            else ``None``.
     """
 
-    labels: Tensor
-    shapes: tuple[torch.Size, ...]
-    counts: tuple[int, ...]
-    indices: tuple[Tensor | None, ...]
-    mask: Tensor | None
+    labels: Tensor  # [N] int64, all inside the vocabulary
+    shapes: tuple[torch.Size, ...]  # of each tensor of labels
+    counts: tuple[int, ...]  # how many tokens of each tensor are active
+    indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
+    mask: Tensor | None  # [N] bool, False for tokens without loss, which compact=False leaves among the active ones
 
     @classmethod
     def select(
         cls, labels: Sequence[Tensor], vocab_size: int, ignore_index: int = -100, compact: bool = True
     ) -> Tokens:
-        """Find the tokens whose label is not ``ignore_index``.
+        """Find the tokens whose label is not ``ignore_index``, in int64 tensors of any shape.
 
-        Args:
-            labels: tensors of any shape, int64.
-            vocab_size: labels must be below it.
-            ignore_index: the label of a token without loss.
-            compact: drop tokens without loss, at the cost of one host synchronization; without it they are projected
-                and then masked out.
-
-        Raises:
-            ValueError: a label is outside the vocabulary. The same synchronization finds it; with ``compact=False``
-                on a GPU it is a device-side assertion.
+        With ``compact``, tokens without loss are dropped, at the cost of one host synchronization; without it they are
+        projected and then masked out. A label outside the vocabulary is a ValueError, which the same synchronization
+        finds; with ``compact=False`` on a GPU it is a device-side assertion.
         """
         shapes = tuple(part.shape for part in labels)
         flat = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
@@ -124,8 +109,7 @@ class Tokens:
     def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """Rows of the active tokens ``start`` to ``stop``.
 
-        Args:
-            sources: ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
+        Sources are ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
         """
         rows = []
         for segment, first, last in self.pieces(start, stop):
@@ -142,10 +126,7 @@ class Tokens:
     def sources(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """``(slice of the active tokens, [T, H], their rows in it or None for all)``, tensor by tensor.
 
-        Args:
-            tensors: ``[T, H]`` each; or ``[..., H]`` in the labels' shape. Tensors whose rows are not contiguous are
-                gathered, ``size`` rows at a time.
-            size: rows of one gathered piece.
+        Tensors ``[..., H]`` in the labels' shape whose rows are not contiguous are gathered, ``size`` rows at a time.
         """
         start = 0
         for tensor, index, count in zip(tensors, self.indices, self.counts, strict=True):

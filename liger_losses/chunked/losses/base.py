@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
@@ -241,3 +242,25 @@ class CompletionLoss(ChunkedLoss):
                 ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights)
             groups.append(Scored(part, mask, logps, ref_logps))
         return groups, found[-1] if others else None
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_processes(values: Tensor) -> Tensor:
+    """All processes' values, added up entry by entry; the values themselves where there is one."""
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_over_processes(values: Tensor) -> Tensor:
+    """All processes' values ``[n]``, of which each may have another number."""
+    if world_size() == 1:
+        return values
+    gathered: list[Tensor] = [values] * world_size()
+    dist.all_gather_object(gathered, values.cpu())
+    return torch.cat(gathered).to(values.device)

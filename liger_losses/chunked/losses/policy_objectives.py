@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor
-from liger_losses.chunked.engine.processes import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.base import gather_over_processes, sum_over_processes, world_size
 
 # exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 _MAX_EXPONENT = 80.0

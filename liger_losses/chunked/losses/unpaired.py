@@ -16,9 +16,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
-from liger_losses.chunked.engine.processes import sum_over_processes
 from liger_losses.chunked.losses import call_forms
-from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.base import CompletionLoss, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 
 #: ``f`` of each loss, as a function of the margin.

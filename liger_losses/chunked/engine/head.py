@@ -153,7 +153,7 @@ def can_fuse(weight: Tensor, operand: torch.dtype, backend: str) -> bool:
 
 
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
-    """The dtype of the products' operands: half precision on CUDA and in Triton, fp32 where CPUs would round products."""
+    """Dtype of the products' operands: half precision on CUDA and in Triton, fp32 where CPUs would round products."""
     if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype

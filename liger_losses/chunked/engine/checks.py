@@ -50,7 +50,7 @@ def check_weight(weight: Any, bias: Any = None) -> None:
     check_tensor("weight", weight)
     if weight.dtype not in _FLOATS:
         raise TypeError(
-            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantize it first."
+            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
         )
     if weight.dim() != 2:
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")

@@ -292,6 +292,19 @@ def test_what_follows_from_attributes_cannot_be_set():
         LigerFusedLinearJSDLoss().divergence = Divergence.reverse_kl()
 
 
+def test_a_subclass_may_assign_an_attribute_twice_before_the_options_are_there():
+    class Twice(liger_losses.ChunkedLoss):
+        def __init__(self, scale):
+            self.scale = 1.0
+            self.scale = scale
+            super().__init__()
+
+    loss = Twice(2.0)
+    with pytest.raises(ValueError, match="temperature"):
+        loss.temperature = -1.0
+    assert (loss.scale, loss.temperature) == (2.0, 1.0)
+
+
 def test_how_to_stream_is_read_at_each_call():
     for build in (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss):
         loss = build()

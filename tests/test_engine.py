@@ -93,6 +93,16 @@ def test_gradcheck_of_selected_columns(strategy, compact, transform):
     assert torch.autograd.gradcheck(function, (hidden, weight, b))
 
 
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_columns_may_be_given_without_their_statistic(strategy):
+    hidden, weight, labels, _ = problem(7, 4, 11)
+    columns = torch.zeros(7, 2, dtype=torch.int64)
+    given, plain = (
+        linear_statistics(hidden, weight, labels, selected=c, options=OPTIONS[strategy]) for c in (columns, None)
+    )
+    torch.testing.assert_close(given.logp, plain.logp)
+
+
 def test_selected_columns_in_many_half_precision_blocks():
     """Each block adds to all of grad_weight: it must not be rounded once for each."""
     hidden, weight, labels, _ = problem(200, 8, 40, dtype=torch.bfloat16)

@@ -290,12 +290,25 @@ def test_a_detached_one_can_be_a_leaf():
         lambda z: z.argmax(axis=-1).sum().to(z.dtype) + z.argmax(-1, keepdim=True).sum(),
         lambda z: z.mean((0, 1, 2), True).sum() + z.mean(None, True).sum(),
         lambda z: z.log_softmax(-1).to(torch.bfloat16).float().sum(),
+        lambda z: z[:, 0, 1:4, ...].logsumexp(-1).sum() + z[..., 1:, 0, :5].sum() + z[0, ..., 1:3].logsumexp(-1).sum(),
         lambda z: z[..., :0].sum() + z.narrow(0, -2, 2).logsumexp(-1).sum(),
     ],
 )
 def test_spellings_and_corners(operation):
     _, _, plain, lazy = both()
     torch.testing.assert_close(operation(lazy), operation(plain))
+
+
+def test_what_is_no_head_goes_to_linear():
+    hidden = torch.randn(2, H)
+    for weight, bias in (
+        (torch.randn(V, H), torch.randn(1)),
+        (torch.randn(V, H), torch.tensor(1.0)),
+        (hidden[0], None),
+    ):
+        torch.testing.assert_close(lazy_linear(hidden, weight, bias), F.linear(hidden, weight, bias))
+    ones = torch.ones(2, H, dtype=torch.int64)
+    torch.testing.assert_close(lazy_linear(ones, ones), F.linear(ones, ones))
 
 
 class Model(nn.Module):

@@ -200,7 +200,7 @@ class LogitBlock(Block):
             scratch=call.plan.scratch,
             backend=call.backend,
         )
-        if call.query.selected is not None:
+        if call.query.selected is not None and "selected_logps" in part.values:
             columns = call.query.selected[part.rows]
             bias = None if self.opened.bias is None else self.opened.bias[columns]
             logits = call.transform(projected.gather(1, columns), bias)

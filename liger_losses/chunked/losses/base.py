@@ -67,11 +67,12 @@ class ChunkedLoss(nn.Module):
         self.workspace, self.chunk_size, self.accum_dtype, self.backend = workspace, chunk_size, accum_dtype, backend
         # Subclasses assign their options before they call this constructor, so that all are checked together here.
         self.check_options()
+        self._constructed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
-        if changes:
+        if changes and "_constructed" in self.__dict__:
             try:
                 self.check_options()
             except (TypeError, ValueError):

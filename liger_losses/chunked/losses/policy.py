@@ -146,7 +146,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     @property
     def needs_reference(self) -> str | None:
-        return f"beta={self.beta} weighs the divergence from a reference" if self.beta and self.use_ref_model else None
+        why = f"beta={self.beta} (unlike beta=0.0) weighs the divergence from a reference"
+        return why if self.beta and self.use_ref_model else None
 
     def get_extra_state(self) -> dict[str, float]:
         """The adaptive coefficient's state, for :meth:`torch.nn.Module.state_dict`."""
@@ -194,9 +195,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, self.transform)
         mask = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
-            message = "both ref_per_token_logps and ref_input were given: the log-probabilities are used."
-            warnings.warn(message, stacklevel=2)
+            warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
+        objectives.per_token("ref_per_token_logps", ref_per_token_logps, mask)  # checked before any work
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
@@ -229,8 +230,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 f"hidden state: got {tuple(token_ids.shape)} for hidden states {tuple(hidden.shape)}."
             )
         if attention_mask.shape != token_ids.shape:
-            expected = f"attention_mask must be {tuple(token_ids.shape)}, as selected_token_ids"
-            raise ValueError(f"{expected}, got {tuple(attention_mask.shape)}.")
+            raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
         # ignore_index is no token, whatever the mask says.
         return (attention_mask != 0) & (token_ids != self.ignore_index)

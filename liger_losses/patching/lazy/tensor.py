@@ -273,8 +273,9 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     # Autocast leaves fp64 alone.
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     mixed = hidden_states.dtype != weight.dtype and autocast is None
-    fits = hidden_states.dim() >= 2 and hidden_states.shape[-1] == weight.shape[-1] and weight.numel() > 0
-    if mixed or not fits or hidden_states.is_meta:
+    fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
+    fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
+    if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)
     deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)

@@ -79,14 +79,14 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is True or part is False for part in parts):
         return NotImplemented
-    ellipsis_at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    if ellipsis_at is not None:
-        leading, trailing = parts[:ellipsis_at], parts[ellipsis_at + 1 :]
+    masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
+    indexed_dims = sum(mask.dim() - 1 for mask in masks) + sum(part is not None and part is not ... for part in parts)
+    if indexed_dims >= lazy.dim():  # an ellipsis stands for nothing
+        parts = tuple(part for part in parts if part is not ...)
+        leading, trailing = parts[:-1], parts[-1:]
     else:
-        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
-        indexed_dims = sum(mask.dim() - 1 for mask in masks) + sum(part is not None for part in parts)
-        split = len(parts) - (indexed_dims >= lazy.dim())
-        leading, trailing = parts[:split], parts[split:]
+        ellipsis_at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
+        leading, trailing = parts[:ellipsis_at], parts[ellipsis_at + 1 :]
     columns = trailing[-1] if trailing else slice(None)
     if not isinstance(columns, slice) or columns.step not in (None, 1) or any(part is None for part in trailing):
         return NotImplemented

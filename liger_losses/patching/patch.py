@@ -93,7 +93,7 @@ def unpatch(model: nn.Module) -> None:
     for path, module in model.named_modules():
         reason = reason_not_to_restore(module)
         if reason is not None:
-            raise RuntimeError(f"{path} cannot be unpatched: {reason}; undo that first.")
+            raise RuntimeError(f"{path or type(module).__name__} cannot be unpatched: {reason}; undo that first.")
     for module in model.modules():
         restore(module)
     rotations.release(id(model))

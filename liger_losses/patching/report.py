@@ -47,7 +47,7 @@ class PatchReport:
     @property
     def counts(self) -> dict[str, int]:
         """The number of pieces per replacement; under ``left``, the number of pieces that were not replaced."""
-        counts = Counter(entry.replaced_by for entry in self.replaced if entry.replaced_by is not None)
+        counts = Counter(entry.replaced_by for entry in self.entries if entry.replaced_by is not None)
         return dict(counts) | ({"left": len(self.left)} if self.left else {})
 
     def __str__(self) -> str:

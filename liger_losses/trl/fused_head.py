@@ -116,9 +116,9 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     deferred = deferred_logits(logits)
     if deferred is None:
         raise TypeError(
-            f"{type(model).__name__} does something to its logits that cannot be done lazily, or its last layer is "
-            f"sharded by tensor parallelism (its forward returned {type(logits).__name__}), so it cannot be trained "
-            "without them here: train it with TRL's own head, outside of liger_losses.trl.enable()."
+            f"the logits of {type(model).__name__} must be LazyLogits here, got {type(logits).__name__}: its forward "
+            "applies an operation to them that needs their values, or its last layer is sharded by tensor "
+            "parallelism. Train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
     if shift_labels is None:
         deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]

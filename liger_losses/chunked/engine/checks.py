@@ -30,12 +30,12 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise ValueError unless ``low <= value <= high`` (``low < value`` with ``open_low``), finite in any case."""
+    """Raise TypeError or ValueError unless this is a finite number in ``[low, high]`` (above low with ``open_low``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not math.isfinite(value) or not (low <= value <= high) or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}.")
+        left, right = "(" if open_low else "[", "]" if math.isfinite(high) else ")"
+        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}.")
 
 
 def check_device(weight: Tensor, **tensors: Tensor) -> None:

@@ -48,8 +48,7 @@ class DivergenceBlock(Block):
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         soft = replace(call.transform, temperature=comparison.temperature)
-        fused = can_fuse(opened.weight, call.work.operand_dtype, call.backend)
-        self.student = _Model(opened.projection, Epilogue(soft, opened.bias), fused)
+        self.student = _Model(opened.projection, Epilogue(soft, opened.bias), call.work.fused_products)
         #: The teacher, if its logits are computed here.
         self.teacher: _Model | None = None
         self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))

@@ -44,7 +44,7 @@ class Teacher:
         try:
             return Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"of the teacher: {error}") from None
+            raise type(error)(f"the teacher's head: {error}") from None
 
     @property
     def vocab_size(self) -> int:

@@ -169,7 +169,7 @@ class Tokens:
         if self.mask is None:
             return values
         mask = self.mask[rows].view(-1, *[1] * (values.dim() - 1))
-        return torch.where(mask, values, torch.zeros_like(values))
+        return torch.where(mask, values, 0)  # an integer keeps every dtype
 
     def scatter(self, values: Tensor) -> Tensor:
         """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""

@@ -261,7 +261,7 @@ def _materialize_all(arguments: Any) -> Any:
 
 
 def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, lazily.
+    """``F.linear``, whose values are computed only if an operation needs them.
 
     Args:
         hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.

@@ -19,6 +19,9 @@ from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.kernels.logit_transform import LogitTransform
 
+#: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
+MAX_EXPONENT = 80.0
+
 
 class ChunkedLoss(nn.Module):
     """A loss on the output of ``lm_head``, computed without materializing the logits.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.checks import check_names, check_range
-from liger_losses.chunked.losses.base import sequence_logps, wide_dtype
-from liger_losses.chunked.losses.pairs import MAX_EXPONENT, Pairs, PreferenceLoss, smoothed
+from liger_losses.chunked.losses.base import MAX_EXPONENT, sequence_logps, wide_dtype
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_range, check_tensor
+from liger_losses.chunked.losses.base import MAX_EXPONENT
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.kernels.divergence_forms import Divergence
@@ -83,7 +84,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             logps, rewards = student.logp, torch.where(mask, found.logp - student.logp, 0.0)
             later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
             if old_logps is not None:
-                later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=80.0).exp()
+                later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=MAX_EXPONENT).exp()
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
         which, weights = (
             self.divergence,

@@ -14,9 +14,6 @@ from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.losses.base import CompletionLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 
-# exp() of more than this overflows fp32.
-MAX_EXPONENT = 80.0
-
 
 class PreferenceMetrics(NamedTuple):
     """Detached, in liger-kernel's order; the mean logits are over tokens that carry loss."""

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor
-from liger_losses.chunked.losses.base import gather_over_processes, sum_over_processes, world_size
-
-# exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
-_MAX_EXPONENT = 80.0
+from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(max=_MAX_EXPONENT).exp()
+    return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
 def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
@@ -145,6 +142,7 @@ def vespo_weights(
         log_ratio, mask: ``[B, T]``.
         advantages: ``[B, 1]`` or ``[B, T]``; their sign selects k and lambda.
         is_ratio: correction of the sampler's probabilities, ``[B, 1]`` or ``[B, T]``, or ``None``.
+        o: the options, whose ``vespo_`` fields are k and lambda.
     """
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
@@ -244,7 +242,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     It is unbiased and never negative (joschu.net/blog/kl-approx.html).
     """
-    d = log_ratio.clamp(max=_MAX_EXPONENT)
+    d = log_ratio.clamp(max=MAX_EXPONENT)
     return torch.expm1(d) - d
 
 

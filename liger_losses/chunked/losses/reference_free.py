@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_range
-from liger_losses.chunked.losses.pairs import MAX_EXPONENT, Pairs, PreferenceLoss, PreferenceMetrics, smoothed
+from liger_losses.chunked.losses.base import MAX_EXPONENT
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
 _MIN_SURPRISE = 2.0**-23

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching import rotations
-from liger_losses.patching.lazy_head import is_patched_head, make_head_lazy, unpatch_head
+from liger_losses.patching.lazy_head import keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
-from liger_losses.patching.report import Entry, PatchReport
+from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.swap import (
     Replacement,
     original_class,
@@ -25,8 +25,6 @@ from liger_losses.patching.swap import (
 
 #: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]
-
-LEFT_OUT = "left out by filter_fn"
 
 
 def patch(
@@ -71,8 +69,11 @@ def patch(
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
-        lazy = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
-        entries += lazy + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not lazy]
+        left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
+        lazy = patched_heads(model)
+        entries += lazy + [entry for entry in left if entry.path or not lazy]
+        if lazy:
+            keep_head_lazy(model)
     return PatchReport(entries)
 
 

@@ -22,19 +22,22 @@ class LinearForward:
     Attributes:
         original: the function.
         in_fp32: it casts hidden states, weight and bias to fp32, as TRL's ``cast_lm_head_to_fp32`` does.
-        cast_back: it casts its result to the dtype of the hidden states.
+        result: what it casts its result to: ``"fp32"``, the dtype of the ``"hidden states"``, or nothing.
     """
 
     original: Callable[..., Tensor]
     in_fp32: bool = False
-    cast_back: bool = False
+    result: str = ""
 
     def compute(self, linear: Callable[..., Tensor], hidden_states: Tensor, *parameters: Tensor | None) -> Tensor:
         """What it computes of hidden states, weight and bias, with ``linear`` in place of ``F.linear``."""
-        if not self.in_fp32:
-            return linear(hidden_states, *parameters)
-        result = linear(hidden_states.float(), *(None if p is None else p.float() for p in parameters))
-        return result.to(hidden_states.dtype) if self.cast_back else result
+        if self.in_fp32:
+            inputs = [None if tensor is None else tensor.float() for tensor in (hidden_states, *parameters)]
+        else:
+            inputs = [hidden_states, *parameters]
+        logits = linear(*inputs)
+        dtypes = {"fp32": torch.float32, "hidden states": hidden_states.dtype}
+        return logits.to(dtypes.get(self.result, logits.dtype))
 
 
 def match_forward(module: Any) -> LinearForward:
@@ -45,7 +48,8 @@ def match_forward(module: Any) -> LinearForward:
     original = vars(module)["forward"]
     if "_hf_hook" in vars(module):
         raise Mismatch("accelerate moves the layer's inputs or weights in it")
-    candidates = [LinearForward(original), LinearForward(original, True), LinearForward(original, True, True)]
+    forms = ((False, ""), (False, "fp32"), (True, ""), (True, "hidden states"))
+    candidates = [LinearForward(original, *form) for form in forms]
     with isolated(), unchanged("its forward", module):
         return first_match(candidates, _cases(module), lambda candidate: "a linear layer")
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import math
 import queue
 import time
@@ -19,7 +20,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from liger_losses.patching.swap import replacement_of  # noqa: E402
-from liger_losses.trl import disable, enable, enabled  # noqa: E402
+from liger_losses.trl import disable, enable, enabled, is_enabled  # noqa: E402
 from liger_losses.trl.patch_points import PATCH_POINTS  # noqa: E402
 
 STEPS = 3
@@ -516,6 +517,29 @@ def test_enable_and_disable():
             pass
         assert module.add_fused_lm_head is not original
     assert module.add_fused_lm_head is original
+
+
+@pytest.mark.parametrize("build", [sft, preference("cpo"), gmpo], ids=["SFT", "CPO", "GMPO"])
+def test_trainers_that_were_built_too_early(build, tmp_path):
+    """They keep their heads, and a warning names them; those that were built while enabled are not meant."""
+    assert not is_enabled()
+    early = build(tmp_path, *tiny_model())
+    with pytest.warns(
+        UserWarning, match=rf"after these trainers were built.*{type(early).__name__}\. Build them again"
+    ):
+        enable()
+    assert is_enabled()
+    disable()
+    assert not is_enabled()
+    del early
+    gc.collect()
+    with enabled():
+        late = build(tmp_path, *tiny_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable()
+    assert is_enabled()
+    assert late.model is not None
 
 
 def test_kernels_come_and_go():

@@ -162,10 +162,14 @@ def _head_layers(model: nn.Module) -> list[nn.Module]:
     return inner or [head]
 
 
+def is_lazy_layer(layer: nn.Module) -> bool:
+    """Whether a layer can return lazy logits."""
+    return isinstance(layer, LazyLinear) or isinstance(replacement_of(layer), LazyTokens)
+
+
 def _is_lazy(layer: Any, only_when_forced: bool) -> bool:
     """Whether a layer is lazy already: everywhere or, if that is enough, only when forced."""
-    tokens = isinstance(replacement_of(layer), LazyTokens)
-    if not (tokens or isinstance(layer, LazyLinear)) or (layer.only_when_forced and not only_when_forced):
+    if not is_lazy_layer(layer) or (layer.only_when_forced and not only_when_forced):
         return False
     if "forward" not in vars(layer):
         return True

@@ -124,14 +124,15 @@ def _trainers_with_own_heads() -> set[str]:
     from trl.trainer.base_trainer import _BaseTrainer
 
     made_early = {p.module for p in PATCH_POINTS if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
-    trainers: list[Any] = [t for t in gc.get_referrers(*_subclasses(_BaseTrainer)) if isinstance(t, _BaseTrainer)]
-    return {
-        type(trainer).__name__
-        for trainer in trainers
-        if made_early.intersection(cls.__module__ for cls in type(trainer).__mro__)
-        and trainer.state.global_step == 0
-        and not any(is_lazy_layer(module) for module in trainer.model.modules())
-    }
+    names = set()
+    for trainer in gc.get_referrers(*_subclasses(_BaseTrainer)):
+        if isinstance(trainer, _BaseTrainer) and made_early.intersection(
+            cls.__module__ for cls in type(trainer).__mro__
+        ):
+            model, state = (vars(trainer).get(name) for name in ("model", "state"))  # absent if it was not built
+            if model and state and not state.global_step and not any(map(is_lazy_layer, model.modules())):
+                names.add(type(trainer).__name__)
+    return names
 
 
 def _subclasses(cls: Any) -> set[Any]:

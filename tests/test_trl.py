@@ -9,11 +9,13 @@ import queue
 import time
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_losses.chunked.engine import ops
 from tests.test_examples import tiny_model
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -70,6 +72,8 @@ def lora(*targets):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     if targets == ("virtual tokens",):
         return peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    if targets == ("some tokens",):  # of the embedding, and of the head, which shares its weight
+        return peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 4], task_type="CAUSAL_LM")
     return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
 
 
@@ -388,6 +392,7 @@ CASES = {
     "SFT, bf16": (sft, {"bf16": True}),
     "SFT, LoRA": (sft, {"adapter": ("q_proj", "v_proj")}),
     "SFT, prompt tuning": (sft, {"adapter": ("virtual tokens",)}),
+    "SFT, trainable tokens": (sft, {"adapter": ("some tokens",)}),
     "SFT, compiled": (sft, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "SFT, experts": (mixture, {}),
     "DPO": (dpo, {}),
@@ -405,6 +410,11 @@ CASES = {
     ),
     "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
     "GRPO, iterations": (online(trl.GRPOTrainer, trl.GRPOConfig), {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "GRPO, head in fp32": (online(trl.GRPOTrainer, trl.GRPOConfig), {"cast_lm_head_to_fp32": True}),
+    "GRPO, head in fp32, bf16": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"},
+    ),
     "asynchronous GRPO": (async_grpo, {}),
     "GMPO": (gmpo, {}),
     "A2PO": (a2po, {}),
@@ -421,7 +431,7 @@ CASES = {
     "GKD": (gkd, {"beta": 0.3}),
     "GOLD": (gold, {"beta": 0.3}),
     "GOLD, across tokenizers": (gold, {"use_uld_loss": True, "uld_crossentropy_weight": 0.5}),
-    "GOLD, hybrid": (gold, {"use_uld_loss": True, "uld_use_hybrid_loss": True}),
+    "GOLD, hybrid": (gold, {"use_uld_loss": True, "uld_use_hybrid_loss": True, "uld_crossentropy_weight": 0.5}),
     "IW-OPD": (iw_opd, {"lmbda": 1.0}),
     "IW-OPD, JSD": (iw_opd, {"distillation_objective": "jsd", "beta": 0.5}),
     "server distillation": (from_a_server, {"beta": 0.0, "loss_top_k": 4}),
@@ -447,13 +457,18 @@ def train(build, output, on, kernels=False, **options):
 
         def watched(model, inputs, *arguments):
             # GOLD across tokenizers sorts rows: those of one answer, the student's and the teacher's, are there.
-            with NoLogits(trainer.model.config.vocab_size, options.get("use_uld_loss")), warnings.catch_warnings():
+            with (
+                NoLogits(trainer.model.config.get_text_config().vocab_size, options.get("use_uld_loss")),
+                warnings.catch_warnings(),
+            ):
                 warnings.filterwarnings("error", message=".*needs the values")
                 return step(model, inputs, *arguments)
 
         trainer.training_step = watched
     torch.manual_seed(1)
-    trainer.train()
+    with mock.patch.object(ops, "make_call", wraps=ops.make_call) as calls:
+        trainer.train()
+    assert bool(calls.call_count) == on  # the engine computes the loss
     disable()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -466,18 +481,24 @@ _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     build, options = CASES[name]
+    check_training(build, tmp_path, **options)
+
+
+def check_training(build, tmp_path, **options):
+    """Train plain and enabled from one seed: the same numbers are logged, the weights are the same, no logits."""
     plain, expected = train(build, tmp_path / "plain", False, **options)
     ours, found = train(build, tmp_path / "ours", True, **options)
+    bf16 = options.get("bf16", False)
     assert len(plain) == len(ours) == STEPS
     assert all(row["grad_norm"] > 0 for row in plain)
     for a, b in zip(plain, ours, strict=True):
         assert set(a) == set(b)
         for key, value in a.items():
             if isinstance(value, float) and not any(word in key for word in _TIMES) and not math.isnan(value):
-                tolerance = {"rel": 0.05, "abs": 0.02} if "bf16" in name else {"rel": 2e-3, "abs": 2e-4}
+                tolerance = {"rel": 0.05, "abs": 0.02} if bf16 else {"rel": 2e-3, "abs": 2e-4}
                 assert b[key] == pytest.approx(value, **tolerance), key
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if "bf16" in name else 2e-3, msg=key)
+        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if bf16 else 2e-3, msg=key)
 
 
 @pytest.mark.parametrize("build", [sft, dpo, online(trl.GRPOTrainer, trl.GRPOConfig)])

@@ -392,7 +392,6 @@ CASES = {
     "SFT, bf16": (sft, {"bf16": True}),
     "SFT, LoRA": (sft, {"adapter": ("q_proj", "v_proj")}),
     "SFT, prompt tuning": (sft, {"adapter": ("virtual tokens",)}),
-    "SFT, trainable tokens": (sft, {"adapter": ("some tokens",)}),
     "SFT, compiled": (sft, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "SFT, experts": (mixture, {}),
     "DPO": (dpo, {}),
@@ -749,23 +748,27 @@ def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
         Trainer(teacher, model)
 
 
-def test_adapters_on_the_head_train(tmp_path):
+@pytest.mark.parametrize(
+    ("targets", "error", "parameter"),
+    [(("q_proj", "lm_head"), ValueError, "lm_head.lora"), (("some tokens",), AttributeError, "trainable_tokens_delta")],
+)
+def test_adapters_on_the_head_train(targets, error, parameter, tmp_path):
     """TRL refuses them; here the adapter is part of the logits, with the gradient that the model's own loss gives."""
-    adapter = {"adapter": ("q_proj", "lm_head")}
-    with pytest.raises(ValueError, match="lm_head"):
-        train(sft, tmp_path / "plain", False, **adapter)
-    _, trained = train(sft, tmp_path / "ours", True, **adapter)
-    assert any("lm_head" in name and "lora" in name for name in trained)
+    with pytest.raises(error):
+        train(sft, tmp_path / "plain", False, adapter=targets)
+    _, trained = train(sft, tmp_path / "ours", True, adapter=targets)
+    assert any(parameter in name for name in trained)
 
     import peft
 
     from liger_losses.trl.fused_head import add_fused_lm_head
 
     model, _, _ = tiny_model()
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if "lm_head" in targets:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     add_fused_lm_head(model)
-    adapted = peft.get_peft_model(model, lora("q_proj", "lm_head"))
+    adapted = peft.get_peft_model(model, lora(*targets))
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
     results = []
     for options in ({}, {"fused_lm_head": True}):

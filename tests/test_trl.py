@@ -6,9 +6,11 @@ import functools
 import gc
 import math
 import queue
+import threading
 import time
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -315,6 +317,58 @@ class Server:
         }
 
 
+def rollouts(text, tokenizer):
+    """Completions from the loop of TRL's own worker; the vLLM server that it asks is replaced by fixed answers."""
+    from trl import chat_template_utils
+    from trl.experimental.async_grpo import async_rollout_worker as module
+
+    g = torch.Generator().manual_seed(0)
+
+    class Loop(module._AsyncRolloutLoop):
+        async def _post(self, path, payload, *arguments, **options):
+            assert path == "/v1/completions"
+            assert payload["prompt"]
+            length = int(torch.randint(2, 6, (), generator=g))
+            logps = (-2.0 - torch.rand(length, generator=g)).tolist()
+            ids = torch.randint(3, 19, (length,), generator=g).tolist()
+            return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}}]}
+
+    class Session(contextlib.AsyncExitStack):
+        def __init__(self, **options):
+            super().__init__()
+
+    class Buffer(queue.Queue):
+        def put_nowait(self, sample):
+            super().put_nowait(sample)
+            if self.qsize() >= 64:
+                loop._stop_event.set()
+
+    tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+    value, event, results = SimpleNamespace(value=0), threading.Event(), Rollouts(0)
+    results.rollout_buffer = Buffer()
+    loop = Loop(
+        model_name="model",
+        dataset=datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": text(3)}]} for _ in range(16)]),
+        reward_funcs=[lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids]],
+        processing_class=tokenizer,
+        eos_token_ids=[1],
+        rollout_buffer=results.rollout_buffer,
+        model_version_value=value,
+        heartbeat_value=value,
+        failed_event=event,
+        exception_info_queue=queue.Queue(),
+        metrics_queue=queue.Queue(),
+        num_generations=2,
+        max_inflight_tasks=1,  # one after the other: both runs get them in the same order
+    )
+    client = SimpleNamespace(ClientSession=Session, TCPConnector=lambda **_: None)
+    with mock.patch.object(module, "aiohttp", client, create=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop.run()
+    assert not event.is_set()
+    return results
+
+
 class Rollouts:
     """Stands in for the worker that asynchronous GRPO gets its completions from."""
 
@@ -335,7 +389,7 @@ class Rollouts:
         return lambda *args, **kwargs: None
 
 
-def async_grpo(output, model, tokenizer, text, **options):
+def async_grpo(output, model, tokenizer, text, worker=False, **options):
     import trl.experimental.async_grpo.async_grpo_trainer as module
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -352,7 +406,7 @@ def async_grpo(output, model, tokenizer, text, **options):
             args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
             train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
             processing_class=tokenizer,
-            rollout_worker=Rollouts(64),
+            rollout_worker=rollouts(text, tokenizer) if worker else Rollouts(64),
             weight_transfer=Rollouts(0),
         )
 
@@ -415,6 +469,7 @@ CASES = {
         {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"},
     ),
     "asynchronous GRPO": (async_grpo, {}),
+    "asynchronous GRPO, its own worker": (async_grpo, {"worker": True}),
     "GMPO": (gmpo, {}),
     "A2PO": (a2po, {}),
     "online DPO": (online_dpo, {}),

@@ -555,6 +555,25 @@ def check_training(build, tmp_path, **options):
         torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if bf16 else 2e-3, msg=key)
 
 
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "CPO", "GKD"])
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
+def test_liger_kernel_beside_this_library(name, tmp_path):
+    """Its layers may run (they need a GPU, so they are off here); the forward that it gives a model keeps our head."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    build, options = CASES[name]
+    off = {"rope": False, "rms_norm": False, "swiglu": False}
+    check_training(build, tmp_path, use_liger_kernel=True, liger_kernel_config=off, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
+def test_liger_kernel_beside_the_kernels(tmp_path):
+    with (
+        enabled(kernels=True),
+        pytest.warns(UserWarning, match="use_liger_kernel=True and .*kernels=True.* each replace"),
+    ):
+        sft(tmp_path, *tiny_model(), use_liger_kernel=True)
+
+
 @pytest.mark.parametrize("build", [sft, dpo, online(trl.GRPOTrainer, trl.GRPOConfig)])
 def test_kernels_in_the_models(build, tmp_path):
     """What they compute stays the same; a trainer's reference model has them too."""

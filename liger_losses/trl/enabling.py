@@ -28,6 +28,12 @@ def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, nn.Module):
                 patch(argument, loss_head=False)
+            if getattr(argument, "use_liger_kernel", False):  # of the trainer's configuration
+                warnings.warn(
+                    "use_liger_kernel=True and liger_losses.trl.enable(kernels=True) each replace norms, MLPs and "
+                    "rotary embeddings; liger-kernel's will run. Leave one of them out.",
+                    stacklevel=2,
+                )
         function(*args, **kwargs)
 
     return wrapped

@@ -1,6 +1,7 @@
 """Heads that are changed after patching, or before it by others: they stay lazy, or the first forward says why not."""
 
 import copy
+import functools
 import pickle
 import types
 import warnings
@@ -16,6 +17,9 @@ from liger_losses.patching.lazy_head import LazyLinear, force_lazy_head
 from tests.test_examples import tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
 
 
 def small_model(tied):
@@ -86,11 +90,11 @@ def test_the_head_stays_lazy(name, patched_first):
     _, expected_loss, expected = step(change(small_model(tied)).train())
     model = small_model(tied)
     if patched_first:
-        patch(model)
+        patch_head(model)
         changed = change(model).train()
     else:
         changed = change(model).train()
-        patch(changed)
+        patch_head(changed)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         logits, loss, found = step(changed)
@@ -99,8 +103,8 @@ def test_the_head_stays_lazy(name, patched_first):
     assert found.keys() == expected.keys()
     for key, gradient in expected.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
-    assert any(entry.replaced_by in ("LazyLinear", "LazyTokens") for entry in patch(changed).replaced)
-    assert not any("lm_head" in entry.path for entry in patch(changed).left)
+    assert any(entry.replaced_by in ("LazyLinear", "LazyTokens") for entry in patch_head(changed).replaced)
+    assert not any("lm_head" in entry.path for entry in patch_head(changed).left)
     unpatch(changed)
     assert not any(isinstance(module, LazyLinear) or module._forward_pre_hooks for module in changed.modules())
     assert type(step(changed)[0]) is torch.Tensor
@@ -108,7 +112,7 @@ def test_the_head_stays_lazy(name, patched_first):
 
 def test_copies_keep_their_heads_lazy():
     model = small_model(False)
-    patch(model)
+    patch_head(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(step(resize(other).train())[0], LazyLogits)
 
@@ -119,7 +123,7 @@ def test_a_head_that_cannot_be_lazy_any_more_is_reported_once():
             return super().forward(x) * 2
 
     model = small_model(False).train()
-    patch(model)
+    patch_head(model)
     own = model.lm_head
     model.lm_head = Scaled(16, 19, bias=False)
     with pytest.warns(RuntimeWarning, match=r"changed after patch.*lm_head \(.*Scaled is not .*liger_losses.patch"):
@@ -128,7 +132,7 @@ def test_a_head_that_cannot_be_lazy_any_more_is_reported_once():
         warnings.simplefilter("error", RuntimeWarning)
         step(model)
     model.lm_head = own
-    patch(model)
+    patch_head(model)
     assert isinstance(step(model)[0], LazyLogits)
 
 
@@ -167,7 +171,7 @@ def test_linear_forwards_on_the_instance(name, dtypes):
     results = []
     for patched in (False, True):
         if patched:
-            assert [entry.replaced_by for entry in patch(model).entries] == ["LazyLinear"]
+            assert [entry.replaced_by for entry in patch_head(model).entries] == ["LazyLinear"]
         model.zero_grad()
         logits = model(x)
         assert isinstance(logits, LazyLogits) == patched
@@ -201,7 +205,7 @@ def test_linear_forwards_on_the_instance(name, dtypes):
 def test_other_forwards_are_left_alone(forward):
     model = Model()
     own = model.lm_head.forward = types.MethodType(forward, model.lm_head)
-    (entry,) = patch(model).entries
+    (entry,) = patch_head(model).entries
     assert entry.replaced_by is None
     assert "replaced on the instance" in entry.reason
     assert type(model.lm_head) is nn.Linear
@@ -211,7 +215,7 @@ def test_other_forwards_are_left_alone(forward):
 
 def test_a_forward_that_calls_the_lazy_one_stays():
     model, x = Model().train(), torch.randn(3, 5, 8)
-    patch(model)
+    patch_head(model)
     lazy = model.lm_head.forward
     model.lm_head.forward = lambda hidden_states: lazy(hidden_states).float()
     with warnings.catch_warnings():

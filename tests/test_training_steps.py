@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from liger_losses import patch
 from tests import model_zoo
 
-#: Models and their settings. The second amplifies rounding: plain and in fp32, its parameters end further from those of
-#: float64 than a fifth of the way that training moved them.
+#: Models and their settings. At a hundred times this learning rate, the second amplifies rounding until nothing else is
+#: seen: in bf16, plain and patched end equally far from float64 even with embeddings that are wrong by half.
 MODELS = {
     "granite": {
         "embedding_multiplier": 12.0,
@@ -27,7 +27,7 @@ STEPS, SEEDS = 8, (0, 1)
 
 def train(model, batches):
     """The losses of all steps, and then the log-probabilities of the first batch and the parameters, in float64."""
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
     losses = []
     for ids in batches:
         optimizer.zero_grad()

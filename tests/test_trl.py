@@ -717,6 +717,34 @@ def test_the_contract_of_the_head(one_pass, temperature):
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_the_head_in_fp32():
+    """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
+
+    model = tiny_model()[0]
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.bfloat16()
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for add in (theirs, ours):
+
+        def cast_and_add(model, add=add, **options):
+            head = model.lm_head
+            head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
+            add(model, cast_lm_head_to_fp32=True, **options)
+
+        results.append(forward_outputs(model, ids, ids, ("log_probs", "entropy"), cast_and_add))
+    for name in ("log_probs", "entropy", "loss"):
+        torch.testing.assert_close(*(getattr(found, name) for found, _ in results), rtol=1e-5, atol=1e-6, msg=name)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        tolerance = 1e-5 if name == "lm_head.weight" else 2e-2  # of bf16
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
 def test_the_head_of_shifted_labels_without_padding():
     """As asynchronous GRPO calls it: one row of several sequences, labels shifted by the caller."""
     from trl.trainer.utils import add_fused_lm_head as theirs

@@ -152,14 +152,13 @@ def _head_layers(model: nn.Module) -> list[nn.Module]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Linear) or not isinstance(head, nn.Module):
         return [head] if isinstance(head, nn.Module) else []
+    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    tokens = [module for module in head.modules() if LazyTokens.is_candidate(module)]
+    if tokens:  # the head's weight is computed whenever it is asked for; a layer inside runs if the adapter is disabled
+        return [*tokens, *linears]
     weight = getattr(head, "weight", None)
     width = weight.shape[0] if isinstance(weight, Tensor) else None
-    inner = [
-        m
-        for m in head.modules()
-        if LazyTokens.is_candidate(m) or (isinstance(m, nn.Linear) and m.out_features == (width or m.out_features))
-    ]
-    return inner or [head]
+    return [m for m in linears if m.out_features == (width or m.out_features)] or [head]
 
 
 def is_lazy_layer(layer: nn.Module) -> bool:

@@ -41,7 +41,8 @@ def patch(
     Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
     their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.
     Patching again replaces new pieces only, and reports all of them. No weight is read, so that models on the meta
-    device can be patched.
+    device can be patched. A head that is resized or gets adapters later is made lazy again by the model's next forward;
+    if it cannot be, that forward warns.
 
     Rotations of queries and keys are functions of a modeling file, which all models of a family in the process share;
     they are replaced for all of them, until the last patched one is unpatched or deleted. All other replacements are
@@ -95,10 +96,10 @@ def unpatch(model: nn.Module) -> None:
         reason = reason_not_to_restore(module)
         if reason is not None:
             raise RuntimeError(f"{path or type(module).__name__} cannot be unpatched: {reason}; undo that first.")
+    unpatch_head(model)
     for module in model.modules():
         restore(module)
     rotations.release(id(model))
-    unpatch_head(model)
 
 
 class _AutoLigerModel(type):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +14,27 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from liger_losses.patching.lazy import LazyLogits, lazy_linear
+from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.linear_forward import LinearForward, match_forward
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import Replacement, original_class, replacement_of, restore, swap
 
-_FORCED = ContextVar("force_lazy_head", default=False)
+
+class _Forced:
+    """How many contexts of :func:`force_lazy_head` are open. (torch.compile cannot read a ContextVar.)"""
+
+    depth = 0
 
 
 @contextlib.contextmanager
 def force_lazy_head() -> Iterator[None]:
     """Within this context, lazy heads return :class:`~liger_losses.patching.lazy.LazyLogits` even under ``no_grad``."""
-    token = _FORCED.set(True)
+    _Forced.depth += 1
     try:
         yield
     finally:
-        _FORCED.reset(token)
+        _Forced.depth -= 1
 
 
 class LazyLinear(nn.Linear):
@@ -48,18 +51,25 @@ class LazyLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if _returns_lazy_logits(self, input):
-            return _lazy_forward(self, input)
+            return _traced_forward(self, input) if torch.compiler.is_dynamo_compiling() else _lazy_forward(self, input)
         return super().forward(input) if self.linear_forward is None else self.linear_forward.original(input)
 
 
 def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
     training = torch.is_grad_enabled() and (layer.training or hidden_states.requires_grad)
-    return _FORCED.get() or (training and not layer.only_when_forced)
+    return _Forced.depth > 0 or (training and not layer.only_when_forced)
 
 
-@torch.compiler.disable
+def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
+    """The lazy forward in a compiled graph; where weights come and go, the graph ends."""
+    gathers = any(hasattr(layer, name) for name in ("set_reshard_after_forward", "_fsdp_state"))
+    if gathers or any(hasattr(layer.weight, name) for name in ("full_tensor", "ds_id")):
+        return _lazy_forward_outside(layer, hidden_states)
+    forward = layer.linear_forward or LinearForward(F.linear)
+    return forward.compute(traced_linear, hidden_states, layer.weight, layer.bias)
+
+
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
-    """The lazy forward, outside of compiled graphs, which end here: what follows is small."""
     forward = layer.linear_forward or LinearForward(F.linear)
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
@@ -68,6 +78,9 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     return forward.compute(lazy_linear, hidden_states, weight, bias)
+
+
+_lazy_forward_outside = torch.compiler.disable(_lazy_forward)
 
 
 class _Gathered(torch.autograd.Function):

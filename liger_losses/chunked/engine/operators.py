@@ -29,7 +29,7 @@ _results: dict[str, Any] = {}
 
 
 def register(function: F) -> F:
-    """A function that :func:`call_in_graph` can call."""
+    """A function that :func:`call_in_graph` can call. If it returns a number and more, the rest are metrics."""
     _operations[function.__name__] = function
     return function
 
@@ -47,7 +47,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any) -> Any:
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
-    attached = len(found) if name in _operations else 1
+    attached = 1 if name in losses or found[0].dim() == 0 else len(found)
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
 
@@ -133,7 +133,7 @@ def _is_scaled(key: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -
     fp16 gradients underflow without the loss scale, which is only known in backward.
     """
     name, autocast, _ = _parsed(key)
-    return name in losses and outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
+    return outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.weights import HeadWeights
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
@@ -109,7 +110,7 @@ class LazyLogits(Tensor):
     @classmethod
     def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
         """Lazy logits of the dtype that the model's own would have; ``view_of`` would share its memory with them."""
-        deferred = deferred.with_versions()
+        deferred = deferred.with_version()
         # The autograd node gets the tensors as inputs; the copy that it holds must not keep their graph alive.
         detached = deferred.detach()
         lazy = _LazyLinear.apply(detached, dtype, *deferred.tensors)
@@ -128,7 +129,7 @@ class LazyLogits(Tensor):
         if self.made_without_grad and self.requires_grad:
             self._find_gradient()
         if self.materialized is None:
-            self.deferred.check()
+            self.deferred.current()
         if self.storage_version.count != self.seen_version:
             raise RuntimeError(
                 "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
@@ -148,7 +149,8 @@ class LazyLogits(Tensor):
         if getattr(node, "_forward_cls", None) is _LazyLinear:
             deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
             try:
-                self.deferred = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
+                found = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
+                self.deferred = replace(found.with_version(), weights=deferred.weights)
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
@@ -277,7 +279,8 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
     if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)
-    deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast)
+    weights = HeadWeights(weight, bias)
+    deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 
 

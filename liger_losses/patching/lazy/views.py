@@ -164,6 +164,13 @@ def _tanh(lazy: LazyLogits) -> Any:
     return lazy.derive(lazy.deferred.with_step(torch.tanh, softcap=1.0))
 
 
+@implements("neg", "negative", "__neg__")
+def _neg(lazy: LazyLogits) -> Any:
+    """Of log-probabilities alone, as losses take them."""
+    deferred = lazy.deferred
+    return lazy.derive(replace(deferred, negated=not deferred.negated)) if deferred.normalized else NotImplemented
+
+
 @implements("add", "__add__", "__radd__")
 def _add(lazy: LazyLogits, other: Any) -> Any:
     """Add a bias ``[V]``, or other lazy logits."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
 from liger_losses.patching.lazy.weights import HeadWeights
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
@@ -40,6 +41,7 @@ _IN_PLACE = frozenset(
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
+_ONE_OF_SEVERAL = "one of several views that an operation returned"
 #: Operations and their callers for which the warning was given.
 _WARNED: set[tuple[str, str]] = set()
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
@@ -88,6 +90,8 @@ class LazyLogits(Tensor):
         storage_version: counts in-place operations on this tensor and its views, which share the counter.
         seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
         own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
+        origin: the operation on other lazy logits that made this tensor.
+        in_place_error: why torch would refuse in-place operations on such a view, or ``None``.
         made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
             autograd functions. If it requires grad later, :meth:`check` finds its gradient.
     """
@@ -98,12 +102,15 @@ class LazyLogits(Tensor):
     storage_version: VersionCounter
     seen_version: int
     own_version: VersionCounter
+    in_place_error: str | None
+    origin: Origin
     made_without_grad: bool
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         lazy = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        lazy.materialized, lazy.hooked, lazy.made_without_grad = None, False, False
+        lazy.materialized, lazy.in_place_error, lazy.origin = None, None, Origin()
+        lazy.hooked, lazy.made_without_grad = False, False
         lazy.storage_version, lazy.seen_version, lazy.own_version = VersionCounter(), 0, VersionCounter()
         return lazy
 
@@ -123,6 +130,23 @@ class LazyLogits(Tensor):
     def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
+
+    def _tell(self, part: Any, origin: Origin) -> None:
+        """Tell the result of an operation on these logits how it was made."""
+        graph = torch.is_grad_enabled()
+        if not isinstance(part, LazyLogits):
+            mark(part, origin)
+            return
+        part.made_without_grad = not graph and (self.requires_grad or self.made_without_grad)
+        if graph and not any(isinstance(arg, LazyLogits) for arg in origin.args):
+            part.origin = origin
+        detached = graph and self.requires_grad and not part.requires_grad
+        if part.storage_version is self.storage_version and not detached:  # a view
+            part.in_place_error = self.in_place_error
+            if self.requires_grad and origin.index is not None:
+                part.in_place_error = _ONE_OF_SEVERAL
+            elif self.requires_grad and not graph:
+                part.in_place_error = "a view that was made under no_grad"
 
     def check(self) -> None:
         """Raise RuntimeError if the logits cannot be computed any more: their tensors, or a view of them, changed."""
@@ -167,7 +191,11 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable."""
         self.check()
-        return self.deferred.values().to(self.dtype) if self.materialized is None else self.materialized
+        if self.materialized is not None:
+            return self.materialized
+        values = self.deferred.values().to(self.dtype)
+        mark(values, self.origin)
+        return values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -176,6 +204,8 @@ class LazyLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         first = args[0] if args else None
         if name == "__get__" or name in _METADATA:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -190,10 +220,10 @@ class LazyLogits(Tensor):
                 return _register_hook(first, func, name, args, kwargs)
             result = _call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
             if result is not NotImplemented:
-                if not torch.is_grad_enabled() and (first.requires_grad or first.made_without_grad):
-                    for part in result if isinstance(result, tuple) else (result,):
-                        if isinstance(part, LazyLogits) and part is not first:
-                            part.made_without_grad = True
+                several = isinstance(result, tuple)
+                for i, part in enumerate(result if several else (result,)):
+                    if part is not first:
+                        first._tell(part, Origin(first.origin, func, args[1:], kwargs, i if several else None))
                 return result
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
@@ -367,14 +397,33 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         return func(*args, **kwargs)
 
 
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, of lazy logits or with respect to them."""
+    inputs = [  # logits that were changed in place, or are a leaf, are their values
+        z.materialized if isinstance(z, LazyLogits) and z.materialized is not None and not z.hooked else z
+        for z in inputs
+    ]
+    origins = [logits.origin if isinstance(logits, LazyLogits) else None for logits in inputs]
+    if any(isinstance(tensor, LazyLogits) for tensor in (*outputs, *inputs)):
+        _warn_materialized("torch.autograd.grad")
+    options["grad_outputs"] = _materialize_all(grad_outputs)
+    outputs = [true_values(output) for output in outputs]
+    return gradients_of_logits(outputs, inputs, origins, lambda i: true_values(inputs[i]), options)
+
+
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     """An in-place operation on the values, which the tensor holds from now on."""
     if name in _IN_PLACE_VIEWS:
         raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
+    if lazy.in_place_error is not None and (torch.is_grad_enabled() or lazy.in_place_error is _ONE_OF_SEVERAL):
+        raise RuntimeError(
+            f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."
+        )
     _warn_materialized(name)
-    values = lazy.materialize()
-    if lazy.materialized is None:
-        values = values.clone()  # so that values saved by autograd stay as they are
+    with torch.set_grad_enabled(torch.is_grad_enabled() or lazy.requires_grad):  # under no_grad, the graph stays
+        values = lazy.materialize()
+        if lazy.materialized is None:
+            values = values.clone()  # so that values saved by autograd stay as they are
     func(values, *_materialize_all(args[1:]), **_materialize_all(kwargs))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1

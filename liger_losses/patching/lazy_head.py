@@ -29,7 +29,7 @@ def force_lazy_head() -> Iterator[None]:
 
 
 class LazyLinear(nn.Linear):
-    """``nn.Linear`` that returns lazy logits while training, and ordinary logits in evaluation without gradients.
+    """``nn.Linear`` that returns lazy logits; for one token per sequence without gradients (generation), ordinary ones.
 
     Attributes:
         only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
@@ -39,8 +39,14 @@ class LazyLinear(nn.Linear):
     only_when_forced = False
 
     def forward(self, input: Tensor) -> Tensor:
-        training = torch.is_grad_enabled() and (self.training or input.requires_grad)
-        lazy = _FORCED.get() or (training and not self.only_when_forced)
+        if torch.is_grad_enabled():
+            lazy = self.training or input.requires_grad
+        else:
+            # A graph, of torch.compile or torch.jit, has no place for them, and fully_shard frees its units' weights.
+            recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+            lazy = input.dim() > 1 and input.shape[-2] > 1 and not recorded
+            lazy = lazy and not hasattr(self, "set_reshard_after_forward")
+        lazy = _FORCED.get() or (lazy and not self.only_when_forced)
         return _lazy_forward(self, input) if lazy else super().forward(input)
 
 

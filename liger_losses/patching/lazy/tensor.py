@@ -32,7 +32,9 @@ _METADATA = frozenset(
     __len__ __set__ __hash__ __repr__ __format__""".split()  # noqa: SIM905
 )
 #: Properties that give values or views of them; all others are metadata.
-_PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+_PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
+#: What gives the address of the values.
+_ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "__cuda_array_interface__"))
 #: Methods that wait for the gradient of this very tensor.
 _HOOKS = frozenset(("register_hook", "retain_grad"))
 #: In-place operations whose names do not end in one underscore; and those that change the tensor's shape or storage.
@@ -91,6 +93,7 @@ class LazyLogits(Tensor):
         seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
         own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
         origin: the operation on other lazy logits that made this tensor.
+        is_copy: whether this is a copy of other logits, or a view of one, and not a result that autograd may save.
         in_place_error: why torch would refuse in-place operations on such a view, or ``None``.
         made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
             autograd functions. If it requires grad later, :meth:`check` finds its gradient.
@@ -103,6 +106,7 @@ class LazyLogits(Tensor):
     seen_version: int
     own_version: VersionCounter
     in_place_error: str | None
+    is_copy: bool
     origin: Origin
     made_without_grad: bool
 
@@ -110,7 +114,7 @@ class LazyLogits(Tensor):
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         lazy = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
         lazy.materialized, lazy.in_place_error, lazy.origin = None, None, Origin()
-        lazy.hooked, lazy.made_without_grad = False, False
+        lazy.hooked, lazy.made_without_grad, lazy.is_copy = False, False, False
         lazy.storage_version, lazy.seen_version, lazy.own_version = VersionCounter(), 0, VersionCounter()
         return lazy
 
@@ -140,8 +144,11 @@ class LazyLogits(Tensor):
         part.made_without_grad = not graph and (self.requires_grad or self.made_without_grad)
         if graph and not any(isinstance(arg, LazyLogits) for arg in origin.args):
             part.origin = origin
+        same = part.deferred.steps == self.deferred.steps and part.deferred.normalized == self.deferred.normalized
+        is_view = part.storage_version is self.storage_version
+        part.is_copy = self.is_copy if is_view else same
         detached = graph and self.requires_grad and not part.requires_grad
-        if part.storage_version is self.storage_version and not detached:  # a view
+        if is_view and not detached:
             part.in_place_error = self.in_place_error
             if self.requires_grad and origin.index is not None:
                 part.in_place_error = _ONE_OF_SEVERAL
@@ -178,7 +185,7 @@ class LazyLogits(Tensor):
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
-            _warn_materialized("an autograd function")
+            _warn_materialized("an autograd function", self)
             self._materialize_for_hooks()
 
     def _materialize_for_hooks(self) -> None:
@@ -194,7 +201,10 @@ class LazyLogits(Tensor):
         if self.materialized is not None:
             return self.materialized
         values = self.deferred.values().to(self.dtype)
-        mark(values, self.origin)
+        if self.requires_grad or self.made_without_grad:
+            mark(values, self.origin)
+        else:
+            self.materialized = values  # as in the plain model, whose logits are there for the next operation
         return values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -227,8 +237,9 @@ class LazyLogits(Tensor):
                 return result
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
-        _warn_materialized(name)
-        return func(*_materialize_all(args), **_materialize_all(kwargs))
+            if name in _ADDRESSES:
+                first.materialized = _materialize_all(first, name)  # they must live as long as the logits
+        return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -239,9 +250,8 @@ class LazyLogits(Tensor):
             alias.deferred, alias.materialized, alias.hooked = lazy.deferred, lazy.materialized, lazy.hooked
             alias.storage_version, alias.seen_version = lazy.storage_version, lazy.seen_version
             return alias
-        _warn_materialized(str(func))
         with torch.no_grad():
-            return func(*_materialize_all(args), **_materialize_all(kwargs or {}))
+            return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
 
 
 @contextlib.contextmanager
@@ -254,9 +264,16 @@ def allow_materialization() -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
-def _warn_materialized(operation: str) -> None:
-    """Warn once per operation and caller, the innermost frame outside of torch and this package."""
-    if _ALLOWED.get():
+def _warn_materialized(operation: str, lazy: LazyLogits) -> None:
+    """Warn once per operation and caller, the innermost frame outside of torch and this package.
+
+    Evaluation needs logits more often than training. There, the first operation of a process warns, and none that
+    takes the logits of few of the tokens, as generation does.
+    """
+    training = lazy.requires_grad or lazy.made_without_grad
+    weights, tokens = lazy.deferred.weights, lazy.numel() // lazy.shape[-1]
+    few = not training and weights is not None and tokens * 8 <= weights.tokens
+    if _ALLOWED.get() or few:
         return
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -265,11 +282,13 @@ def _warn_materialized(operation: str) -> None:
             break
         frame = frame.f_back
     caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
-    if (operation, caller) not in _WARNED:
-        _WARNED.add((operation, caller))
+    key = (operation, caller) if training else ("evaluation", "")
+    if key not in _WARNED:
+        _WARNED.add(key)
         warnings.warn(
             f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
-            "are computed now. The losses of liger_losses do not need them.",
+            "are computed now. The losses of liger_losses do not need them"
+            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits."),
             RuntimeWarning,
             stacklevel=2,
         )
@@ -280,15 +299,17 @@ def true_values(tensor: Tensor) -> Tensor:
     return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
 
 
-def _materialize_all(arguments: Any) -> Any:
+def _materialize_all(arguments: Any, operation: str) -> Any:
     """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
     if isinstance(arguments, LazyLogits):
+        if arguments.materialized is None:
+            _warn_materialized(operation, arguments)
         return arguments.materialize()
     if isinstance(arguments, (list, tuple)):
-        parts = [_materialize_all(part) for part in arguments]
+        parts = [_materialize_all(part, operation) for part in arguments]
         return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
     if isinstance(arguments, dict):
-        return {key: _materialize_all(value) for key, value in arguments.items()}
+        return {key: _materialize_all(value, operation) for key, value in arguments.items()}
     return arguments
 
 
@@ -309,7 +330,7 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
     if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias)
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel())
     deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 
@@ -371,7 +392,7 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
             return lazy.materialized.grad
         sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
         if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            _warn_materialized("requires_grad_")
+            _warn_materialized("requires_grad_", lazy)
             lazy.materialized = lazy.materialize().detach().requires_grad_()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -391,7 +412,7 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        _warn_materialized(name)
+        _warn_materialized(name, lazy)
         lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -404,11 +425,10 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -
         for z in inputs
     ]
     origins = [logits.origin if isinstance(logits, LazyLogits) else None for logits in inputs]
-    if any(isinstance(tensor, LazyLogits) for tensor in (*outputs, *inputs)):
-        _warn_materialized("torch.autograd.grad")
-    options["grad_outputs"] = _materialize_all(grad_outputs)
-    outputs = [true_values(output) for output in outputs]
-    return gradients_of_logits(outputs, inputs, origins, lambda i: true_values(inputs[i]), options)
+    name = "torch.autograd.grad"
+    options["grad_outputs"] = _materialize_all(grad_outputs, name)
+    outputs = _materialize_all(list(outputs), name)
+    return gradients_of_logits(outputs, inputs, origins, lambda i: _materialize_all(inputs[i], name), options)
 
 
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
@@ -419,12 +439,13 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
         raise RuntimeError(
             f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."
         )
-    _warn_materialized(name)
+    if lazy.materialized is None:
+        _warn_materialized(name, lazy)
     with torch.set_grad_enabled(torch.is_grad_enabled() or lazy.requires_grad):  # under no_grad, the graph stays
-        values = lazy.materialize()
-        if lazy.materialized is None:
-            values = values.clone()  # so that values saved by autograd stay as they are
-    func(values, *_materialize_all(args[1:]), **_materialize_all(kwargs))
+        computed, values = lazy.materialized is None, lazy.materialize()
+        if computed and (lazy.is_copy or lazy.materialized is not None):
+            values = values.clone()  # others may have these, or autograd have saved what they are a copy of
+    func(values, *_materialize_all(args[1:], name), **_materialize_all(kwargs, name))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1
     lazy.storage_version.count += 1

@@ -70,7 +70,12 @@ for _name in _DIMS:
     implements(_name)(partial(_on_token_dims, _name))
 
 
-implements("contiguous", "clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
+@implements("contiguous")
+def _contiguous(lazy: LazyLogits, *, memory_format: Any = None) -> LazyLogits:
+    return lazy.derive(lazy.deferred, is_view=lazy.deferred.hidden_states.is_contiguous())
+
+
+implements("clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
 implements("detach")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
 
 

@@ -18,7 +18,7 @@ _ALIVE: weakref.WeakSet[HeadWeights] = weakref.WeakSet()
 
 
 class HeadWeights:
-    """Weight and bias of one forward; shared by all lazy logits that were made of its logits.
+    """Weight and bias of one forward of ``tokens`` tokens; shared by all lazy logits that were made of its logits.
 
     Before an optimizer's step, weights that it may change are copied, if lazy logits that need them are alive. The
     next forward of the head in training frees the copies, so that they are not there when a step needs most memory.
@@ -27,7 +27,8 @@ class HeadWeights:
     been computed.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
+        self.tokens = tokens
         self.parameters = [t for t in (weight, bias) if t is not None]
         self.tensors = [t.detach() for t in self.parameters]  # their memory, which a new .data would not share
         self.versions = [version_of(t) for t in self.parameters]

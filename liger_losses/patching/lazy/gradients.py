@@ -50,7 +50,12 @@ class Origin:
 def mark(result: Any, origin: Origin) -> None:
     """Note in the graph where a tensor comes from."""
     if isinstance(result, Tensor) and result.grad_fn is not None:
-        result.grad_fn.metadata.setdefault(_MARK, {})[result.output_nr] = origin
+        _metadata(result.grad_fn).setdefault(_MARK, {})[result.output_nr] = origin
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    metadata: Any = node.metadata  # which torch annotates as a method
+    return metadata  # type: ignore[no-any-return]
 
 
 def _marked(outputs: list[Tensor]) -> Iterator[tuple[GradientEdge, Origin]]:
@@ -62,25 +67,24 @@ def _marked(outputs: list[Tensor]) -> Iterator[tuple[GradientEdge, Origin]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        marks = node.metadata.get(_MARK, {})
+        marks = _metadata(node).get(_MARK, {})
         yield from ((GradientEdge(node, number), origin) for number, origin in marks.items())
         if not marks:
             pending.extend(following for following, _ in node.next_functions)
 
 
 def gradients_of_logits(
-    outputs: list[Tensor], inputs: list[Any], origins: list[Origin | None], values: Callable[[int], Tensor], options: Any
+    outputs: list[Tensor], inputs: list[Any], starts: dict[int, Origin], values: Callable[[int], Tensor], options: Any
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` of ordinary outputs with respect to inputs, some of which are lazy logits.
 
-    ``origins`` are those of lazy logits (``None`` for other inputs), ``values`` computes the values of one of them.
+    ``starts`` are the origins of lazy logits, by their place in the inputs, and ``values`` computes their values.
     """
-    starts = {i: origin for i, origin in enumerate(origins) if origin is not None}
     marked = [(e, o) for e, o in _marked(outputs) if any(o.comes_from(start) for start in starts.values())]
     if marked and (options.get("create_graph") or options.get("is_grads_batched")):
         raise NotImplementedError(
             "gradients with respect to lazy logits have no graph and are not batched: call torch.autograd.grad without "
-            "create_graph and is_grads_batched, or compute the loss from liger_losses.patching.lazy.true_values(logits)."
+            "create_graph and is_grads_batched, or compute the loss from patching.lazy.true_values(logits)."
         )
     allow_unused, zeros = options.get("allow_unused"), options.get("materialize_grads", False)
     options = {**options, "allow_unused": True, "materialize_grads": False}

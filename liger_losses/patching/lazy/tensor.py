@@ -33,6 +33,8 @@ _METADATA = frozenset(
 )
 #: Properties that give values or views of them; all others are metadata.
 _PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
+#: Operations whose arguments may change places.
+_COMMUTATIVE = frozenset(("add", "__add__", "__radd__", "mul", "multiply", "__mul__", "__rmul__"))
 #: What gives the address of the values.
 _ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "__cuda_array_interface__"))
 #: Methods that wait for the gradient of this very tensor.
@@ -222,6 +224,8 @@ class LazyLogits(Tensor):
             if name in _METADATA or attribute not in _PROPERTIES_OF_VALUES:
                 return _metadata(func, name, attribute, args, kwargs)
             name = attribute
+        if name in _COMMUTATIVE and len(args) == 2 and isinstance(args[1], LazyLogits) and type(first) is Tensor:
+            args = first, _ = args[::-1]
         if isinstance(kwargs.get("out"), LazyLogits):
             raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
         if isinstance(first, LazyLogits):
@@ -282,6 +286,8 @@ def _warn_materialized(operation: str, lazy: LazyLogits) -> None:
             break
         frame = frame.f_back
     caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    if operation == "T" and caller.startswith("peft.tuners.lora.dora:"):
+        return  # DoRA applies its adapter to an identity matrix: this is a weight
     key = (operation, caller) if training else ("evaluation", "")
     if key not in _WARNED:
         _WARNED.add(key)
@@ -424,11 +430,11 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -
         z.materialized if isinstance(z, LazyLogits) and z.materialized is not None and not z.hooked else z
         for z in inputs
     ]
-    origins = [logits.origin if isinstance(logits, LazyLogits) else None for logits in inputs]
+    starts = {i: z.origin for i, z in enumerate(inputs) if isinstance(z, LazyLogits)}
     name = "torch.autograd.grad"
     options["grad_outputs"] = _materialize_all(grad_outputs, name)
     outputs = _materialize_all(list(outputs), name)
-    return gradients_of_logits(outputs, inputs, origins, lambda i: _materialize_all(inputs[i], name), options)
+    return gradients_of_logits(outputs, inputs, starts, lambda i: _materialize_all(inputs[i], name), options)
 
 
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:

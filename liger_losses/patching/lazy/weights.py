@@ -93,7 +93,8 @@ def version_of(tensor: Tensor) -> int:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Some of a weight's entries, a view."""
-    return tensor[tuple(slice(None, None, max(1, n // at_most)) for n, at_most in zip(tensor.shape, _SAMPLED))]
+    steps = (max(1, size // sampled) for size, sampled in zip(tensor.shape, _SAMPLED, strict=False))
+    return tensor[tuple(slice(None, None, step) for step in steps)]
 
 
 @functools.cache

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +62,23 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
         layer.set_reshard_after_forward(False, recurse=False)
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
-    return lazy_linear(hidden_states, weight, bias)
+    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+    return lazy_linear(hidden_states, weight, bias, gather=partial(_gather_again, weakref.ref(layer), dtypes))
+
+
+def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:
+    """Weight and bias of a layer that ``fully_shard`` has sharded since its forward, in all processes at once."""
+    tensors: list[Any] = [getattr(layer(), name, None) for name in ("weight", "bias")]
+    given = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if dtype is not None]
+    if not all(hasattr(tensor, "full_tensor") for tensor, _ in given):
+        return None
+    warnings.warn(
+        "lazy logits are read after fully_shard has freed the head's weights, which are gathered again: all processes "
+        "must read them. Reading them before loss.backward() gathers nothing.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return [tensor.detach().full_tensor().to(dtype) for tensor, dtype in given]
 
 
 class _Gathered(torch.autograd.Function):

@@ -54,8 +54,8 @@ def mark(result: Any, origin: Origin) -> None:
 
 
 def _metadata(node: Node) -> dict[str, Any]:
-    metadata: Any = node.metadata  # which torch annotates as a method
-    return metadata  # type: ignore[no-any-return]
+    metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    return metadata
 
 
 def _marked(outputs: list[Tensor]) -> Iterator[tuple[GradientEdge, Origin]]:

@@ -20,7 +20,7 @@ from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
-from liger_losses.patching.lazy.weights import HeadWeights
+from liger_losses.patching.lazy.weights import Gather, HeadWeights
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
@@ -162,7 +162,7 @@ class LazyLogits(Tensor):
         if self.made_without_grad and self.requires_grad:
             self._find_gradient()
         if self.materialized is None:
-            self.deferred.current()
+            self.deferred.check()
         if self.storage_version.count != self.seen_version:
             raise RuntimeError(
                 "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
@@ -319,11 +319,14 @@ def _materialize_all(arguments: Any, operation: str) -> Any:
     return arguments
 
 
-def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def lazy_linear(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, gather: Gather | None = None
+) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
 
     Args:
         hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
+        gather: returns weight and bias (where there is one) again, should their memory be freed.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
@@ -336,7 +339,7 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
     if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel())
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather)
     deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 

@@ -219,7 +219,8 @@ def _subtract(lazy: LazyLogits, other: Any) -> Any:
     """Subtract a bias ``[V]``; DoRA subtracts the head's own."""
     if not _is_vector(lazy, other):
         return NotImplemented
-    if other is lazy.deferred.head.bias:
+    is_own = lazy.deferred.head.bias is other
+    if is_own:
         return _with_head(lazy, other, bias=None)
     return _add(lazy, -other)
 

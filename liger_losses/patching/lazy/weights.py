@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
+#: Gathers weights whose memory was freed, in the dtypes of the forward; or returns ``None``.
+Gather = Callable[[], "list[Tensor] | None"]
 #: Those of lazy logits that are alive.
 _ALIVE: weakref.WeakSet[HeadWeights] = weakref.WeakSet()
 
@@ -27,8 +30,8 @@ class HeadWeights:
     been computed.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int, gather: Gather | None = None) -> None:
+        self.tokens, self.gather = tokens, gather
         self.parameters = [t for t in (weight, bias) if t is not None]
         self.tensors = [t.detach() for t in self.parameters]  # their memory, which a new .data would not share
         self.versions = [version_of(t) for t in self.parameters]
@@ -45,17 +48,14 @@ class HeadWeights:
             _ALIVE.add(self)
             _watch_optimizers()
 
+    @property
+    def freed(self) -> bool:
+        """Whether the memory of the weights was freed."""
+        return any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
+
     def check(self) -> None:
-        """Raise RuntimeError if the weights of the forward are not there any more."""
-        if self.copies is not None:
-            return
-        if any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors):
-            raise RuntimeError(
-                "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
-                "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), before "
-                "loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
-            )
-        if self._changed() or self._written():
+        """Raise RuntimeError if the weights have changed."""
+        if self.copies is None and not self.freed and (self._changed() or self._written()):
             raise RuntimeError(
                 "the weight or bias of lazy logits has changed since the forward, so these logits cannot be computed "
                 "any more. Compute what you need of them before that: predictions = outputs.logits.argmax(-1) before "
@@ -74,10 +74,31 @@ class HeadWeights:
             return False
         return not all(torch.equal(_sample(t), s) for t, s in zip(self.tensors, self.samples, strict=True))
 
+    def _gather_again(self) -> list[Tensor] | None:
+        """The weights of the forward, gathered from all processes; ``None`` if they are not what they were."""
+        found = None if self.gather is None else self.gather()
+        if found is None or not all(_sample(t).equal(s) for t, s in zip(found, self.samples, strict=True)):
+            return None
+        return found
+
     def as_in_forward(self, tensor: Tensor | None) -> Tensor | None:
-        """A weight, or a slice of one, as it was in the forward; other tensors as they are."""
-        if self.copies is None or tensor is None:
+        """A weight, or a slice of one, as it was in the forward; other tensors as they are.
+
+        Raises:
+            RuntimeError: the memory of the weights was freed.
+        """
+        if tensor is None:
             return tensor
+        if self.copies is None:
+            if not self.freed:
+                return tensor
+            self.copies = self._gather_again()
+            if self.copies is None:
+                raise RuntimeError(
+                    "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
+                    "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
+                    "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
+                )
         for original, kept in zip(self.tensors, self.copies, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()
             shared = tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
@@ -108,8 +129,8 @@ def _keep_copies(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     made: dict[int, list[Tensor]] = {}
     for weights in _ALIVE:
-        there = all(t.untyped_storage().size() and t.is_contiguous() for t in weights.tensors)
-        if weights.copies is not None or not there or weights._changed():
+        contiguous = all(t.is_contiguous() for t in weights.tensors)
+        if weights.copies is not None or not contiguous or weights.freed or weights._changed():
             continue
         key = weights.tensors[0].data_ptr()
         made.setdefault(key, [])

@@ -51,20 +51,23 @@ class DeferredLogits:
         """``[..., V]``."""
         return torch.Size((*self.hidden_states.shape[:-1], self.head.vocab_size))
 
-    def check(self) -> None:
-        """Raise RuntimeError if the tensors have changed since the forward, and nobody has copied them."""
+    def check(self, values: bool = False) -> None:
+        """Raise RuntimeError if the tensors have changed since the forward, and nobody has copied them.
+
+        With ``values``, the weights' values are looked at as well.
+        """
         if self.version not in (None, version_of(self.hidden_states)):
             raise RuntimeError(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
                 "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
             )
         if self.weights is not None:
-            self.weights.check()
+            self.weights.check(values)
 
     def current(self) -> DeferredLogits:
         """The same logits of weights that are as they were in the forward; RuntimeError if there are none."""
-        self.check()
-        if self.weights is None:
+        self.check(values=True)
+        if self.weights is None or self.weights.are_there:
             return self
         weight, bias = (self.weights.as_in_forward(t) for t in (self.head.weight, self.head.bias))
         return replace(self, head=self.head.with_fields(weight=weight, bias=bias))

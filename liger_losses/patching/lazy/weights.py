@@ -18,6 +18,8 @@ _SAMPLED = (64, 32)
 Gather = Callable[[], "list[Tensor] | None"]
 #: Those of lazy logits that are alive.
 _ALIVE: weakref.WeakSet[HeadWeights] = weakref.WeakSet()
+#: Counts the forwards of lazy heads and the optimizers' steps.
+_EVENTS = [0]
 
 
 class HeadWeights:
@@ -26,8 +28,8 @@ class HeadWeights:
     Before an optimizer's step, weights that it may change are copied, if lazy logits that need them are alive. The
     next forward of the head in training frees the copies, so that they are not there when a step needs most memory.
     Changes by anybody else are noticed: from the in-place version and, as writes to ``parameter.data`` do not count
-    there, from some of the values. On a GPU the host would wait for these, so they are compared only once a loss has
-    been computed.
+    there, from some of the values. On a GPU the host would wait for these, so they are compared only after a loss, an
+    optimizer's step or another forward.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int, gather: Gather | None = None) -> None:
@@ -39,6 +41,8 @@ class HeadWeights:
         self.copies: list[Tensor] | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.was_read = False
+        _EVENTS[0] += 1
+        self.made_at = _EVENTS[0]
         trained = any(t.requires_grad and t.is_leaf for t in self.parameters)
         if trained:
             if self.with_gradients:
@@ -49,13 +53,18 @@ class HeadWeights:
             _watch_optimizers()
 
     @property
+    def are_there(self) -> bool:
+        """Whether the weights are where they were."""
+        return self.copies is None and not self.freed
+
+    @property
     def freed(self) -> bool:
         """Whether the memory of the weights was freed."""
         return any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
 
-    def check(self) -> None:
-        """Raise RuntimeError if the weights have changed."""
-        if self.copies is None and not self.freed and (self._changed() or self._written()):
+    def check(self, values: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
+        if self.are_there and (self._changed() or (values and self._written())):
             raise RuntimeError(
                 "the weight or bias of lazy logits has changed since the forward, so these logits cannot be computed "
                 "any more. Compute what you need of them before that: predictions = outputs.logits.argmax(-1) before "
@@ -69,8 +78,8 @@ class HeadWeights:
         return any(version_of(p) != version or p.data_ptr() != t.data_ptr() for p, t, version in pairs)
 
     def _written(self) -> bool:
-        """Whether values have changed, as far as it can be told."""
-        if not (self.was_read or self.tensors[0].device.type == "cpu"):
+        """Whether some of the values have changed, if they may have."""
+        if self.tensors[0].device.type != "cpu" and not self.was_read and self.made_at == _EVENTS[0]:
             return False
         return not all(torch.equal(_sample(t), s) for t, s in zip(self.tensors, self.samples, strict=True))
 
@@ -82,23 +91,21 @@ class HeadWeights:
         return found
 
     def as_in_forward(self, tensor: Tensor | None) -> Tensor | None:
-        """A weight, or a slice of one, as it was in the forward; other tensors as they are.
+        """A copy of a weight, or of a slice of one; other tensors as they are.
 
         Raises:
-            RuntimeError: the memory of the weights was freed.
+            RuntimeError: there is no copy, and the memory of the weights was freed.
         """
         if tensor is None:
             return tensor
         if self.copies is None:
-            if not self.freed:
-                return tensor
             self.copies = self._gather_again()
-            if self.copies is None:
-                raise RuntimeError(
-                    "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
-                    "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
-                    "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
-                )
+        if self.copies is None:
+            raise RuntimeError(
+                "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
+                "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
+                "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
+            )
         for original, kept in zip(self.tensors, self.copies, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()
             shared = tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
@@ -127,10 +134,11 @@ def _keep_copies(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Copy the weights of lazy logits, once for all that share them."""
     if torch.compiler.is_compiling():
         return
+    _EVENTS[0] += 1
     made: dict[int, list[Tensor]] = {}
     for weights in _ALIVE:
         contiguous = all(t.is_contiguous() for t in weights.tensors)
-        if weights.copies is not None or not contiguous or weights.freed or weights._changed():
+        if not contiguous or not weights.are_there or weights._changed():
             continue
         key = weights.tensors[0].data_ptr()
         made.setdefault(key, [])

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, true_values
-from liger_losses.patching.lazy import tensor as lazy_tensor
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, true_values, warning
 from liger_losses.patching.lazy_head import LazyLinear, make_head_lazy
 
 transformers = pytest.importorskip("transformers")
@@ -373,7 +372,7 @@ def test_evaluation_takes_no_logits(name, smoothing, tmp_path, monkeypatch):
 
 def test_evaluation_that_needs_logits_has_those_of_the_model(tmp_path, monkeypatch):
     """Once computed, and with one warning."""
-    monkeypatch.setattr(lazy_tensor, "_WARNED", set())
+    monkeypatch.setattr(warning, "_WARNED", set())
     rows_of = [{name: value[i] for name, value in batch().items()} for i in range(B)]
     results = []
     for model in both():
@@ -399,7 +398,7 @@ def test_evaluation_that_needs_logits_has_those_of_the_model(tmp_path, monkeypat
 
 
 def test_generation_gets_plain_logits(monkeypatch):
-    monkeypatch.setattr(lazy_tensor, "_WARNED", set())
+    monkeypatch.setattr(warning, "_WARNED", set())
     plain, model = (m.eval() for m in both())
     ids, kinds = batch()["input_ids"], []
     model.lm_head.register_forward_hook(lambda module, args, output: kinds.append(type(output)))
@@ -433,6 +432,40 @@ def test_logits_of_an_evaluation_can_be_kept_while_training_goes_on():
             optimizer.step()
     assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
     torch.testing.assert_close(true_values(kept[1]), kept[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_checkpoint_around_the_head(looks):
+    """Its forward runs without gradients, which its output has nevertheless."""
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, labels = torch.randn(4, 5, H, requires_grad=True), torch.randint(V, (20,))
+    layers, results = (nn.Linear(H, V), LazyLinear(H, V)), []
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        logits = checkpoint(layer, hidden, use_reentrant=True)
+        if looks:
+            with torch.no_grad():
+                logits.softmax(-1)
+        loss = F.cross_entropy(logits.view(-1, V), labels)
+        loss.backward()
+        results.append([loss.detach(), layer.weight.grad, hidden.grad])
+        hidden.grad = None
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_arguments_in_either_order():
+    hidden, weight, vector = torch.randn(4, H, requires_grad=True), torch.randn(V, H), torch.rand(V) + 1
+    plain, lazy = (linear(hidden, weight) for linear in (F.linear, lazy_linear))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in (lambda z: vector * z, lambda z: nn.Parameter(vector) + z, lambda z: z - vector[None]):
+            torch.testing.assert_close(change(lazy).logsumexp(-1), change(plain).logsumexp(-1))
+    with pytest.warns(RuntimeWarning, match="add, called in"):
+        found = torch.add(vector, lazy, alpha=2)
+    torch.testing.assert_close(found, torch.add(vector, plain, alpha=2))
 
 
 def test_the_address_of_the_values_is_that_of_values_that_stay():

@@ -12,6 +12,7 @@ forward also after an optimizer's step (``weights.py``).
 
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.tensor import LazyLogits, allow_materialization, lazy_linear, true_values
+from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
+from liger_losses.patching.lazy.warning import allow_materialization
 
 __all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "lazy_linear", "true_values"]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
+from liger_losses.patching.lazy.warning import warn_materialized
 from liger_losses.patching.lazy.weights import Gather, HeadWeights
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
@@ -44,10 +42,7 @@ _IN_PLACE = frozenset(
     ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
-_ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 _ONE_OF_SEVERAL = "one of several views that an operation returned"
-#: Operations and their callers for which the warning was given.
-_WARNED: set[tuple[str, str]] = set()
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
 
@@ -97,8 +92,8 @@ class LazyLogits(Tensor):
         origin: the operation on other lazy logits that made this tensor.
         is_copy: whether this is a copy of other logits, or a view of one, and not a result that autograd may save.
         in_place_error: why torch would refuse in-place operations on such a view, or ``None``.
-        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
-            autograd functions. If it requires grad later, :meth:`check` finds its gradient.
+        made_without_grad: whether this was made under ``no_grad``, as in the forward of autograd functions. If it
+            requires grad later, :meth:`check` finds its gradient.
     """
 
     deferred: DeferredLogits
@@ -128,7 +123,8 @@ class LazyLogits(Tensor):
         detached = deferred.detach()
         lazy = _LazyLinear.apply(detached, dtype, *deferred.tensors)
         # What is made of logits without gradients has none either, whenever it is made.
-        lazy.deferred = deferred if torch.is_grad_enabled() else detached
+        lazy.made_without_grad = not torch.is_grad_enabled()
+        lazy.deferred = detached if lazy.made_without_grad else deferred
         if view_of is not None:
             lazy.storage_version, lazy.seen_version = view_of.storage_version, view_of.storage_version.count
         return lazy
@@ -143,7 +139,6 @@ class LazyLogits(Tensor):
         if not isinstance(part, LazyLogits):
             mark(part, origin)
             return
-        part.made_without_grad = not graph and (self.requires_grad or self.made_without_grad)
         if graph and not any(isinstance(arg, LazyLogits) for arg in origin.args):
             part.origin = origin
         same = part.deferred.steps == self.deferred.steps and part.deferred.normalized == self.deferred.normalized
@@ -176,6 +171,8 @@ class LazyLogits(Tensor):
         else, gradients have to pass through it: the values are computed from this tensor.
         """
         self.made_without_grad = False
+        if self.grad_fn is not None and not self.own_version.count:
+            self.materialized = None  # values that were kept have no gradient
         node, output = self.grad_fn, self.output_nr
         while node is not None and _passes_gradient_back(node):
             node, output = node.next_functions[output]
@@ -187,7 +184,7 @@ class LazyLogits(Tensor):
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
-            _warn_materialized("an autograd function", self)
+            warn_materialized("an autograd function", self)
             self._materialize_for_hooks()
 
     def _materialize_for_hooks(self) -> None:
@@ -203,7 +200,7 @@ class LazyLogits(Tensor):
         if self.materialized is not None:
             return self.materialized
         values = self.deferred.values().to(self.dtype)
-        if self.requires_grad or self.made_without_grad:
+        if self.requires_grad:
             mark(values, self.origin)
         else:
             self.materialized = values  # as in the plain model, whose logits are there for the next operation
@@ -218,13 +215,15 @@ class LazyLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
+        if func in (torch.autograd.backward, Tensor.backward):
+            return _backward(func, *args, **kwargs)
         first = args[0] if args else None
         if name == "__get__" or name in _METADATA:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name in _METADATA or attribute not in _PROPERTIES_OF_VALUES:
                 return _metadata(func, name, attribute, args, kwargs)
             name = attribute
-        if name in _COMMUTATIVE and len(args) == 2 and isinstance(args[1], LazyLogits) and type(first) is Tensor:
+        if name in _COMMUTATIVE and not kwargs and type(first) in (Tensor, Parameter) and type(args[1]) is LazyLogits:
             args = first, _ = args[::-1]
         if isinstance(kwargs.get("out"), LazyLogits):
             raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
@@ -258,48 +257,6 @@ class LazyLogits(Tensor):
             return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
 
 
-@contextlib.contextmanager
-def allow_materialization() -> Iterator[None]:
-    """Suppress the materialization warning within this context."""
-    token = _ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
-
-
-def _warn_materialized(operation: str, lazy: LazyLogits) -> None:
-    """Warn once per operation and caller, the innermost frame outside of torch and this package.
-
-    Evaluation needs logits more often than training. There, the first operation of a process warns, and none that
-    takes the logits of few of the tokens, as generation does.
-    """
-    training = lazy.requires_grad or lazy.made_without_grad
-    weights, tokens = lazy.deferred.weights, lazy.numel() // lazy.shape[-1]
-    few = not training and weights is not None and tokens * 8 <= weights.tokens
-    if _ALLOWED.get() or few:
-        return
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
-            break
-        frame = frame.f_back
-    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
-    if operation == "T" and caller.startswith("peft.tuners.lora.dora:"):
-        return  # DoRA applies its adapter to an identity matrix: this is a weight
-    key = (operation, caller) if training else ("evaluation", "")
-    if key not in _WARNED:
-        _WARNED.add(key)
-        warnings.warn(
-            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
-            "are computed now. The losses of liger_losses do not need them"
-            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits."),
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
 def true_values(tensor: Tensor) -> Tensor:
     """The values of lazy logits as an ordinary tensor; any other tensor as it is."""
     return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
@@ -309,7 +266,7 @@ def _materialize_all(arguments: Any, operation: str) -> Any:
     """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
     if isinstance(arguments, LazyLogits):
         if arguments.materialized is None:
-            _warn_materialized(operation, arguments)
+            warn_materialized(operation, arguments)
         return arguments.materialize()
     if isinstance(arguments, (list, tuple)):
         parts = [_materialize_all(part, operation) for part in arguments]
@@ -401,7 +358,7 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
             return lazy.materialized.grad
         sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
         if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            _warn_materialized("requires_grad_", lazy)
+            warn_materialized("requires_grad_", lazy)
             lazy.materialized = lazy.materialize().detach().requires_grad_()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -421,18 +378,32 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        _warn_materialized(name, lazy)
+        warn_materialized(name, lazy)
         lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
+def _values_in_graph(tensor: Any) -> Any:
+    """What stands for lazy logits in the graph: their values if they were changed in place or are a leaf."""
+    if not isinstance(tensor, LazyLogits):
+        return tensor
+    tensor.check()
+    return tensor if tensor.materialized is None or tensor.hooked else tensor.materialized
+
+
+def _backward(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """Backward from lazy logits, whose place in the graph is all that it needs."""
+    alone = isinstance(tensors, Tensor)
+    tensors = _values_in_graph(tensors) if alone else [_values_in_graph(tensor) for tensor in tensors]
+    args, kwargs = _materialize_all(args, "backward"), _materialize_all(kwargs, "backward")
+    with torch._C.DisableTorchFunctionSubclass():
+        func(tensors, *args, **kwargs)
+
+
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``, of lazy logits or with respect to them."""
-    inputs = [  # logits that were changed in place, or are a leaf, are their values
-        z.materialized if isinstance(z, LazyLogits) and z.materialized is not None and not z.hooked else z
-        for z in inputs
-    ]
+    inputs = [_values_in_graph(tensor) for tensor in inputs]
     starts = {i: z.origin for i, z in enumerate(inputs) if isinstance(z, LazyLogits)}
     name = "torch.autograd.grad"
     options["grad_outputs"] = _materialize_all(grad_outputs, name)
@@ -449,11 +420,11 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
             f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."
         )
     if lazy.materialized is None:
-        _warn_materialized(name, lazy)
+        warn_materialized(name, lazy)
     with torch.set_grad_enabled(torch.is_grad_enabled() or lazy.requires_grad):  # under no_grad, the graph stays
         computed, values = lazy.materialized is None, lazy.materialize()
-        if computed and (lazy.is_copy or lazy.materialized is not None):
-            values = values.clone()  # others may have these, or autograd have saved what they are a copy of
+        if computed and lazy.is_copy:
+            values = values.clone()  # autograd may have saved what this is a copy of
     func(values, *_materialize_all(args[1:], name), **_materialize_all(kwargs, name))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1

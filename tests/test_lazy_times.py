@@ -359,11 +359,13 @@ def test_evaluation_takes_no_logits(name, smoothing, tmp_path, monkeypatch):
             "preprocess_logits_for_metrics": METRICS[name],
             "compute_metrics": lambda p: {"sum": float(p.predictions[p.predictions != -100].sum())},
         }  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, eval_dataset=rows_of, **metrics)
+        trainer, kinds = transformers.Trainer(model, arguments, eval_dataset=rows_of, **metrics), set()
+        model.lm_head.register_forward_hook(lambda module, args, output, kinds=kinds: kinds.add(type(output)))
         with warnings.catch_warnings(), computed_rows() as rows:
             warnings.filterwarnings("error", message=".*needs the values")
             found = trainer.evaluate()
         assert max(rows, default=0) <= 10
+        assert kinds == {LazyLogits if isinstance(model.lm_head, LazyLinear) else torch.Tensor}
         assert bool(rows) == (name in ("argmax", "tuple", "topk") and isinstance(model.lm_head, LazyLinear))
         results.append({key: value for key, value in found.items() if key in ("eval_loss", "eval_sum")})
     assert set(results[0]) == {"eval_loss"} | ({"eval_sum"} if name else set())

@@ -47,8 +47,8 @@ class LazyLinear(nn.Linear):
         else:
             # A graph, of torch.compile or torch.jit, has no place for them, and fully_shard frees its units' weights.
             recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-            lazy = input.dim() > 1 and input.shape[-2] > 1 and not recorded
-            lazy = lazy and not hasattr(self, "set_reshard_after_forward")
+            several = not recorded and input.dim() > 1 and input.shape[-2] > 1
+            lazy = several and not hasattr(self, "set_reshard_after_forward")
         lazy = _FORCED.get() or (lazy and not self.only_when_forced)
         return _lazy_forward(self, input) if lazy else super().forward(input)
 

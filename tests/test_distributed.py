@@ -274,6 +274,27 @@ def lazy_logits_outlive_the_forward(rank):
         check_gradients(ours, plain)
 
 
+def lazy_logits_read_after_the_backward(rank):
+    """Where the weights were freed, they are gathered again; after a step, an error says what to do."""
+    for name in ("root", "head, freed"):
+        plain, ours = llama(), llama()
+        make_head_lazy(ours)
+        CASES[name].spread(ours)
+        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        with torch.no_grad():
+            assert torch.equal(ours(input_ids=ids).logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
+        outputs = ours(input_ids=ids, labels=labels)
+        outputs.loss.backward()
+        with pytest.warns(RuntimeWarning, match="all processes must read"):
+            assert torch.equal(outputs.logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
+        outputs = ours(input_ids=ids, labels=labels)
+        outputs.loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="before loss.backward"):
+            outputs.logits.argmax(-1)
+
+
 def sharded_before(rank):
     model = llama()
     CASES["head, freed"].spread(model)
@@ -316,6 +337,7 @@ CHECKS = (
     kernels,
     lazy_logits,
     lazy_logits_outlive_the_forward,
+    lazy_logits_read_after_the_backward,
     sharded_before,
     tensor_parallel,
     first_fsdp,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
+from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph, lazy_linear, traced_linear
 from liger_losses.patching.linear_forward import LinearForward, match_forward
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
@@ -38,7 +40,7 @@ def force_lazy_head() -> Iterator[None]:
 
 
 class LazyLinear(nn.Linear):
-    """``nn.Linear`` that returns lazy logits while training, and ordinary logits in evaluation without gradients.
+    """``nn.Linear`` that returns lazy logits; for one token per sequence without gradients (generation), ordinary ones.
 
     Attributes:
         only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
@@ -56,13 +58,19 @@ class LazyLinear(nn.Linear):
 
 
 def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
-    training = torch.is_grad_enabled() and (layer.training or hidden_states.requires_grad)
-    return _Forced.depth > 0 or (training and not layer.only_when_forced)
+    if torch.is_grad_enabled():
+        lazy = layer.training or hidden_states.requires_grad
+    else:
+        # A graph of torch.export or torch.jit has no place for them, and fully_shard frees its units' weights.
+        recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
+        lazy = several and not hasattr(layer, "set_reshard_after_forward")
+    return _Forced.depth > 0 or (lazy and not layer.only_when_forced)
 
 
 def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
     """The lazy forward in a compiled graph; where weights come and go, the graph ends."""
-    gathers = any(hasattr(layer, name) for name in ("set_reshard_after_forward", "_fsdp_state"))
+    gathers = hasattr(layer, "set_reshard_after_forward")
     if gathers or any(hasattr(layer.weight, name) for name in ("full_tensor", "ds_id")):
         return _lazy_forward_outside(layer, hidden_states)
     forward = layer.linear_forward or LinearForward(F.linear)
@@ -77,10 +85,27 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
         layer.set_reshard_after_forward(False, recurse=False)
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
-    return forward.compute(lazy_linear, hidden_states, weight, bias)
+    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+    linear = partial(lazy_linear, gather=partial(_gather_again, weakref.ref(layer), dtypes))
+    return forward.compute(linear, hidden_states, weight, bias)
 
 
 _lazy_forward_outside = torch.compiler.disable(_lazy_forward)
+
+
+def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:
+    """Weight and bias of a layer that ``fully_shard`` has sharded since its forward, in all processes at once."""
+    tensors: list[Any] = [getattr(layer(), name, None) for name in ("weight", "bias")]
+    given = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if dtype is not None]
+    if not all(hasattr(tensor, "full_tensor") for tensor, _ in given):
+        return None
+    warnings.warn(
+        "lazy logits are read after fully_shard has freed the head's weights, which are gathered again: all processes "
+        "must read them. Reading them before loss.backward() gathers nothing.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return [tensor.detach().full_tensor().to(dtype) for tensor, dtype in given]
 
 
 class _Gathered(torch.autograd.Function):
@@ -273,6 +298,7 @@ def keep_head_lazy(model: nn.Module) -> None:
     owner = next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
     if owner is not None and _make_lazy_again not in owner._forward_pre_hooks.values():
         owner.register_forward_pre_hook(_make_lazy_again)
+        owner.register_forward_hook(_return_tensors)
 
 
 def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
@@ -289,11 +315,23 @@ def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
         )
 
 
+def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
+    """A compiled model returns lazy logits as a tensor, which ends its graph, unless ``fullgraph=True`` forbids it."""
+    if not torch.compiler.is_dynamo_compiling() or is_one_graph():
+        return output
+    if isinstance(output, tuple):
+        return tuple([part.lazy() if isinstance(part, TracedLogits) else part for part in output])
+    if isinstance(getattr(output, "logits", None), TracedLogits):
+        output.logits = output.logits.lazy()
+    return output
+
+
 def _forget_head(model: nn.Module) -> None:
     """Undo :func:`keep_head_lazy`."""
     for module in model.modules():
-        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _make_lazy_again]:
-            del module._forward_pre_hooks[number]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [n for n, hook in hooks.items() if hook in (_make_lazy_again, _return_tensors)]:
+                del hooks[number]
 
 
 def unpatch_head(model: nn.Module) -> int:

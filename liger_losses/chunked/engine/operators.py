@@ -132,7 +132,7 @@ def _is_scaled(key: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -
 
     fp16 gradients underflow without the loss scale, which is only known in backward.
     """
-    name, autocast, _ = _parsed(key)
+    _, autocast, _ = _parsed(key)
     return outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
 
 

@@ -6,19 +6,22 @@ and soft-capping leave it lazy (``views.py``); losses and reductions over the vo
 (``reductions.py``); anything else gets the true values, with one warning that names the operation and its caller.
 
 It has a ``grad_fn`` of its own: code that never looks at the Python class, such as custom autograd functions and DDP,
-gets the right gradients.
+gets the right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Logits are those of their
+forward also after an optimizer's step (``weights.py``).
 """
 
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.tensor import LazyLogits, allow_materialization, lazy_linear, true_values
-from liger_losses.patching.lazy.traced import TracedLogits, traced_linear
+from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
+from liger_losses.patching.lazy.traced import TracedLogits, is_one_graph, traced_linear
+from liger_losses.patching.lazy.warning import allow_materialization
 
 __all__ = [
     "DeferredLogits",
     "LazyLogits",
     "TracedLogits",
     "allow_materialization",
+    "is_one_graph",
     "lazy_linear",
     "traced_linear",
     "true_values",

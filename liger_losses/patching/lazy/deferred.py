@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
+from liger_losses.patching.lazy.weights import HeadWeights, version_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,10 @@ class DeferredLogits:
             name of a tensor's method and its arguments.
         autocast: the autocast dtype under which the head ran, or ``None``.
         normalized: whether a log-softmax over the vocabulary follows.
-        versions: the tensors' in-place versions; they must not change before the logits are computed.
+        negated: whether the log-probabilities are multiplied by -1.
+        weights: the head's weights in its forward; the head here may have slices of them.
+        version: the in-place version of the hidden states, which must not change before the logits are computed.
+        products: hidden states that are several tensors side by side, and these tensors.
     """
 
     hidden_states: Tensor
@@ -33,7 +37,10 @@ class DeferredLogits:
     steps: tuple[tuple[Any, ...], ...] = ()
     autocast: torch.dtype | None = None
     normalized: bool = False
-    versions: tuple[int, ...] = ()
+    negated: bool = False
+    weights: HeadWeights | None = None
+    version: int | None = None
+    products: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -45,23 +52,35 @@ class DeferredLogits:
         """``[..., V]``."""
         return torch.Size((*self.hidden_states.shape[:-1], self.head.vocab_size))
 
-    def check(self) -> None:
-        """Raise RuntimeError if a tensor was changed in place since its version was recorded."""
-        if self.versions and self.versions != _versions(self.tensors):
+    def check(self, values: bool = False) -> None:
+        """Raise RuntimeError if the tensors have changed since the forward, and nobody has copied them.
+
+        With ``values``, the weights' values are looked at as well.
+        """
+        if self.version not in (None, version_of(self.hidden_states)):
             raise RuntimeError(
-                "the hidden states, weight or bias of lazy logits have changed in place since the forward (by an "
-                "optimizer's step, say), so these logits cannot be computed any more. Compute what you need of them "
-                "before that, or keep logits.clone().softmax(-1) or the like instead of the logits."
+                "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
+                "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
             )
+        if self.weights is not None:
+            self.weights.check(values)
+
+    def current(self) -> DeferredLogits:
+        """The same logits of weights that are as they were in the forward; RuntimeError if there are none."""
+        self.check(values=True)
+        if self.weights is None or self.weights.are_there:
+            return self
+        weight, bias = (self.weights.as_in_forward(t) for t in (self.head.weight, self.head.bias))
+        return replace(self, head=self.head.with_fields(weight=weight, bias=bias))
 
     def with_tensors(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        """The same operations on other tensors, whose versions are recorded."""
+        """The same operations on other tensors."""
         head = self.head.with_fields(weight=weight, bias=bias)
-        return replace(self, hidden_states=hidden_states, head=head).with_versions()
+        return replace(self, hidden_states=hidden_states, head=head, weights=None, version=None)
 
-    def with_versions(self) -> DeferredLogits:
-        """With the tensors' in-place versions as they are now."""
-        return replace(self, versions=_versions(self.tensors))
+    def with_version(self) -> DeferredLogits:
+        """With the hidden states' in-place version as it is now."""
+        return replace(self, version=version_of(self.hidden_states))
 
     def detach(self) -> DeferredLogits:
         """The same logits without gradients."""
@@ -82,29 +101,30 @@ class DeferredLogits:
 
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
-        self.check()
         with self.under_forward_autocast():
-            logits = F.linear(*self.tensors)
+            logits = F.linear(*self.current().tensors)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
-        return logits.log_softmax(-1) if self.normalized else logits
+        logits = logits.log_softmax(-1) if self.normalized else logits
+        return -logits if self.negated else logits
 
     def statistics(
         self, labels: Tensor, names: Sequence[str], metrics: Sequence[str] = (), selected: Any = None, **options: Any
     ) -> Any:
         """:func:`linear_statistics` of these hidden states and this head, in the shape of ``labels``."""
-        self.check()
-        hidden_states = self.hidden_states
+        head, hidden_states = self.current().head, self.hidden_states
         one_token = hidden_states.dim() == 1  # the engine takes a batch
         if one_token:
             hidden_states, labels = hidden_states[None], labels[None]
             selected = None if selected is None else selected[None]
         with self.under_forward_autocast():
             statistics = linear_statistics(
-                hidden_states, self.head, labels, names, metrics=metrics, selected=selected, **options
+                hidden_states, head, labels, names, metrics=metrics, selected=selected, **options
             )
+        self.mark_read()
         return statistics._make(None if v is None else v[0] for v in statistics) if one_token else statistics
 
-
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
+    def mark_read(self) -> None:
+        """Note that a loss may have been computed, so that the weights may change from now on."""
+        if self.weights is not None:
+            self.weights.was_read = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.plan import default_workspace
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.patching.lazy.tensor import LazyLogits, WithGradientOf, implements
 from liger_losses.patching.lazy.views import is_vocabulary
 
@@ -33,7 +35,7 @@ def _single_dim(dim: Any) -> Any:
 def _cross_entropy(
     lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, **options: Any
 ) -> Any:
-    deferred = lazy.deferred
+    deferred = lazy.deferred.current()
     deprecated = size_average is not None or options.pop("reduce", None) is not None
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if deprecated or not class_indices or lazy.dim() != 2 or deferred.normalized:
@@ -41,12 +43,14 @@ def _cross_entropy(
     loss_fn = LigerFusedLinearCrossEntropyLoss(weight, **options)
     with deferred.under_forward_autocast():
         loss = loss_fn(deferred.head, deferred.hidden_states, target)
-    return loss.to(lazy.dtype) if lazy.dtype == torch.float64 else loss
+    lazy.deferred.mark_read()
+    # Autocast runs it in fp32.
+    return loss if loss.dtype == lazy.dtype or autocast_dtype(lazy.device) is not None else loss.to(lazy.dtype)
 
 
 @implements("nll_loss")
 def _nll_loss(lazy: LazyLogits, target: Tensor, *args: Any, **options: Any) -> Any:
-    if not lazy.deferred.normalized:
+    if not lazy.deferred.normalized or lazy.deferred.negated:
         return NotImplemented
     return _cross_entropy(lazy.derive(replace(lazy.deferred, normalized=False)), target, *args, **options)
 
@@ -65,6 +69,7 @@ def _gather(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
     else:
         found = deferred.statistics(_any_labels(lazy), ("selected_logps", *lse), selected=index)
         logps = found.selected_logps
+    logps = -logps if deferred.negated else logps
     return (logps + found.lse[..., None] if lse else logps).to(lazy.dtype)
 
 
@@ -73,24 +78,52 @@ def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None) -
     return NotImplemented if dim is None or indices.dim() != lazy.dim() else _gather(lazy, dim, indices)
 
 
-@implements("topk")
-def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest values, from the model's own logits: their rounding decides ties. Some rows at a time."""
-    deferred, vocab_size = lazy.deferred, lazy.shape[-1]
-    if not is_vocabulary(lazy, dim) or not 1 <= k <= vocab_size:
-        return NotImplemented
+def _by_rows(lazy: LazyLogits, reduce: Callable[[Tensor], Any], width: int) -> tuple[Tensor, ...]:
+    """``reduce`` of the model's own logits, whose rounding decides ties: tensors ``[..., width]``.
+
+    The logits exist for some tokens at a time.
+    """
+    deferred, vocab_size = lazy.deferred.current(), lazy.shape[-1]
     hidden_states = deferred.hidden_states.detach().reshape(-1, deferred.hidden_states.shape[-1])
     rows = max(1, default_workspace(vocab_size, 4, lazy.device) // (8 * vocab_size))
     with torch.no_grad():
-        blocks = [
-            deferred.with_tensors(part, deferred.head.weight, deferred.head.bias).values().topk(k, -1, largest, sorted)
-            for part in hidden_states.split(rows)
-        ]
-    values, indices = (torch.cat(parts).view(*lazy.shape[:-1], k) for parts in zip(*blocks, strict=True))
-    values = values.to(lazy.dtype)
+        parts = (replace(deferred, hidden_states=part).with_version() for part in hidden_states.split(rows))
+        blocks = [reduce(part.values().to(lazy.dtype)) for part in parts]
+    return tuple(torch.cat(part).view(*lazy.shape[:-1], width) for part in zip(*blocks, strict=True))
+
+
+@implements("topk")
+def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest values, and their columns."""
+    if not is_vocabulary(lazy, dim) or not 1 <= k <= lazy.shape[-1]:
+        return NotImplemented
+    values, indices = _by_rows(lazy, lambda logits: logits.topk(k, -1, largest, sorted), k)
     if torch.is_grad_enabled() and lazy.requires_grad:
         values = WithGradientOf.apply(values, _gather(lazy, -1, indices))
     return torch.return_types.topk((values, indices))
+
+
+def _extreme(name: str, lazy: LazyLogits, dim: int, keepdim: bool = False) -> Any:
+    """``max`` or ``min`` over the vocabulary: the values, and the columns that torch finds first."""
+    if not is_vocabulary(lazy, dim):
+        return NotImplemented
+    values, indices = _by_rows(lazy, lambda logits: getattr(logits, name)(-1, keepdim=True), 1)
+    if torch.is_grad_enabled() and lazy.requires_grad:
+        values = WithGradientOf.apply(values, _gather(lazy, -1, indices))
+    pair = (values, indices) if keepdim else (values[..., 0], indices[..., 0])
+    return getattr(torch.return_types, name)(pair)
+
+
+for _name in ("max", "min"):
+    implements(_name)(partial(_extreme, _name))
+
+
+@implements("argmax")
+def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not is_vocabulary(lazy, dim):
+        return NotImplemented
+    (indices,) = _by_rows(lazy, lambda logits: (logits.argmax(-1, keepdim=True),), 1)
+    return indices if keepdim else indices[..., 0]
 
 
 @implements("logsumexp")
@@ -101,26 +134,23 @@ def _logsumexp(lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
     return lse[..., None] if keepdim else lse
 
 
-@implements("argmax")
-def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not is_vocabulary(lazy, dim):
-        return NotImplemented
-    with torch.no_grad():
-        argmax = lazy.deferred.statistics(_any_labels(lazy), (), ("argmax",)).argmax
-    return argmax[..., None] if keepdim else argmax
-
-
-def _average(name: str, lazy: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
+def _average(
+    name: str, lazy: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """``mean`` or ``sum`` over the vocabulary, or over everything."""
     supported = not keepdim if dim is None else is_vocabulary(lazy, _single_dim(dim))
-    if not supported or lazy.deferred.normalized:
+    if not supported or not (dtype or lazy.dtype).is_floating_point:
         return NotImplemented
-    result = lazy.deferred.statistics(_any_labels(lazy), ("mean_logit",)).mean_logit
+    statistic = "mean_logp" if lazy.deferred.normalized else "mean_logit"
+    result = getattr(lazy.deferred.statistics(_any_labels(lazy), (statistic,)), statistic)
+    result = -result if lazy.deferred.negated else result
     if name == "sum":
         result = result * lazy.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
     if dim is None:
         result = getattr(result, name)()
-    return (result[..., None] if keepdim else result).to(lazy.dtype)
+    if name == "sum" and lazy.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = dtype or torch.float32
+    return (result[..., None] if keepdim else result).to(dtype or lazy.dtype)
 
 
 for _name in ("mean", "sum"):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
+from liger_losses.patching.lazy.warning import warn_materialized
+from liger_losses.patching.lazy.weights import Gather, HeadWeights
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
@@ -30,7 +30,11 @@ _METADATA = frozenset(
     __len__ __set__ __hash__ __repr__ __format__""".split()  # noqa: SIM905
 )
 #: Properties that give values or views of them; all others are metadata.
-_PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+_PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
+#: Operations whose arguments may change places.
+_COMMUTATIVE = frozenset(("add", "__add__", "__radd__", "mul", "multiply", "__mul__", "__rmul__"))
+#: What gives the address of the values.
+_ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "__cuda_array_interface__"))
 #: Methods that wait for the gradient of this very tensor.
 _HOOKS = frozenset(("register_hook", "retain_grad"))
 #: In-place operations whose names do not end in one underscore; and those that change the tensor's shape or storage.
@@ -38,9 +42,7 @@ _IN_PLACE = frozenset(
     ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
-_ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
-#: Operations and their callers for which the warning was given.
-_WARNED: set[tuple[str, str]] = set()
+_ONE_OF_SEVERAL = "one of several views that an operation returned"
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
 _IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
 
@@ -87,8 +89,11 @@ class LazyLogits(Tensor):
         storage_version: counts in-place operations on this tensor and its views, which share the counter.
         seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
         own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
-        made_without_grad: whether this was made under ``no_grad`` from logits that require grad, as in the forward of
-            autograd functions. If it requires grad later, :meth:`check` finds its gradient.
+        origin: the operation on other lazy logits that made this tensor.
+        is_copy: whether this is a copy of other logits, or a view of one, and not a result that autograd may save.
+        in_place_error: why torch would refuse in-place operations on such a view, or ``None``.
+        made_without_grad: whether this was made under ``no_grad``, as in the forward of autograd functions. If it
+            requires grad later, :meth:`check` finds its gradient.
     """
 
     deferred: DeferredLogits
@@ -97,24 +102,29 @@ class LazyLogits(Tensor):
     storage_version: VersionCounter
     seen_version: int
     own_version: VersionCounter
+    in_place_error: str | None
+    is_copy: bool
+    origin: Origin
     made_without_grad: bool
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         lazy = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        lazy.materialized, lazy.hooked, lazy.made_without_grad = None, False, False
+        lazy.materialized, lazy.in_place_error, lazy.origin = None, None, Origin()
+        lazy.hooked, lazy.made_without_grad, lazy.is_copy = False, False, False
         lazy.storage_version, lazy.seen_version, lazy.own_version = VersionCounter(), 0, VersionCounter()
         return lazy
 
     @classmethod
     def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
         """Lazy logits of the dtype that the model's own would have; ``view_of`` would share its memory with them."""
-        deferred = deferred.with_versions()
+        deferred = deferred.with_version()
         # The autograd node gets the tensors as inputs; the copy that it holds must not keep their graph alive.
         detached = deferred.detach()
         lazy = _LazyLinear.apply(detached, dtype, *deferred.tensors)
         # What is made of logits without gradients has none either, whenever it is made.
-        lazy.deferred = deferred if torch.is_grad_enabled() else detached
+        lazy.made_without_grad = not torch.is_grad_enabled()
+        lazy.deferred = detached if lazy.made_without_grad else deferred
         if view_of is not None:
             lazy.storage_version, lazy.seen_version = view_of.storage_version, view_of.storage_version.count
         return lazy
@@ -122,6 +132,25 @@ class LazyLogits(Tensor):
     def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
+
+    def _tell(self, part: Any, origin: Origin) -> None:
+        """Tell the result of an operation on these logits how it was made."""
+        graph = torch.is_grad_enabled()
+        if not isinstance(part, LazyLogits):
+            mark(part, origin)
+            return
+        if graph and not any(isinstance(arg, LazyLogits) for arg in origin.args):
+            part.origin = origin
+        same = part.deferred.steps == self.deferred.steps and part.deferred.normalized == self.deferred.normalized
+        is_view = part.storage_version is self.storage_version
+        part.is_copy = self.is_copy if is_view else same
+        detached = graph and self.requires_grad and not part.requires_grad
+        if is_view and not detached:
+            part.in_place_error = self.in_place_error
+            if self.requires_grad and origin.index is not None:
+                part.in_place_error = _ONE_OF_SEVERAL
+            elif self.requires_grad and not graph:
+                part.in_place_error = "a view that was made under no_grad"
 
     def check(self) -> None:
         """Raise RuntimeError if the logits cannot be computed any more: their tensors, or a view of them, changed."""
@@ -142,17 +171,20 @@ class LazyLogits(Tensor):
         else, gradients have to pass through it: the values are computed from this tensor.
         """
         self.made_without_grad = False
+        if self.grad_fn is not None and not self.own_version.count:
+            self.materialized = None  # values that were kept have no gradient
         node, output = self.grad_fn, self.output_nr
         while node is not None and _passes_gradient_back(node):
             node, output = node.next_functions[output]
         if getattr(node, "_forward_cls", None) is _LazyLinear:
             deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
             try:
-                self.deferred = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
+                found = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
+                self.deferred = replace(found.with_version(), weights=deferred.weights)
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
-            _warn_materialized("an autograd function")
+            warn_materialized("an autograd function", self)
             self._materialize_for_hooks()
 
     def _materialize_for_hooks(self) -> None:
@@ -165,21 +197,35 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable."""
         self.check()
-        return self.deferred.values().to(self.dtype) if self.materialized is None else self.materialized
+        if self.materialized is not None:
+            return self.materialized
+        values = self.deferred.values().to(self.dtype)
+        if self.requires_grad:
+            mark(values, self.origin)
+        else:
+            self.materialized = values  # as in the plain model, whose logits are there for the next operation
+        return values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
+    @torch.compiler.disable  # it would be traced where a graph ends
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
+        if func in (torch.autograd.backward, Tensor.backward):
+            return _backward(func, *args, **kwargs)
         first = args[0] if args else None
         if name == "__get__" or name in _METADATA:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name in _METADATA or attribute not in _PROPERTIES_OF_VALUES:
                 return _metadata(func, name, attribute, args, kwargs)
             name = attribute
+        if name in _COMMUTATIVE and not kwargs and type(first) in (Tensor, Parameter) and type(args[1]) is LazyLogits:
+            args = first, _ = args[::-1]
         if isinstance(kwargs.get("out"), LazyLogits):
             raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
         if isinstance(first, LazyLogits):
@@ -188,18 +234,20 @@ class LazyLogits(Tensor):
                 return _register_hook(first, func, name, args, kwargs)
             result = _call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
             if result is not NotImplemented:
-                if not torch.is_grad_enabled() and (first.requires_grad or first.made_without_grad):
-                    for part in result if isinstance(result, tuple) else (result,):
-                        if isinstance(part, LazyLogits) and part is not first:
-                            part.made_without_grad = True
+                several = isinstance(result, tuple)
+                for i, part in enumerate(result if several else (result,)):
+                    if part is not first:
+                        first._tell(part, Origin(first.origin, func, args[1:], kwargs, i if several else None))
                 return result
             if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
                 return _in_place(first, func, name, args, kwargs)
-        _warn_materialized(name)
-        return func(*_materialize_all(args), **_materialize_all(kwargs))
+            if name in _ADDRESSES:
+                first.materialized = _materialize_all(first, name)  # they must live as long as the logits
+        return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @torch.compiler.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Operations that do not come through :meth:`__torch_function__`; autograd, above, knows their gradients."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (lazy,) = args
@@ -207,40 +255,8 @@ class LazyLogits(Tensor):
             alias.deferred, alias.materialized, alias.hooked = lazy.deferred, lazy.materialized, lazy.hooked
             alias.storage_version, alias.seen_version = lazy.storage_version, lazy.seen_version
             return alias
-        _warn_materialized(str(func))
         with torch.no_grad():
-            return func(*_materialize_all(args), **_materialize_all(kwargs or {}))
-
-
-@contextlib.contextmanager
-def allow_materialization() -> Iterator[None]:
-    """Suppress the materialization warning within this context."""
-    token = _ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
-
-
-def _warn_materialized(operation: str) -> None:
-    """Warn once per operation and caller, the innermost frame outside of torch and this package."""
-    if _ALLOWED.get():
-        return
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
-            break
-        frame = frame.f_back
-    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
-    if (operation, caller) not in _WARNED:
-        _WARNED.add((operation, caller))
-        warnings.warn(
-            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
-            "are computed now. The losses of liger_losses do not need them.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+            return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
 
 
 def true_values(tensor: Tensor) -> Tensor:
@@ -248,23 +264,28 @@ def true_values(tensor: Tensor) -> Tensor:
     return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
 
 
-def _materialize_all(arguments: Any) -> Any:
+def _materialize_all(arguments: Any, operation: str) -> Any:
     """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
     if isinstance(arguments, LazyLogits):
+        if arguments.materialized is None:
+            warn_materialized(operation, arguments)
         return arguments.materialize()
     if isinstance(arguments, (list, tuple)):
-        parts = [_materialize_all(part) for part in arguments]
+        parts = [_materialize_all(part, operation) for part in arguments]
         return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
     if isinstance(arguments, dict):
-        return {key: _materialize_all(value) for key, value in arguments.items()}
+        return {key: _materialize_all(value, operation) for key, value in arguments.items()}
     return arguments
 
 
-def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def lazy_linear(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, gather: Gather | None = None
+) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
 
     Args:
         hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
+        gather: returns weight and bias (where there is one) again, should their memory be freed.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
@@ -277,7 +298,8 @@ def lazy_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
     if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
         return F.linear(hidden_states, weight, bias)
-    deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast)
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather)
+    deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 
 
@@ -338,7 +360,7 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
             return lazy.materialized.grad
         sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
         if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            _warn_materialized("requires_grad_")
+            warn_materialized("requires_grad_", lazy)
             lazy.materialized = lazy.materialize().detach().requires_grad_()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -358,21 +380,54 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        _warn_materialized(name)
+        warn_materialized(name, lazy)
         lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _values_in_graph(tensor: Any) -> Any:
+    """What stands for lazy logits in the graph: their values if they were changed in place or are a leaf."""
+    if not isinstance(tensor, LazyLogits):
+        return tensor
+    tensor.check()
+    return tensor if tensor.materialized is None or tensor.hooked else tensor.materialized
+
+
+def _backward(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """Backward from lazy logits, whose place in the graph is all that it needs."""
+    alone = isinstance(tensors, Tensor)
+    tensors = _values_in_graph(tensors) if alone else [_values_in_graph(tensor) for tensor in tensors]
+    args, kwargs = _materialize_all(args, "backward"), _materialize_all(kwargs, "backward")
+    with torch._C.DisableTorchFunctionSubclass():
+        func(tensors, *args, **kwargs)
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, of lazy logits or with respect to them."""
+    inputs = [_values_in_graph(tensor) for tensor in inputs]
+    starts = {i: z.origin for i, z in enumerate(inputs) if isinstance(z, LazyLogits)}
+    name = "torch.autograd.grad"
+    options["grad_outputs"] = _materialize_all(grad_outputs, name)
+    outputs = _materialize_all(list(outputs), name)
+    return gradients_of_logits(outputs, inputs, starts, lambda i: _materialize_all(inputs[i], name), options)
 
 
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     """An in-place operation on the values, which the tensor holds from now on."""
     if name in _IN_PLACE_VIEWS:
         raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
-    _warn_materialized(name)
-    values = lazy.materialize()
+    if lazy.in_place_error is not None and (torch.is_grad_enabled() or lazy.in_place_error is _ONE_OF_SEVERAL):
+        raise RuntimeError(
+            f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."
+        )
     if lazy.materialized is None:
-        values = values.clone()  # so that values saved by autograd stay as they are
-    func(values, *_materialize_all(args[1:]), **_materialize_all(kwargs))
+        warn_materialized(name, lazy)
+    with torch.set_grad_enabled(torch.is_grad_enabled() or lazy.requires_grad):  # under no_grad, the graph stays
+        computed, values = lazy.materialized is None, lazy.materialize()
+        if computed and lazy.is_copy:
+            values = values.clone()  # autograd may have saved what this is a copy of
+    func(values, *_materialize_all(args[1:], name), **_materialize_all(kwargs, name))
     lazy.materialized, lazy.hooked = values, False
     lazy.own_version.count += 1
     lazy.storage_version.count += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,25 @@ from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.operators import call_in_graph, register
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.weights import HeadWeights
 
 
-def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> TracedLogits:
+def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """:func:`lazy_linear` in a function that is being compiled."""
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
-    return TracedLogits(DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast), autocast)
+    return TracedLogits(hidden_states, (weight, bias), (1.0, None), (), autocast, autocast or hidden_states.dtype)
+
+
+@torch.compiler.assume_constant_result
+def is_one_graph() -> bool:
+    """Whether the function that is being compiled must be one graph (``fullgraph=True``)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    transaction = InstructionTranslator.current_tx()
+    return bool(transaction.one_graph or transaction.error_on_graph_break)
 
 
 class TracedLogits:
@@ -28,29 +38,47 @@ class TracedLogits:
 
     It knows what models do between their head and their cross-entropy: casts, slices and views of tokens, scales and
     soft-caps. Anything else ends the graph, and goes on with :class:`LazyLogits`.
+
+    Attributes:
+        hidden_states: ``[..., H]``.
+        head: weight ``[V, H]`` and bias ``[V]`` or ``None``.
+        transform: logit scale and soft-cap, and
+        steps: the operations that they come from, as in :class:`DeferredLogits`. (All attributes are simple values, as
+            a compiled graph returns them one by one.)
+        autocast: the dtype of the head's autocast, or ``None``.
+        dtype: the logits'.
     """
 
-    def __init__(self, deferred: DeferredLogits, dtype: torch.dtype | None = None) -> None:
-        self.deferred, self.dtype = deferred, dtype or deferred.hidden_states.dtype
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        head: tuple[Tensor, Tensor | None],
+        transform: tuple[float, float | None],
+        steps: tuple[tuple[Any, ...], ...],
+        autocast: torch.dtype | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.hidden_states, self.head, self.transform = hidden_states, head, transform
+        self.steps, self.autocast, self.dtype = steps, autocast, dtype
 
     @property
     def shape(self) -> torch.Size:
         """``[..., V]``."""
-        return self.deferred.shape
+        return torch.Size((*self.hidden_states.shape[:-1], self.head[0].shape[0]))
 
     @property
     def device(self) -> torch.device:
         """The hidden states'."""
-        return self.deferred.hidden_states.device
+        return self.hidden_states.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether hidden states or head require a gradient."""
-        return any([tensor is not None and tensor.requires_grad for tensor in self.deferred.tensors])
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.hidden_states, *self.head))
 
     def dim(self) -> int:
         """The number of dimensions."""
-        return self.deferred.hidden_states.dim()
+        return self.hidden_states.dim()
 
     def size(self, dim: int | None = None) -> Any:
         """The shape, or one of its entries."""
@@ -58,7 +86,7 @@ class TracedLogits:
 
     def lazy(self) -> LazyLogits:
         """The same logits as a tensor, outside of compiled graphs."""
-        return _lazy(self.deferred, self.dtype)
+        return _lazy(self.hidden_states, self.head, self.transform, self.steps, (self.autocast, self.dtype))
 
     def float(self) -> TracedLogits:
         """In fp32."""
@@ -73,7 +101,7 @@ class TracedLogits:
             return self
         if not isinstance(what, torch.dtype) or not what.is_floating_point:
             return self.lazy().to(what)
-        return TracedLogits(self.deferred.with_step("to", what), what)
+        return self._after(("to", what), dtype=what)
 
     def contiguous(self) -> TracedLogits:
         """Themselves."""
@@ -82,12 +110,12 @@ class TracedLogits:
     def reshape(self, *shape: Any) -> Any:
         """With other token dimensions."""
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
-        vocab_size, width = self.shape[-1], self.deferred.hidden_states.shape[-1]
+        vocab_size, width = self.shape[-1], self.hidden_states.shape[-1]
         if len(sizes) < 2 or sizes[-1] not in (-1, vocab_size) or (sizes[-1] == -1 and -1 in sizes[:-1]):
             return self.lazy().reshape(*shape)
         if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() * vocab_size != self.shape.numel():
             return self.lazy().reshape(*shape)
-        return self._on_rows(self.deferred.hidden_states.reshape(*sizes[:-1], width))
+        return self._on_rows(self.hidden_states.reshape(*sizes[:-1], width))
 
     view = reshape
 
@@ -96,12 +124,12 @@ class TracedLogits:
         tokens = self.dim() - 1
         if len(parts) > tokens and parts[-1] == slice(None, None, None):
             parts = parts[:-1]  # the whole vocabulary
-        ends_in_tokens = len(parts) <= tokens and not any([part is ... for part in parts])
+        ends_in_tokens = len(parts) <= tokens and not any(part is ... for part in parts)
         if len(parts) > 1 and parts[0] is ...:  # ``[..., :-1, :]``
             parts, ends_in_tokens = (*[slice(None)] * (tokens - len(parts) + 1), *parts[1:]), len(parts) - 1 <= tokens
-        if not ends_in_tokens or not all([isinstance(part, (slice, int)) for part in parts]):
+        if not ends_in_tokens or not all(isinstance(part, (slice, int)) for part in parts):
             return self.lazy()[index]
-        return self._on_rows(self.deferred.hidden_states[parts])
+        return self._on_rows(self.hidden_states[parts])
 
     def __mul__(self, other: Any) -> Any:
         return self._scaled("mul", other, other)
@@ -114,9 +142,8 @@ class TracedLogits:
 
     def tanh(self) -> Any:
         """The soft-cap's tanh."""
-        if self.deferred.head.transform.softcap is not None:
-            return self.lazy().tanh()
-        return TracedLogits(self.deferred.with_step("tanh", softcap=1.0), self.dtype)
+        scale, softcap = self.transform
+        return self.lazy().tanh() if softcap is not None else self._after(("tanh",), (scale, 1.0))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.lazy(), name)
@@ -133,23 +160,26 @@ class TracedLogits:
         return func(*args, **kwargs)
 
     def _on_rows(self, hidden_states: Tensor) -> TracedLogits:
-        return TracedLogits(replace(self.deferred, hidden_states=hidden_states), self.dtype)
+        return TracedLogits(hidden_states, self.head, self.transform, self.steps, self.autocast, self.dtype)
+
+    def _after(self, step: tuple[Any, ...], transform: Any = None, dtype: torch.dtype | None = None) -> TracedLogits:
+        """After one more operation."""
+        steps, dtype = (*self.steps, step), dtype or self.dtype
+        return TracedLogits(self.hidden_states, self.head, transform or self.transform, steps, self.autocast, dtype)
 
     def _scaled(self, name: str, other: Any, by: Any) -> Any:
-        transform = self.deferred.head.transform
-        if isinstance(by, bool) or not isinstance(by, (int, float)) or by == 0:
+        scale, softcap = self.transform
+        if isinstance(by, bool) or not isinstance(by, (int, float)) or by == 0 or (softcap is not None and by < 0):
             return getattr(self.lazy(), name)(other)
-        changes = {"logit_scale": transform.logit_scale * by}
-        if transform.softcap is not None:
-            if by < 0:
-                return getattr(self.lazy(), name)(other)
-            changes["softcap"] = transform.softcap * by
-        return TracedLogits(self.deferred.with_step(name, other, **changes), self.dtype)
+        return self._after((name, other), (scale * by, None if softcap is None else softcap * by))
 
 
 @torch.compiler.disable
-def _lazy(deferred: DeferredLogits, dtype: torch.dtype) -> LazyLogits:
-    return LazyLogits.make(deferred, dtype)
+def _lazy(hidden_states: Tensor, head: Any, transform: Any, steps: Any, dtypes: Any) -> LazyLogits:
+    (weight, bias), (scale, softcap) = head, transform
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel())
+    made = Head(weight, bias, LogitTransform(1.0, scale, softcap))
+    return LazyLogits.make(DeferredLogits(hidden_states, made, steps, dtypes[0], weights=weights), dtypes[1])
 
 
 def _cross_entropy(
@@ -168,24 +198,25 @@ def _cross_entropy(
     if not supported or size_average is not None or reduce is not None:
         logits, target = (part.lazy() if isinstance(part, TracedLogits) else part for part in (logits, target))
         return F.cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    deferred = logits.deferred
-    with deferred.under_forward_autocast():
-        inputs = (deferred.head, deferred.hidden_states, target, weight, ignore_index, reduction, label_smoothing)
-        return call_in_graph("cross_entropy_of_logits", inputs, {}).to(logits.dtype)
+    inputs = (logits.hidden_states, *logits.head, *logits.transform, target, weight)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    with torch.autocast(logits.device.type, logits.autocast, enabled=logits.autocast is not None):
+        loss = call_in_graph("cross_entropy_of_logits", inputs, options)
+    # Autocast runs it in fp32.
+    return loss if autocast_dtype(logits.device) is not None else loss.to(logits.dtype)
 
 
 @register
 def cross_entropy_of_logits(
-    head: Head,
     hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
     target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    class_weight: Tensor | None,
+    **options: Any,
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``."""
-    loss_fn = LigerFusedLinearCrossEntropyLoss(
-        weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    return loss_fn(head, hidden_states, target)
+    head = Head(weight, bias, LogitTransform(1.0, scale, softcap))
+    return LigerFusedLinearCrossEntropyLoss(class_weight, **options)(head, hidden_states, target)

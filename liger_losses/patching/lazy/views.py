@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits, implements
 
 
@@ -70,8 +71,13 @@ for _name in _DIMS:
     implements(_name)(partial(_on_token_dims, _name))
 
 
-implements("contiguous", "clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
-implements("detach")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
+@implements("contiguous")
+def _contiguous(lazy: LazyLogits, *, memory_format: Any = None) -> LazyLogits:
+    return lazy.derive(lazy.deferred, is_view=lazy.deferred.hidden_states.is_contiguous())
+
+
+implements("clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
+implements("detach", "data")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
 
 
 @implements("__getitem__")
@@ -140,6 +146,8 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _scale(operation: str, lazy: LazyLogits, other: Any) -> Any:
     """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
+    if isinstance(other, Tensor) and operation == "mul":
+        return _scale_columns(lazy, other)
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     if not number or not math.isfinite(other) or other == 0 or lazy.deferred.normalized:
         return NotImplemented
@@ -164,37 +172,101 @@ def _tanh(lazy: LazyLogits) -> Any:
     return lazy.derive(lazy.deferred.with_step("tanh", softcap=1.0))
 
 
+@implements("neg", "negative", "__neg__")
+def _neg(lazy: LazyLogits) -> Any:
+    """Of log-probabilities alone, as losses take them."""
+    deferred = lazy.deferred
+    return lazy.derive(replace(deferred, negated=not deferred.negated)) if deferred.normalized else NotImplemented
+
+
+def _is_vector(lazy: LazyLogits, other: Any) -> bool:
+    """Whether a tensor has one number per column, and the logits are the head's product and no more."""
+    deferred = lazy.deferred
+    if not isinstance(other, Tensor) or isinstance(other, LazyLogits) or deferred.normalized or deferred.steps:
+        return False
+    vector = other.shape[-1:] == lazy.shape[-1:] and other.numel() == lazy.shape[-1] and other.dim() <= lazy.dim()
+    return vector and other.device == lazy.device and other.dtype == deferred.head.weight.dtype
+
+
+def _with_head(lazy: LazyLogits, other: Tensor, **fields: Any) -> LazyLogits:
+    """The logits of a head that ``other`` has changed."""
+    deferred = replace(lazy.deferred, head=lazy.deferred.head.with_fields(**fields))
+    return lazy.derive(deferred, torch.promote_types(lazy.dtype, other.dtype))
+
+
+def _scale_columns(lazy: LazyLogits, other: Tensor) -> Any:
+    """Multiply each column by a number of its own, as DoRA does: by row, the head's weight."""
+    if not _is_vector(lazy, other):
+        return NotImplemented
+    head, factors = lazy.deferred.head, other.flatten()
+    bias = None if head.bias is None else head.bias * factors
+    return _with_head(lazy, other, weight=head.weight * factors[:, None], bias=bias)
+
+
 @implements("add", "__add__", "__radd__")
 def _add(lazy: LazyLogits, other: Any) -> Any:
     """Add a bias ``[V]``, or other lazy logits."""
-    deferred, head = lazy.deferred, lazy.deferred.head
-    if not isinstance(other, Tensor) or deferred.normalized or deferred.steps:
-        return NotImplemented
     if isinstance(other, LazyLogits):
         return _add_product(lazy, other)
-    if other.shape != lazy.shape[-1:] or not other.dtype == lazy.dtype == head.weight.dtype:
+    if not _is_vector(lazy, other):
         return NotImplemented
-    bias = other if head.bias is None else head.bias + other
-    return lazy.derive(replace(deferred, head=head.with_fields(bias=bias)))
+    head, bias = lazy.deferred.head, other.flatten()
+    return _with_head(lazy, other, bias=bias if head.bias is None else head.bias + bias)
+
+
+@implements("sub", "subtract", "__sub__")
+def _subtract(lazy: LazyLogits, other: Any) -> Any:
+    """Subtract a bias ``[V]``; DoRA subtracts the head's own."""
+    if not _is_vector(lazy, other):
+        return NotImplemented
+    is_own = lazy.deferred.head.bias is other
+    if is_own:
+        return _with_head(lazy, other, bias=None)
+    return _add(lazy, -other)
+
+
+def _products(deferred: DeferredLogits) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Hidden states and weights of the products whose sum the logits are."""
+    hidden_states, parts = deferred.products or (None, ())
+    if hidden_states is not deferred.hidden_states:  # an operation on the token dimensions came after the sum
+        return (deferred.hidden_states,), (deferred.head.weight,)
+    return parts, deferred.head.weight.split([part.shape[-1] for part in parts], 1)
 
 
 def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
-    """The sum of two products, such as a head's and its adapter's: one product of both heads side by side."""
+    """The sum of two products, such as a head's and its adapter's: one product of both heads side by side.
+
+    Products of the same hidden states, such as DoRA's of the head, are one product of the sum of their weights.
+    """
     other.check()
     one, two = lazy.deferred, other.deferred
+    if one.normalized or one.steps or one.autocast != two.autocast or lazy.shape != other.shape:
+        return NotImplemented
     if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
         return NotImplemented
-    if (lazy.shape, lazy.dtype, one.autocast) != (other.shape, other.dtype, two.autocast):
-        return NotImplemented
+    hidden_states, weights = (list(parts) for parts in _products(one))
     scale = two.head.transform.logit_scale
-    hidden_states = two.hidden_states * scale if scale != 1 else two.hidden_states
-    if one.head.weight.dtype != two.head.weight.dtype or one.hidden_states.dtype != hidden_states.dtype:
-        return NotImplemented
+    for hidden, weight in zip(*_products(two), strict=True):
+        mixed = hidden.dtype != hidden_states[0].dtype or weight.dtype != weights[0].dtype
+        if mixed and one.autocast is None:
+            return NotImplemented
+        same = next((i for i, known in enumerate(hidden_states) if known is hidden), None)
+        if same is not None:
+            weights[same] = weights[same] + (weight * scale if scale != 1 else weight)
+        else:
+            hidden_states.append(hidden * scale if scale != 1 else hidden)
+            weights.append(weight)
     biases = [part.bias * part.transform.logit_scale for part in (one.head, two.head) if part.bias is not None]
-    head = one.head.with_fields(
-        weight=torch.cat([one.head.weight, two.head.weight], 1), bias=sum(biases[1:], biases[0]) if biases else None
-    )
-    return lazy.derive(replace(one, hidden_states=torch.cat([one.hidden_states, hidden_states], -1), head=head))
+    bias = sum(biases[1:], biases[0]) if biases else None
+    hidden, weight = (torch.cat(_as_autocast(parts, one.autocast), -1) for parts in (hidden_states, weights))
+    sums = replace(one, hidden_states=hidden, head=one.head.with_fields(weight=weight, bias=bias))
+    sums = replace(sums, products=(hidden, tuple(hidden_states)))
+    return lazy.derive(sums, torch.promote_types(lazy.dtype, other.dtype))
+
+
+def _as_autocast(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """What autocast would make of a product's factors; the same tensors without it."""
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 @implements("log_softmax")

@@ -1,0 +1,56 @@
+"""The warning for operations that need the values of lazy logits."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+_ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
+#: Operations and their callers for which the warning was given.
+_WARNED: set[tuple[str, str]] = set()
+
+
+@contextlib.contextmanager
+def allow_materialization() -> Iterator[None]:
+    """Suppress the materialization warning within this context."""
+    token = _ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def warn_materialized(operation: str, lazy: Any) -> None:
+    """Warn once per operation and caller, the innermost frame outside of torch and this package.
+
+    Evaluation needs logits more often than training. There, the first operation of a process warns, and none that
+    takes the logits of few of the tokens, as generation does.
+    """
+    training, weights = lazy.requires_grad, lazy.deferred.weights
+    tokens = lazy.numel() // lazy.shape[-1]
+    few = not training and weights is not None and tokens * 8 <= weights.tokens
+    if _ALLOWED.get() or few:
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
+            break
+        frame = frame.f_back
+    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    if operation == "T" and caller.startswith("peft.tuners.lora.dora:"):
+        return  # DoRA applies its adapter to an identity matrix: this is a weight
+    key = (operation, caller) if training else ("evaluation", "")
+    if key not in _WARNED:
+        _WARNED.add(key)
+        warnings.warn(
+            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
+            "are computed now. The losses of liger_losses do not need them"
+            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits."),
+            RuntimeWarning,
+            stacklevel=2,
+        )

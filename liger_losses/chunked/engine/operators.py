@@ -47,7 +47,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any) -> Any:
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
-    attached = 1 if name in losses or found[0].dim() == 0 else len(found)
+    attached = len(found) if name in _operations and found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
 

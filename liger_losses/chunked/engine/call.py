@@ -192,16 +192,13 @@ class Call:
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
-    Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' where a teacher has a smaller vocabulary.
+    Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' for a divergence alone from a teacher that
+    has a smaller vocabulary.
     """
 
     def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
-        comparison = call.query.comparison
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
-        self.weight_rows = weight.shape[0]
-        self.vocab_size = weight.shape[0]
-        if comparison is not None:
-            self.vocab_size = min(self.vocab_size, comparison.teacher.vocab_size)
+        self.weight_rows, self.vocab_size = weight.shape[0], call.work.vocab_size
         self.call, self.hidden_states = call, hidden_states
         self.weight = weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
@@ -239,7 +236,7 @@ def make_call(
     vocab_size = _check_query(query, head, shapes)
     tokens = labels
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(labels, vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select(labels, head.vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
@@ -308,7 +305,7 @@ def make_call(
 
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
-    """Raise TypeError or ValueError for a query that does not fit; return the number of columns it is about."""
+    """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""
     check_vector("class_weight", query.class_weight, head.weight)
     names: tuple[str, ...] = _DIFFERENTIABLE
     metrics: tuple[str, ...] = STATISTICS
@@ -352,7 +349,8 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
-    return min(head.vocab_size, comparison.teacher.vocab_size)
+    # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
+    return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

@@ -139,7 +139,8 @@ class DistillationMetrics(NamedTuple):
 class DistillationLoss(ChunkedLoss):
     """``(weight_hard_loss sum_t ce_t + weight_soft_loss sum_t D_t) / n``, over tokens whose label is not ignored.
 
-    ``D`` is the divergence, ``ce`` the cross-entropy at temperature 1, ``n`` the number of tokens.
+    ``D`` is the divergence over the columns that both vocabularies have, ``ce`` the student's own cross-entropy, over
+    its whole vocabulary and at temperature 1, ``n`` the number of tokens.
 
     Args:
         divergence: ``None`` in subclasses that have a property of this name.

@@ -300,7 +300,7 @@ def test_padded_vocabularies(name, temperature, sizes, backend):
         settings = {"temperature": temperature, "backend": backend, **options}
         for hard in (0.0, 0.5):
             loss = DistillationLoss(divergence(name), hard, 0.5, **settings)
-            value, metrics = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
+            value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
             logits = F.linear(hidden, weight, bias)
             student = (3 * (logits * 0.7 / 3).tanh() if options else logits), torch.eye(sizes[0], dtype=dtype), None
             expected = plain(name, *student, labels, *teacher, hard, 0.5, temperature)

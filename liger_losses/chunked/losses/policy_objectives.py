@@ -246,6 +246,15 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
+def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
+    """``r k3(d)`` with ``r = p / p_old`` of the same token, whose derivative by ``log p`` is ``-r d``.
+
+    The product rule gives it as a difference of terms of size ``r e^d``, which has no digits left in fp32 for large d.
+    """
+    d = d.clamp(-1e3, MAX_EXPONENT)
+    return (ratio * kl).detach() + (ratio * d).detach() * (d - d.detach())
+
+
 def policy_terms(
     log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
 ) -> Tensor:
@@ -255,8 +264,13 @@ def policy_terms(
         objective = objective * is_ratio
     if not o.beta or ref is None:
         return -objective
-    kl = k3(ref - logps)
-    return o.beta * (kl * _ratio(log_ratio) if o.use_bias_correction_kl else kl) - objective
+    log_ref_ratio = ref - logps
+    kl = k3(log_ref_ratio)
+    if o.use_bias_correction_kl and o.importance_sampling_level == "token":
+        kl = _corrected_k3(log_ref_ratio, kl, _ratio(log_ratio))
+    elif o.use_bias_correction_kl:
+        kl = kl * _ratio(log_ratio)
+    return o.beta * kl - objective
 
 
 def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:

@@ -169,21 +169,21 @@ def _gradients(
     else:
         inputs, outputs = (gate, up), (out, grad_up)
     if on_triton:
-        ends = {f"{name}_END": _gradient_end(part, formula) for name, part in zip(("GATE", "UP"), inputs, strict=True)}
+        gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part.dtype) for part in inputs)
+        ends = {"GATE_END": gate_end, "UP_END": up_end}
         _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
     else:
         _backward_torch(grad, *inputs, *outputs, product, formula)
     return out, grad_up
 
 
-def _gradient_end(values: Tensor, formula: Formula) -> float | None:
-    """The largest of these values' numbers at which clamping passes a gradient."""
-    limit = formula.limit
-    if limit is None or _PASSES_AT_LIMIT:
+def _gradient_end(limit: float, dtype: torch.dtype) -> float:
+    """The largest number of a dtype at which clamping to a limit passes a gradient."""
+    if _PASSES_AT_LIMIT:
         return limit
     # The number before the limit, which torch rounds to the dtype. Numbers of its binade are `step` apart.
     start = 2.0 ** (math.frexp(limit)[1] - 1)
-    step = start * torch.finfo(values.dtype).eps
+    step = start * torch.finfo(dtype).eps
     rounded = round(limit / step) * step
     return rounded - (step / 2 if rounded == start else step)
 
@@ -312,8 +312,8 @@ def _backward_torch(
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
     d_up = activation.value(clamped_gate, formula.alpha).mul_(g)
     if limit is not None:
-        d_gate.masked_fill_(gate > _gradient_end(gate, formula), 0.0)
-        d_up.masked_fill_(up.abs() > _gradient_end(up, formula), 0.0)
+        d_gate.masked_fill_(gate > _gradient_end(limit, gate.dtype), 0.0)
+        d_up.masked_fill_(up.abs() > _gradient_end(limit, up.dtype), 0.0)
     grad_gate.copy_(d_gate)
     grad_up.copy_(d_up)
 

@@ -114,7 +114,7 @@ class DivergenceBlock(Block):
         student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
         teacher_logits = teacher_logits[:, : self.shared]
         hard_lse = lse = values["lse"]
-        found = {name: values[name] for name in ("lse", "logp") if name in values}
+        found = {name: value for name, value in values.items() if name in ("lse", "logp")}
         self._compute_logits(student_logits, found, self.student, hidden, labels if "logp" in found else shared_labels)
         if self.separate:
             lse = torch.empty_like(hard_lse)

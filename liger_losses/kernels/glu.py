@@ -170,7 +170,7 @@ def _gradients(
         inputs, outputs = (gate, up), (out, grad_up)
     if on_triton:
         gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part.dtype) for part in inputs)
-        ends = {"GATE_END": gate_end, "UP_END": up_end}
+        ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
         _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
     else:
         _backward_torch(grad, *inputs, *outputs, product, formula)

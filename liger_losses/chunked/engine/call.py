@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -83,11 +84,11 @@ class EngineOptions:
     strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
         for name in ("workspace", "chunk_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
@@ -336,7 +337,10 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     comparison = query.comparison
     assert comparison is not None
     if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
-        raise TypeError(f"teacher must be a Teacher or TeacherLogits, got {type(comparison.teacher).__name__}.")
+        raise TypeError(
+            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
+            f"{type(comparison.teacher).__name__}."
+        )
     if not isinstance(comparison.divergence, Divergence):
         raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
     heads = {"student": head}

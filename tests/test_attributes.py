@@ -374,13 +374,13 @@ def test_weights_may_be_tensors_modules_and_heads(loss, call):
 
 @pytest.mark.parametrize(("loss", "call"), HEADS, ids=HEAD_IDS)
 def test_each_head_is_made_once(loss, call, monkeypatch):
-    made, check = [], Head.__post_init__
+    made, make = [], Head.__init__
 
-    def counted(self):
-        made.append(self.weight)
-        check(self)
+    def counted(self, weight, *others):
+        made.append(weight)
+        make(self, weight, *others)
 
-    monkeypatch.setattr(Head, "__post_init__", counted)
+    monkeypatch.setattr(Head, "__init__", counted)
     call(loss)
     heads = 1 if call in (cross_entropy, from_sparse) or not getattr(loss, "use_ref_model", True) else 2
     assert len(made) == heads

@@ -366,7 +366,7 @@ def test_heads_that_are_left_alone():
         assert change.replaced_by is None
         assert reason in change.reason
     (change,) = make_head_lazy(Model(nn.Linear(H, V)), lambda module, path: path != "lm_head")
-    assert change.reason == "filter_fn"
+    assert change.reason == "left out by filter_fn"
 
 
 class Adapted(nn.Module):

@@ -3,23 +3,25 @@
 import contextlib
 import copy
 import functools
+import gc
 import math
-import queue
-import time
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_losses.chunked.engine import ops
 from tests.test_examples import tiny_model
+from tests.trl_servers import Rollouts, Server, rollouts
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from liger_losses.patching.swap import replacement_of  # noqa: E402
-from liger_losses.trl import disable, enable, enabled  # noqa: E402
+from liger_losses.trl import disable, enable, enabled, is_enabled  # noqa: E402
 from liger_losses.trl.patch_points import PATCH_POINTS  # noqa: E402
 
 STEPS = 3
@@ -69,6 +71,8 @@ def lora(*targets):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     if targets == ("virtual tokens",):
         return peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    if targets == ("some tokens",):  # of the embedding, and of the head, which shares its weight
+        return peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 4], task_type="CAUSAL_LM")
     return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
 
 
@@ -293,44 +297,7 @@ def gmpo(output, model, tokenizer, text, **options):
     return online(GMPOTrainer, GMPOConfig)(output, model, tokenizer, text, **options)
 
 
-class Server:
-    """Stands in for a teacher behind a URL: log-probabilities that depend on the position alone."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature, **kwargs):
-        lengths = [len(ids) - prompt for ids, prompt in zip(sequences, prompt_lengths, strict=True)]
-        best = [-1.0 - 0.5 * k for k in range(top_logprobs)]
-        columns = [[(3 + 5 * k + t) % 19 for k in range(top_logprobs)] for t in range(max(lengths, default=0))]
-        return {
-            "actual_logprobs": [[[-1.5 - 0.1 * t] for t in range(n)] for n in lengths],
-            "logprobs": [[best for _ in range(n)] for n in lengths],
-            "logprob_token_ids": [columns[:n] for n in lengths],
-        }
-
-
-class Rollouts:
-    """Stands in for the worker that asynchronous GRPO gets its completions from."""
-
-    def __init__(self, count):
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
-        g = torch.Generator().manual_seed(0)
-        for i in range(count):
-            length = 6 + i % 4
-            ids = torch.randint(3, 19, (length,), generator=g).numpy()
-            completion = (torch.arange(length) >= 3).numpy().astype("int64")
-            logps = (-2.0 - torch.rand(length, generator=g)).numpy() * completion
-            sample = RolloutSample([], [], ids, completion, logps, (-1.0) ** i, 0, i // 2, {}, time.time())
-            self.rollout_buffer.put(sample)
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
-def async_grpo(output, model, tokenizer, text, **options):
+def async_grpo(output, model, tokenizer, text, worker=False, **options):
     import trl.experimental.async_grpo.async_grpo_trainer as module
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -347,7 +314,7 @@ def async_grpo(output, model, tokenizer, text, **options):
             args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
             train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
             processing_class=tokenizer,
-            rollout_worker=Rollouts(64),
+            rollout_worker=rollouts(text, tokenizer) if worker else Rollouts(64),
             weight_transfer=Rollouts(0),
         )
 
@@ -404,7 +371,13 @@ CASES = {
     ),
     "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
     "GRPO, iterations": (online(trl.GRPOTrainer, trl.GRPOConfig), {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "GRPO, head in fp32": (online(trl.GRPOTrainer, trl.GRPOConfig), {"cast_lm_head_to_fp32": True}),
+    "GRPO, head in fp32, bf16": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"},
+    ),
     "asynchronous GRPO": (async_grpo, {}),
+    "asynchronous GRPO, its own worker": (async_grpo, {"worker": True}),
     "GMPO": (gmpo, {}),
     "A2PO": (a2po, {}),
     "online DPO": (online_dpo, {}),
@@ -420,7 +393,7 @@ CASES = {
     "GKD": (gkd, {"beta": 0.3}),
     "GOLD": (gold, {"beta": 0.3}),
     "GOLD, across tokenizers": (gold, {"use_uld_loss": True, "uld_crossentropy_weight": 0.5}),
-    "GOLD, hybrid": (gold, {"use_uld_loss": True, "uld_use_hybrid_loss": True}),
+    "GOLD, hybrid": (gold, {"use_uld_loss": True, "uld_use_hybrid_loss": True, "uld_crossentropy_weight": 0.5}),
     "IW-OPD": (iw_opd, {"lmbda": 1.0}),
     "IW-OPD, JSD": (iw_opd, {"distillation_objective": "jsd", "beta": 0.5}),
     "server distillation": (from_a_server, {"beta": 0.0, "loss_top_k": 4}),
@@ -446,13 +419,18 @@ def train(build, output, on, kernels=False, **options):
 
         def watched(model, inputs, *arguments):
             # GOLD across tokenizers sorts rows: those of one answer, the student's and the teacher's, are there.
-            with NoLogits(trainer.model.config.vocab_size, options.get("use_uld_loss")), warnings.catch_warnings():
+            with (
+                NoLogits(trainer.model.config.get_text_config().vocab_size, options.get("use_uld_loss")),
+                warnings.catch_warnings(),
+            ):
                 warnings.filterwarnings("error", message=".*needs the values")
                 return step(model, inputs, *arguments)
 
         trainer.training_step = watched
     torch.manual_seed(1)
-    trainer.train()
+    with mock.patch.object(ops, "make_call", wraps=ops.make_call) as calls:
+        trainer.train()
+    assert bool(calls.call_count) == on  # the engine computes the loss
     disable()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -465,18 +443,43 @@ _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     build, options = CASES[name]
+    check_training(build, tmp_path, **options)
+
+
+def check_training(build, tmp_path, **options):
+    """Train plain and enabled from one seed: the same numbers are logged, the weights are the same, no logits."""
     plain, expected = train(build, tmp_path / "plain", False, **options)
     ours, found = train(build, tmp_path / "ours", True, **options)
+    bf16 = options.get("bf16", False)
     assert len(plain) == len(ours) == STEPS
     assert all(row["grad_norm"] > 0 for row in plain)
     for a, b in zip(plain, ours, strict=True):
         assert set(a) == set(b)
         for key, value in a.items():
             if isinstance(value, float) and not any(word in key for word in _TIMES) and not math.isnan(value):
-                tolerance = {"rel": 0.05, "abs": 0.02} if "bf16" in name else {"rel": 2e-3, "abs": 2e-4}
+                tolerance = {"rel": 0.05, "abs": 0.02} if bf16 else {"rel": 2e-3, "abs": 2e-4}
                 assert b[key] == pytest.approx(value, **tolerance), key
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if "bf16" in name else 2e-3, msg=key)
+        torch.testing.assert_close(found[key], value, rtol=1e-2, atol=0.03 if bf16 else 2e-3, msg=key)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "CPO", "GKD"])
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
+def test_liger_kernel_beside_this_library(name, tmp_path):
+    """Its layers may run (they need a GPU, so they are off here); the forward that it gives a model keeps our head."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    build, options = CASES[name]
+    off = {"rope": False, "rms_norm": False, "swiglu": False}
+    check_training(build, tmp_path, use_liger_kernel=True, liger_kernel_config=off, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
+def test_liger_kernel_beside_the_kernels(tmp_path):
+    with (
+        enabled(kernels=True),
+        pytest.warns(UserWarning, match="use_liger_kernel=True and .*kernels=True.* each replace"),
+    ):
+        sft(tmp_path, *tiny_model(), use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("build", [sft, dpo, online(trl.GRPOTrainer, trl.GRPOConfig)])
@@ -516,6 +519,29 @@ def test_enable_and_disable():
             pass
         assert module.add_fused_lm_head is not original
     assert module.add_fused_lm_head is original
+
+
+@pytest.mark.parametrize("build", [sft, preference("cpo"), gmpo], ids=["SFT", "CPO", "GMPO"])
+def test_trainers_that_were_built_too_early(build, tmp_path):
+    """They keep their heads, and a warning names them; those that were built while enabled are not meant."""
+    assert not is_enabled()
+    early = build(tmp_path, *tiny_model())
+    with pytest.warns(
+        UserWarning, match=rf"after these trainers were built.*{type(early).__name__}\. Build them again"
+    ):
+        enable()
+    assert is_enabled()
+    disable()
+    assert not is_enabled()
+    del early
+    gc.collect()
+    with enabled():
+        late = build(tmp_path, *tiny_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable()
+    assert is_enabled()
+    assert late.model is not None
 
 
 def test_kernels_come_and_go():
@@ -597,6 +623,34 @@ def test_the_contract_of_the_head(one_pass, temperature):
     assert expected[1].keys() == found[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_head_in_fp32():
+    """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
+
+    model = tiny_model()[0]
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.bfloat16()
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for add in (theirs, ours):
+
+        def cast_and_add(model, add=add, **options):
+            head = model.lm_head
+            head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
+            add(model, cast_lm_head_to_fp32=True, **options)
+
+        results.append(forward_outputs(model, ids, ids, ("log_probs", "entropy"), cast_and_add))
+    for name in ("log_probs", "entropy", "loss"):
+        torch.testing.assert_close(*(getattr(found, name) for found, _ in results), rtol=1e-5, atol=1e-6, msg=name)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        tolerance = 1e-5 if name == "lm_head.weight" else 2e-2  # of bf16
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def test_the_head_of_shifted_labels_without_padding():
@@ -704,23 +758,27 @@ def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
         Trainer(teacher, model)
 
 
-def test_adapters_on_the_head_train(tmp_path):
+@pytest.mark.parametrize(
+    ("targets", "error", "parameter"),
+    [(("q_proj", "lm_head"), ValueError, "lm_head.lora"), (("some tokens",), AttributeError, "trainable_tokens_delta")],
+)
+def test_adapters_on_the_head_train(targets, error, parameter, tmp_path):
     """TRL refuses them; here the adapter is part of the logits, with the gradient that the model's own loss gives."""
-    adapter = {"adapter": ("q_proj", "lm_head")}
-    with pytest.raises(ValueError, match="lm_head"):
-        train(sft, tmp_path / "plain", False, **adapter)
-    _, trained = train(sft, tmp_path / "ours", True, **adapter)
-    assert any("lm_head" in name and "lora" in name for name in trained)
+    with pytest.raises(error):
+        train(sft, tmp_path / "plain", False, adapter=targets)
+    _, trained = train(sft, tmp_path / "ours", True, adapter=targets)
+    assert any(parameter in name for name in trained)
 
     import peft
 
     from liger_losses.trl.fused_head import add_fused_lm_head
 
     model, _, _ = tiny_model()
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if "lm_head" in targets:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     add_fused_lm_head(model)
-    adapted = peft.get_peft_model(model, lora("q_proj", "lm_head"))
+    adapted = peft.get_peft_model(model, lora(*targets))
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
     results = []
     for options in ({}, {"fused_lm_head": True}):

@@ -33,7 +33,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast casts to on a device; ``None`` if it is off, or unavailable (as on the meta device)."""
     kind = device.type
-    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # torch.compile cannot ask whether autocast is available before torch 2.12.
+    available = kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
+    available = available and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if available else None
 
 

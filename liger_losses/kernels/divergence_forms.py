@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels.tracing import record
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
@@ -25,6 +27,7 @@ _SMALLEST = 1e-37
 _SMALLEST_NORM = 1e-12
 
 
+@record
 @dataclass(frozen=True)
 class Divergence:
     """A sum over the vocabulary of a function of the student's softmax p and the teacher's softmax q.
@@ -248,11 +251,12 @@ def series_of(divergence: Divergence) -> Series:
     if not form.smooth:
         return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
     radius = 0.5 / max(power, 1.0)
-    angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
-    d = torch.polar(torch.full_like(angles, 2 * radius), angles)
-    powers = torch.stack([d**-n for n in range(TERMS)])
-    values = form.torch(d, torch.zeros_like(d), *parameters)
-    f, h = ((powers * value).mean(1).real.tolist() for value in values)
+    with _disable_current_modes():  # torch.compile may be tracing, but these are numbers, which are cached
+        angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
+        d = torch.polar(torch.full_like(angles, 2 * radius), angles)
+        powers = torch.stack([d**-n for n in range(TERMS)])
+        values = form.torch(d, torch.zeros_like(d), *parameters)
+        f, h = ((powers * value).mean(1).real.tolist() for value in values)
     # Where both models agree, a divergence is 0 and has a minimum: what the sums leave there is rounding.
     f[0] = f[1] = h[0] = 0.0
     return Series(power, radius, f, h)

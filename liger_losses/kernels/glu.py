@@ -17,7 +17,9 @@ from torch import Tensor
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
+from liger_losses.kernels.tracing import record, state
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -30,6 +32,7 @@ with fwAD.dual_level():
 _PASSES_AT_LIMIT = bool(_tangent)
 
 
+@record
 class Formula(NamedTuple):
     """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
 
@@ -79,7 +82,8 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    return _GLU.apply(gate, up, _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset)))
+    formula, on_triton = _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset))
+    return _gated(gate, up, formula, on_triton=on_triton)
 
 
 def glu_fused(
@@ -106,7 +110,8 @@ def glu_fused(
         ValueError: as in :func:`glu`, or the last dimension is odd.
     """
     formula = Formula(interleaved, activation, limit, alpha, up_offset)
-    return _GLU.apply(gate_up, None, _checked(gate_up, None, backend, formula))
+    formula, on_triton = _checked(gate_up, None, backend, formula)
+    return _gated(gate_up, None, formula, on_triton=on_triton)
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
@@ -129,7 +134,7 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Form
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, how: _How) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *how: Any) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.how = how
         return _product_of(gate, up, *how)
@@ -138,7 +143,14 @@ class _GLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        return *_gradients(grad, gate, up, torch.empty_like(gate, memory_format=_CONTIGUOUS), None, *ctx.how), None
+        return (
+            *_gradients(grad, gate, up, torch.empty_like(gate, memory_format=_CONTIGUOUS), None, *ctx.how),
+            None,
+            None,
+        )
+
+
+_gated = operator(_GLU)
 
 
 def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
@@ -234,7 +246,7 @@ def glu_linear(
     one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
     if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
         # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
-        return F.linear(_GLU.apply(gate, up, how), weight, bias)
+        return F.linear(_gated(gate, up, how[0], on_triton=how[1]), weight, bias)
     if cast is not None:
         weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
     gate, up = _SavedFirst.apply(gate, up, weight)
@@ -331,7 +343,7 @@ def _launch(
         rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
-    if count * blocks:
+    if not state.shapes_only and count * blocks:
         kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, **ends, BLOCK=block, num_warps=warps)
 
 

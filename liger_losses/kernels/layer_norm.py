@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import (
     as_output,
     choose_row_backend,
@@ -54,7 +55,8 @@ def layer_norm(
     """
     if autocast_dtype(x.device) is not None and x.dtype != torch.float64:
         x = x.float()
-    return _LayerNorm.apply(x, weight, bias, eps, choose_row_backend(backend, (x,), weight=weight, bias=bias))
+    on_triton = choose_row_backend(backend, (x,), weight=weight, bias=bias)
+    return _norm(x, weight, bias, eps, on_triton=on_triton)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -82,6 +84,9 @@ class _LayerNorm(torch.autograd.Function):
         grad_x = x.new_empty(x.shape)
         sums = launch_backward(_backward_kernel, (grad_y, x), (weight,), (mean, rstd, grad_x), dtypes)
         return grad_x, *sums, None, None
+
+
+_norm = operator(_LayerNorm)
 
 
 def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels.tracing import record
 
 
+@record
 @dataclass(frozen=True)
 class LogitTransform:
     """``logits = softcap(logit_scale * (hidden_states @ weight.T + bias)) / temperature``

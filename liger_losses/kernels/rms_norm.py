@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import (
     as_output,
     choose_row_backend,
@@ -25,11 +26,13 @@ from liger_losses.kernels.rows import (
     tile_indices,
     wide,
 )
+from liger_losses.kernels.tracing import record
 
 #: How the normalized row is multiplied by the weight.
 MULTIPLY = ("cast_first", "fp32")
 
 
+@record
 class Options(NamedTuple):
     """``eps``, ``offset`` and ``gate_first`` as in the public functions, and whether ``multiply`` is ``cast_first``."""
 
@@ -146,7 +149,7 @@ def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
-    return _RMSNorm.apply(*inputs, options, choose_row_backend(backend, inputs[:3], weight=weight))
+    return _norm(*inputs, options, on_triton=choose_row_backend(backend, inputs[:3], weight=weight))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -175,6 +178,9 @@ class _RMSNorm(torch.autograd.Function):
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
         return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
+
+
+_norm = operator(_RMSNorm)
 
 
 def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> torch.dtype:

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import power_of_two
+from liger_losses.kernels.tracing import record, state
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1
 
 
+@record
 class Layout(NamedTuple):
     """How x is laid out, as in :func:`rope`."""
 
@@ -84,7 +87,7 @@ def rope(
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
         return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
-    return _Rope.apply(q, k, cos, sin, layout, on_triton)
+    return _rotate(q, k, cos, sin, layout, on_triton=on_triton)
 
 
 class _Rope(torch.autograd.Function):
@@ -117,6 +120,9 @@ class _Rope(torch.autograd.Function):
         return *needed, None, None, None, None
 
 
+_rotate = operator(_Rope)
+
+
 def _turn(x: Tensor, interleaved: bool) -> Tensor:
     """Map ``(x1, x2)`` to ``(-x2, x1)``."""
     if interleaved:
@@ -144,7 +150,7 @@ def _rotate_triton(
     heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
     sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
     half = power_of_two(rotated // 2)
-    if sequences * tokens * size:
+    if not state.shapes_only and sequences * tokens * size:
         arguments: list[Any] = []
         for x in (q, q_out, k, k_out):
             strides = x.stride()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
+from liger_losses.kernels.tracing import state
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
@@ -96,7 +97,7 @@ def launch_forward(
     x: Tensor = arguments[0]
     rows, columns = x.shape
     row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
-    if rows:
+    if not state.shapes_only and rows:
         height, width, warps = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
         sizes = (rows, columns, *options, height, width)
         kernel[(-(-rows // height),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=warps)
@@ -122,7 +123,7 @@ def launch_backward(
     arguments = _arguments(inputs, vectors)
     x: Tensor = arguments[0]
     rows, columns = x.shape
-    if rows == 0:
+    if state.shapes_only or rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
     height, width, warps = tile_of(columns, *_BACKWARD_TILE)
     programs = min(-(-rows // height), processors(x.device) * _BACKWARD_PROGRAMS)

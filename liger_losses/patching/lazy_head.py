@@ -1,31 +1,40 @@
-"""The loss head: the output embedding returns lazy logits."""
+"""The loss head: the output embedding returns lazy logits, also if it is replaced or gets adapters later."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
-from liger_losses.patching.lazy import lazy_linear
-from liger_losses.patching.report import Entry
+from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
+from liger_losses.patching.linear_forward import LinearForward, match_forward
+from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.report import LEFT_OUT, Entry
+from liger_losses.patching.swap import Replacement, original_class, replacement_of, restore, swap
 
-_FORCED = ContextVar("force_lazy_head", default=False)
+
+class _Forced:
+    """How many contexts of :func:`force_lazy_head` are open. (torch.compile cannot read a ContextVar.)"""
+
+    depth = 0
 
 
 @contextlib.contextmanager
 def force_lazy_head() -> Iterator[None]:
     """Within this context, lazy heads return :class:`~liger_losses.patching.lazy.LazyLogits` even under ``no_grad``."""
-    token = _FORCED.set(True)
+    _Forced.depth += 1
     try:
         yield
     finally:
-        _FORCED.reset(token)
+        _Forced.depth -= 1
 
 
 class LazyLinear(nn.Linear):
@@ -34,26 +43,44 @@ class LazyLinear(nn.Linear):
     Attributes:
         only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
             the logits before anybody else sees them.
+        linear_forward: the forward that was found on the instance, if there was one.
     """
 
     only_when_forced = False
+    linear_forward: LinearForward | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        training = torch.is_grad_enabled() and (self.training or input.requires_grad)
-        lazy = _FORCED.get() or (training and not self.only_when_forced)
-        return _lazy_forward(self, input) if lazy else super().forward(input)
+        if _returns_lazy_logits(self, input):
+            return _traced_forward(self, input) if torch.compiler.is_dynamo_compiling() else _lazy_forward(self, input)
+        return super().forward(input) if self.linear_forward is None else self.linear_forward.original(input)
 
 
-@torch.compiler.disable
+def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
+    training = torch.is_grad_enabled() and (layer.training or hidden_states.requires_grad)
+    return _Forced.depth > 0 or (training and not layer.only_when_forced)
+
+
+def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
+    """The lazy forward in a compiled graph; where weights come and go, the graph ends."""
+    gathers = any(hasattr(layer, name) for name in ("set_reshard_after_forward", "_fsdp_state"))
+    if gathers or any(hasattr(layer.weight, name) for name in ("full_tensor", "ds_id")):
+        return _lazy_forward_outside(layer, hidden_states)
+    forward = layer.linear_forward or LinearForward(F.linear)
+    return forward.compute(traced_linear, hidden_states, layer.weight, layer.bias)
+
+
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
-    """The lazy forward, outside of compiled graphs, which end here: what follows is small."""
+    forward = layer.linear_forward or LinearForward(F.linear)
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
-        return F.linear(hidden_states, layer.weight, layer.bias)
+        return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
-    return lazy_linear(hidden_states, weight, bias)
+    return forward.compute(lazy_linear, hidden_states, weight, bias)
+
+
+_lazy_forward_outside = torch.compiler.disable(_lazy_forward)
 
 
 class _Gathered(torch.autograd.Function):
@@ -83,8 +110,42 @@ class _Gathered(torch.autograd.Function):
         return gradient
 
 
+@dataclass(frozen=True)
+class LazyTokens(Replacement):
+    """The forward of PEFT's trainable tokens on a head: a product with a copy of its weight that has other rows."""
+
+    def call(self, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, with lazy products."""
+        if not _returns_lazy_logits(module, hidden_states):
+            return NotImplemented
+        with _LazyProducts():
+            return original_class(module).forward(module, hidden_states, *args, **kwargs)
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        """Whether a module is PEFT's layer."""
+        return hasattr(module, "trainable_tokens_delta")
+
+    @classmethod
+    def match(cls, module: nn.Module) -> LazyTokens:
+        """There is one kind."""
+        return cls()
+
+
+class _LazyProducts(TorchFunctionMode):
+    """Within this context, ``F.linear`` returns lazy logits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return (F.linear if hasattr(weight, "full_tensor") else lazy_linear)(input, weight, bias)
+
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a module cannot become a :class:`LazyLinear`, or ``None``."""
+    """Why a module cannot become lazy, or ``None``."""
+    if LazyTokens.is_candidate(module):
+        return None
     if not (type(module) is nn.Linear or type(module) is LazyLinear):
         if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
@@ -96,20 +157,39 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
     return None
 
 
 def _head_layers(model: nn.Module) -> list[nn.Module]:
-    """The output embedding; under an adapter, the linear layers inside it that are as wide as the vocabulary."""
+    """The output embedding; under an adapter, the layers inside it whose outputs are as wide as the vocabulary."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Linear) or not isinstance(head, nn.Module):
         return [head] if isinstance(head, nn.Module) else []
+    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    tokens = [module for module in head.modules() if LazyTokens.is_candidate(module)]
+    if tokens:  # the head's weight is computed whenever it is asked for; a layer inside runs if the adapter is disabled
+        return [*tokens, *linears]
     weight = getattr(head, "weight", None)
     width = weight.shape[0] if isinstance(weight, Tensor) else None
-    inner = [m for m in head.modules() if isinstance(m, nn.Linear) and m.out_features == (width or m.out_features)]
-    return [*inner] or [head]
+    return [m for m in linears if m.out_features == (width or m.out_features)] or [head]
+
+
+def is_lazy_layer(layer: nn.Module) -> bool:
+    """Whether a layer can return lazy logits."""
+    return isinstance(layer, LazyLinear) or isinstance(replacement_of(layer), LazyTokens)
+
+
+def _is_lazy(layer: Any, only_when_forced: bool) -> bool:
+    """Whether a layer is lazy already: everywhere or, if that is enough, only when forced."""
+    if not is_lazy_layer(layer) or (layer.only_when_forced and not only_when_forced):
+        return False
+    if "forward" not in vars(layer):
+        return True
+    try:  # a forward that was put on the instance since; it may call the lazy one
+        with force_lazy_head():
+            return isinstance(layer.forward(layer.weight.new_zeros(1, layer.in_features)), LazyLogits)
+    except Exception:
+        return False
 
 
 def make_head_lazy(
@@ -136,29 +216,96 @@ def make_head_lazy(
         ]
     entries = []
     for module in layers:
-        if isinstance(module, LazyLinear) and (only_when_forced or not module.only_when_forced):
+        if _is_lazy(module, only_when_forced):
             continue
         path = next((name for name, other in model.named_modules() if other is module), "")
-        reason = unsupported_reason(module)
+        name, reason = _class_name(module), unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
-            reason = "filter_fn"
+            reason = LEFT_OUT
         if reason is None:
-            module.__class__ = LazyLinear
-            vars(module)["only_when_forced"] = only_when_forced
-        name, replaced_by = ("Linear", "LazyLinear") if reason is None else (type(module).__name__, None)
-        entries.append(Entry(path, name, replaced_by, reason or ""))
+            reason = _make_lazy(module, only_when_forced)
+        entries.append(Entry(path, name, None, reason) if reason else _entry(module, path))
     return entries
 
 
-def is_patched_head(module: nn.Module) -> bool:
+def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
+    """Make a layer lazy, or return the reason not to."""
+    if LazyTokens.is_candidate(module):
+        restore(module)
+        swap(module, LazyTokens.match(module))
+    else:
+        linear_forward = getattr(module, "linear_forward", None)
+        if "forward" in vars(module):
+            try:
+                linear_forward = match_forward(module)
+            except Mismatch as mismatch:
+                return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
+            del module.forward
+        module.__class__ = LazyLinear
+        vars(module)["linear_forward"] = linear_forward
+    vars(module)["only_when_forced"] = only_when_forced
+    return None
+
+
+def _class_name(layer: nn.Module) -> str:
+    """The name of a layer's class before it was made lazy."""
+    return "Linear" if isinstance(layer, LazyLinear) else original_class(layer).__name__
+
+
+def _entry(layer: nn.Module, path: str) -> Entry:
+    """The report of a lazy layer."""
+    return Entry(path, _class_name(layer), "LazyLinear" if isinstance(layer, LazyLinear) else "LazyTokens")
+
+
+def is_patched_head(module: Any) -> bool:
     """Whether a layer is lazy in all of training; one that is lazy only when forced belongs to its trainer."""
-    return type(module) is LazyLinear and not module.only_when_forced
+    lazy = type(module) is LazyLinear or isinstance(replacement_of(module), LazyTokens)
+    return lazy and not module.only_when_forced
+
+
+def patched_heads(model: nn.Module) -> list[Entry]:
+    """The report of all layers that are lazy in all of training."""
+    return [_entry(module, path) for path, module in model.named_modules() if is_patched_head(module)]
+
+
+def keep_head_lazy(model: nn.Module) -> None:
+    """Make the head lazy before each forward, as it may have been replaced or have got adapters since the last one."""
+    owner = next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
+    if owner is not None and _make_lazy_again not in owner._forward_pre_hooks.values():
+        owner.register_forward_pre_hook(_make_lazy_again)
+
+
+def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
+    """The hook of :func:`keep_head_lazy`. If the head cannot be lazy any more, it says so and removes itself."""
+    left = [f"{entry.path} ({entry.reason})" for entry in make_head_lazy(model) if entry.reason]
+    if left:
+        _forget_head(model)
+        warnings.warn(
+            f"the output embedding of {type(model).__name__} was changed after patch(), and cannot return lazy logits "
+            f"any more: {'; '.join(left)}. Its logits, [tokens, vocab], are computed from now on. If you can undo "
+            "that change, do so and call liger_losses.patch(model) again.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _forget_head(model: nn.Module) -> None:
+    """Undo :func:`keep_head_lazy`."""
+    for module in model.modules():
+        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _make_lazy_again]:
+            del module._forward_pre_hooks[number]
 
 
 def unpatch_head(model: nn.Module) -> int:
-    """Make every patched head an ``nn.Linear`` again; returns how many there were."""
-    patched = [module for module in model.modules() if is_patched_head(module)]
+    """Make every patched head what it was; returns how many layers there were."""
+    _forget_head(model)
+    patched: list[Any] = [module for module in model.modules() if is_patched_head(module)]
     for module in patched:
-        vars(module).pop("only_when_forced", None)
-        module.__class__ = nn.Linear
+        del module.only_when_forced
+        restore(module)
+        linear_forward = vars(module).pop("linear_forward", None)
+        if type(module) is LazyLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if linear_forward is not None:
+            vars(module).setdefault("forward", linear_forward.original)
     return len(patched)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching import rotations
-from liger_losses.patching.lazy_head import is_patched_head, make_head_lazy, unpatch_head
+from liger_losses.patching.lazy_head import keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
-from liger_losses.patching.report import Entry, PatchReport
+from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.swap import (
     Replacement,
     original_class,
@@ -25,8 +25,6 @@ from liger_losses.patching.swap import (
 
 #: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]
-
-LEFT_OUT = "left out by filter_fn"
 
 
 def patch(
@@ -43,7 +41,8 @@ def patch(
     Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
     their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.
     Patching again replaces new pieces only, and reports all of them. No weight is read, so that models on the meta
-    device can be patched.
+    device can be patched. A head that is resized or gets adapters later is made lazy again by the model's next forward;
+    if it cannot be, that forward warns.
 
     Rotations of queries and keys are functions of a modeling file, which all models of a family in the process share;
     they are replaced for all of them, until the last patched one is unpatched or deleted. All other replacements are
@@ -71,8 +70,11 @@ def patch(
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
-        lazy = [Entry(path, "Linear", "LazyLinear") for path, part in model.named_modules() if is_patched_head(part)]
-        entries += lazy + [entry for entry in make_head_lazy(model, filter_fn) if entry.path or not lazy]
+        left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
+        lazy = patched_heads(model)
+        entries += lazy + [entry for entry in left if entry.path or not lazy]
+        if lazy:
+            keep_head_lazy(model)
     return PatchReport(entries)
 
 
@@ -94,10 +96,10 @@ def unpatch(model: nn.Module) -> None:
         reason = reason_not_to_restore(module)
         if reason is not None:
             raise RuntimeError(f"{path or type(module).__name__} cannot be unpatched: {reason}; undo that first.")
+    unpatch_head(model)
     for module in model.modules():
         restore(module)
     rotations.release(id(model))
-    unpatch_head(model)
 
 
 class _AutoLigerModel(type):

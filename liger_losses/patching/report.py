@@ -6,6 +6,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+#: The reason of a piece for which the user's filter returned False.
+LEFT_OUT = "left out by filter_fn"
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -111,11 +111,13 @@ def _statistics(
     logits: Tensor, index: Tensor, names: tuple[str, ...], temperature: float = 1.0, mask: Tensor | None = None
 ) -> Any:
     """Statistics of the softmax at ``index`` ``[B, T]``."""
-    _deferred(logits)
+    deferred = _deferred(logits)
     if index.shape != logits.shape[:-1]:
         raise NeedsLogits
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
-    return _deferred(logits if temperature == 1.0 else logits / temperature).statistics(labels, names)
+    if temperature != 1.0:
+        deferred = _deferred(logits / temperature)
+    return deferred.statistics(labels, names)
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:

@@ -25,6 +25,7 @@ from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
+from liger_losses.kernels.tracing import record
 
 
 class Statistics(NamedTuple):
@@ -55,6 +56,7 @@ STRATEGIES = {
 }
 
 
+@record
 @dataclass(frozen=True)
 class EngineOptions:
     """How to stream; no option changes a result beyond rounding.
@@ -220,24 +222,36 @@ def _flat(hidden_states: Tensor) -> Tensor:
 _DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "argmax")
 
 
-def make_call(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[Call, tuple[Tensor, ...]]:
-    """Check the inputs, select the active tokens, and decide how to run.
+class CheckedInputs(NamedTuple):
+    """The inputs of a call that fit together."""
 
-    ``hidden_states`` and ``labels`` are tensors or sequences of them, ``labels`` or the :class:`Tokens` selected from
-    them. Returns the call, and the tensors of hidden states.
-    """
-    alone = not isinstance(hidden_states, (list, tuple))
-    hidden = (hidden_states,) if alone else tuple(hidden_states)
-    if not isinstance(labels, Tokens):
-        labels = (labels,) if alone else tuple(labels)
-    compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
-    shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
-    vocab_size = _check_query(query, head, shapes)
-    tokens = labels
+    hidden_states: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...] | Tokens
+    shapes: tuple[torch.Size, ...]  # of each tensor of labels
+    compute_dtype: torch.dtype
+    vocab_size: int  # the number of columns that the query is about
+
+    @classmethod
+    def of(cls, hidden_states: Any, head: Head, labels: Any, query: Query) -> CheckedInputs:
+        """Raise TypeError or ValueError unless the inputs fit together.
+
+        ``hidden_states`` and ``labels`` are tensors or sequences of them, ``labels`` or the :class:`Tokens` selected
+        from them.
+        """
+        alone = not isinstance(hidden_states, (list, tuple))
+        hidden = (hidden_states,) if alone else tuple(hidden_states)
+        if not isinstance(labels, Tokens):
+            labels = (labels,) if alone else tuple(labels)
+        compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
+        shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
+        return cls(hidden, labels, shapes, compute_dtype, _check_query(query, head, shapes))
+
+
+def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineOptions) -> Call:
+    """Select the active tokens, and decide how to run."""
+    hidden, tokens, _, compute_dtype, vocab_size = checked
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(labels, head.vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select(tokens, head.vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
@@ -289,7 +303,7 @@ def make_call(
     if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
         # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
         grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
-    call = Call(
+    return Call(
         query=query.of_active_tokens(tokens, work.logits_dtype),
         transform=head.transform,
         tokens=tokens,
@@ -302,7 +316,6 @@ def make_call(
         needs_weight=needs_weight,
         needs_bias=needs_bias,
     )
-    return call, hidden
 
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:

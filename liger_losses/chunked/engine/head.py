@@ -5,9 +5,8 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_weight
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
+from liger_losses.kernels.tracing import record
 
 
-@dataclass(frozen=True, eq=False)
+@record
+@dataclass(frozen=True, eq=False, init=False)
 class Head:
     """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.
 
@@ -36,11 +37,15 @@ class Head:
     """
 
     weight: Tensor
-    bias: Tensor | None = None
-    transform: LogitTransform = LogitTransform()
+    bias: Tensor | None
+    transform: LogitTransform
 
-    def __post_init__(self) -> None:
-        check_weight(self.weight, self.bias)
+    # Written out, because torch.compile cannot trace a generated one with an object as a default.
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, transform: LogitTransform | None = None) -> None:
+        check_weight(weight, bias)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "transform", transform or LogitTransform())
 
     @classmethod
     def of(
@@ -63,7 +68,7 @@ class Head:
         if not isinstance(weight, Head):
             if isinstance(weight, nn.Module):
                 raise TypeError(_say_what_to_pass(weight))
-            return cls(weight, bias, transform or LogitTransform())
+            return cls(weight, bias, transform)
         if bias is not None:
             if weight.bias is not None:
                 raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
@@ -82,8 +87,9 @@ class Head:
 
     def with_fields(self, **changes: Any) -> Head:
         """This head with other fields that follow from its own, so that nothing is checked again."""
-        made = copy.copy(self)
-        made.__dict__.update(changes)
+        made = object.__new__(Head)
+        for name in Head.__match_args__:
+            object.__setattr__(made, name, changes.get(name, getattr(self, name)))
         return made
 
     def columns(self, columns: slice) -> Head:
@@ -97,14 +103,14 @@ class Head:
 
 
 def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
-    values = {}
-    for field in fields(LogitTransform):
-        ours, theirs = getattr(own, field.name), getattr(given, field.name)
-        if ours != field.default and theirs not in (field.default, ours):
+    values, untouched = {}, LogitTransform()
+    for name in LogitTransform.__match_args__:
+        ours, theirs, default = (getattr(transform, name) for transform in (own, given, untouched))
+        if ours != default and theirs not in (default, ours):
             raise ValueError(
-                f"{field.name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
+                f"{name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
             )
-        values[field.name] = theirs if ours == field.default else ours
+        values[name] = theirs if ours == default else ours
     return LogitTransform(**values)
 
 

@@ -10,23 +10,51 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.call import (
+    Call,
+    CheckedInputs,
+    Comparison,
+    EngineOptions,
+    Query,
+    Statistics,
+    make_call,
+)
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.operators import call_in_graph, register
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import state
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _operator(function: Callable[P, R]) -> Callable[P, R]:
+    """In a compiled function, a call is one operator of its graph."""
+    register(function)
+
+    @functools.wraps(function)
+    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return call_in_graph(function.__name__, arguments, keywords)
+        return function(*arguments, **keywords)
+
+    return wrapped
+
+
+@_operator
 def linear_statistics(
     hidden_states: Tensor | Sequence[Tensor],
     weight: Tensor | nn.Module | Head,
@@ -69,6 +97,7 @@ def linear_statistics(
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
+@_operator
 def linear_logps(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -124,6 +153,7 @@ def linear_logps(
     return statistics if extra else statistics.logp
 
 
+@_operator
 def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -209,6 +239,21 @@ def linear_token_loss(
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
     check_tensor("hidden_states", hidden_states)
+    if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
+        # No operator can call a function, which becomes part of the graph: the loss takes two passes.
+        found = linear_statistics(
+            hidden_states,
+            weight,
+            labels,
+            statistics,
+            metrics=metrics,
+            selected=selected,
+            bias=bias,
+            class_weight=class_weight,
+            transform=transform,
+            options=options,
+        )
+        return _traced_token_loss(found, labels, token_loss, token_inputs or {}, options.ignore_index)
     query = Query(
         _names(statistics),
         _names(metrics),
@@ -220,6 +265,7 @@ def linear_token_loss(
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
+@_operator
 def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -259,15 +305,35 @@ def _names(names: Iterable[str] | str) -> tuple[str, ...]:
 
 def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    call, hidden = make_call(hidden_states, head, labels, query, options)
-    return _by_tensor(call, _compute_statistics(call, head, hidden))
+    checked = CheckedInputs.of(hidden_states, head, labels, query)
+    if state.shapes_only:
+        return _empty_statistics(checked, query)
+    call = make_call(checked, head, query, options)
+    return _by_tensor(call, _compute_statistics(call, head, checked.hidden_states))
+
+
+def _empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
+    """The statistics' shapes and dtypes."""
+
+    def empty(name: str, shape: torch.Size) -> Tensor:
+        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
+        if name == "selected_logps" and query.selected is not None:
+            shape = query.selected.shape
+        return checked.hidden_states[0].new_empty(shape, dtype=torch.int64 if name == "argmax" else dtype)
+
+    names = (*query.statistics, *query.metrics)
+    return [Statistics(**{name: empty(name, shape) for name in names}) for shape in checked.shapes]
 
 
 def _separable_loss(
     hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
 ) -> tuple[Tensor, Statistics]:
     """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
-    call, hidden = make_call(hidden_states, head, labels, query, options)
+    checked = CheckedInputs.of(hidden_states, head, labels, query)
+    if state.shapes_only:
+        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
+        return hidden_states.new_empty((), dtype=dtype), _empty_statistics(checked, query)[0]
+    call, hidden = make_call(checked, head, query, options), checked.hidden_states
     if call.strategy == "one_pass":
         loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
         return loss, _by_tensor(call, dict(zip(call.outputs, outputs, strict=True)))[0]
@@ -278,14 +344,35 @@ def _separable_loss(
         terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
         return torch.stack(terms).sum(), detached
     assert call.query.token_loss is not None
-    result = call.query.token_loss(Statistics(**active), call.tokens.labels, **call.query.token_inputs)
-    if isinstance(result, tuple):
-        # A function of the same value whose derivatives are those given.
-        losses, derivatives = result
-        result = losses.detach() + sum(
-            g.detach() * (active[name] - active[name].detach()) for name, g in derivatives.items()
-        )
-    return call.tokens.masked(result).sum(), detached
+    named = Statistics(**active)
+    result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
+    return call.tokens.masked(_differentiable(result, named)).sum(), detached
+
+
+def _differentiable(result: Any, statistics: Statistics) -> Tensor:
+    """What a token loss returned: where that is values and derivatives, a function that has both."""
+    if not isinstance(result, tuple):
+        return result
+    losses, derivatives = result
+    values = {name: getattr(statistics, name) for name in derivatives}
+    return losses.detach() + sum(g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items())
+
+
+def _traced_token_loss(
+    found: Statistics, labels: Tensor, token_loss: Callable[..., Any], inputs: Mapping[str, Tensor], ignore_index: int
+) -> tuple[Tensor, Statistics]:
+    """:func:`linear_token_loss` of statistics in the labels' shape, without a value that the host must know."""
+
+    def flat(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.flatten(0, labels.dim() - 1)
+
+    mask = labels != ignore_index
+    named = Statistics(*[flat(value) for value in found])
+    result = token_loss(
+        named, labels.masked_fill(~mask, 0).flatten(), **{n: flat(value.detach()) for n, value in inputs.items()}
+    )
+    loss = torch.where(mask.flatten(), _differentiable(result, named), 0.0).sum()
+    return loss, Statistics(*[None if value is None else value.detach() for value in found])
 
 
 def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:

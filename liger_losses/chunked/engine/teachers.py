@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import record, state
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
 
 
+@record
 @dataclass(frozen=True, eq=False)
 class Teacher:
     """Hidden states and a head: the teacher's logits are computed block by block and never materialized.
@@ -66,6 +68,7 @@ class Teacher:
         _check_fits("hidden_states", self.hidden_states.shape[:-1], tokens, student, **states)
 
 
+@record
 @dataclass(frozen=True, eq=False)
 class TeacherLogits:
     """Logits that are in memory, or that a function returns when they are needed.
@@ -109,6 +112,7 @@ class TeacherLogits:
         return found.detach()
 
 
+@record
 @dataclass(frozen=True, eq=False)
 class TeacherTopK:
     """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
@@ -142,8 +146,11 @@ class TeacherTopK:
         columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
         _check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
 
-    def check_active(self, logps: Tensor, indices: Tensor, vocab_size: int) -> None:
-        """Raise ValueError for values that are wrong in the rows ``[N, k]`` of active tokens; synchronizes once."""
+    def check_active(self, mask: Tensor, vocab_size: int) -> None:
+        """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
+        if state.shapes_only:
+            return
+        logps, indices = self.logps[mask], self.indices[mask]
         ordered = indices.sort(-1).values
         outside = ((indices < 0) | (indices >= vocab_size)).any()
         repeated = (ordered[:, 1:] == ordered[:, :-1]).any()

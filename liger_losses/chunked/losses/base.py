@@ -5,8 +5,9 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,12 +16,23 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_labels
+from liger_losses.chunked.engine.operators import call_in_graph, losses
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import state
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 MAX_EXPONENT = 80.0
+
+_numbers = itertools.count()
+
+
+def _name(loss: nn.Module) -> str:
+    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again."""
+    name = f"{type(loss).__name__} {next(_numbers)}"
+    losses[name] = loss
+    return name
 
 
 class ChunkedLoss(nn.Module):
@@ -71,6 +83,7 @@ class ChunkedLoss(nn.Module):
         # Subclasses assign their options before they call this constructor, so that all are checked together here.
         self.check_options()
         self._constructed = True
+        self._name_for_operators = _name(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
@@ -81,6 +94,18 @@ class ChunkedLoss(nn.Module):
             except (TypeError, ValueError):
                 self.__dict__[name] = before
                 raise
+            if not (type(value) in (bool, int, float, str) and value == before):
+                self.__dict__["_name_for_operators"] = _name(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_name_for_operators"] = _name(self)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """:meth:`forward`; in a compiled function, one operator of its graph."""
+        if torch.compiler.is_dynamo_compiling() and type(self).forward is not ChunkedLoss.forward:
+            return call_in_graph(self._name_for_operators, arguments, keywords)
+        return super().__call__(*arguments, **keywords)
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
@@ -98,7 +123,7 @@ class ChunkedLoss(nn.Module):
 
     def attributes_as(self, options: Any, **others: Any) -> Any:
         """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""
-        names = [field.name for field in fields(options) if field.name not in others]
+        names = [name for name in options.__match_args__ if name not in others]
         return options(**{name: getattr(self, name) for name in names}, **others)
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -253,7 +278,7 @@ def world_size() -> int:
 
 def sum_over_processes(values: Tensor) -> Tensor:
     """All processes' values, added up entry by entry; the values themselves where there is one."""
-    if world_size() > 1:
+    if world_size() > 1 and not state.shapes_only:
         values = values.clone()
         dist.all_reduce(values)
     return values
@@ -261,7 +286,7 @@ def sum_over_processes(values: Tensor) -> Tensor:
 
 def gather_over_processes(values: Tensor) -> Tensor:
     """All processes' values ``[n]``, of which each may have another number."""
-    if world_size() == 1:
+    if world_size() == 1 or state.shapes_only:
         return values
     gathered: list[Tensor] = [values] * world_size()
     dist.all_gather_object(gathered, values.cpu())

@@ -18,11 +18,13 @@ from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens,
 from liger_losses.chunked.engine.checks import check_device, check_tensor
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import record
 
 AnyHead = Tensor | nn.Module | Head
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
 
 
+@record
 @dataclass(frozen=True)
 class Completions:
     """A batch of completions: one side of pairs, for example.

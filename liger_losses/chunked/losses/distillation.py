@@ -261,7 +261,7 @@ class DistillationLoss(ChunkedLoss):
                 f"the student's head has temperature {transform.temperature}, which must be 1: give the loss's "
                 "temperature= instead, which divides both models' logits."
             )
-        teacher.check_active(teacher.logps[mask], teacher.indices[mask], head.vocab_size)
+        teacher.check_active(mask, head.vocab_size)
         tokens = Tokens.select(
             [labels], vocab_size=head.vocab_size, ignore_index=self.ignore_index, compact=self.compact
         )

@@ -13,6 +13,7 @@ from liger_losses.chunked.losses.base import MAX_EXPONENT
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.tracing import state
 
 
 class LigerFusedLinearMiniLLMLoss(DistillationLoss):
@@ -107,7 +108,7 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
     """
     # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
     out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1
-    while length < rewards.shape[1]:
+    while not state.shapes_only and length < rewards.shape[1]:
         shifted = torch.zeros_like(out)
         shifted[:, :-length] = out[:, length:]
         out, length = out + gamma**length * shifted, 2 * length

@@ -15,6 +15,7 @@ from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
+from liger_losses.kernels.tracing import changes_state
 
 
 class AdaptiveEntropy:
@@ -245,7 +246,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
 
     def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
-        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training and changes_state():
             self.entropy_coef.observe(entropy_sum, tokens)
 
     def _one_pass(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, checked_items
 from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
+from liger_losses.kernels.tracing import state
 
 
 @dataclass(frozen=True)
@@ -354,6 +355,8 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
         entropy, mask: ``[B, T]``; the mask is bool.
         share: in (0, 1].
     """
+    if state.shapes_only:
+        return mask
     entropy = entropy.detach()
     values = gather_over_processes(entropy[mask])
     if not values.numel():

@@ -19,6 +19,7 @@ from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.base import CompletionLoss, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
+from liger_losses.kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -298,5 +299,6 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
             batches = batches + counts
             mean = torch.where(counts, total / count.clamp(min=1), 0.0)
             shift = torch.where(counts, shift + (mean - shift) / batches.clamp(min=1), shift).float()
-            self.running_shift, self.batches = shift, batches
+            if changes_state():
+                self.running_shift, self.batches = shift, batches
         return shift

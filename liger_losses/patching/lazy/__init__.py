@@ -12,5 +12,14 @@ gets the right gradients.
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits, allow_materialization, lazy_linear, true_values
+from liger_losses.patching.lazy.traced import TracedLogits, traced_linear
 
-__all__ = ["DeferredLogits", "LazyLogits", "allow_materialization", "lazy_linear", "true_values"]
+__all__ = [
+    "DeferredLogits",
+    "LazyLogits",
+    "TracedLogits",
+    "allow_materialization",
+    "lazy_linear",
+    "traced_linear",
+    "true_values",
+]

@@ -21,7 +21,8 @@ class DeferredLogits:
         hidden_states: ``[..., H]``. Operations on the token dimensions of the logits are applied to these.
         head: slices of the vocabulary are applied to its weight ``[V, H]`` and bias ``[V]``; its transform is the
             scale and soft-cap of the logits so far, as the engine applies them.
-        steps: the same operations as the model wrote them, in order, for values with the model's own rounding.
+        steps: the same operations as the model wrote them, in order, for values with the model's own rounding: the
+            name of a tensor's method and its arguments.
         autocast: the autocast dtype under which the head ran, or ``None``.
         normalized: whether a log-softmax over the vocabulary follows.
         versions: the tensors' in-place versions; they must not change before the logits are computed.
@@ -29,7 +30,7 @@ class DeferredLogits:
 
     hidden_states: Tensor
     head: Head
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    steps: tuple[tuple[Any, ...], ...] = ()
     autocast: torch.dtype | None = None
     normalized: bool = False
     versions: tuple[int, ...] = ()
@@ -70,7 +71,7 @@ class DeferredLogits:
         """An operation on the token dimensions, applied to the hidden states instead of the logits."""
         return replace(self, hidden_states=operation(self.hidden_states))
 
-    def with_step(self, step: Callable[[Tensor], Tensor], **transform: Any) -> DeferredLogits:
+    def with_step(self, *step: Any, **transform: Any) -> DeferredLogits:
         """The logits after one more operation; ``transform`` holds the changed fields of the head's transform."""
         head = self.head.with_fields(transform=replace(self.head.transform, **transform))
         return replace(self, steps=(*self.steps, step), head=head)
@@ -84,8 +85,8 @@ class DeferredLogits:
         self.check()
         with self.under_forward_autocast():
             logits = F.linear(*self.tensors)
-            for step in self.steps:
-                logits = step(logits)
+            for name, *args in self.steps:
+                logits = getattr(logits, name)(*args)
         return logits.log_softmax(-1) if self.normalized else logits
 
     def statistics(

@@ -118,7 +118,7 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
         return lazy
     if lazy.deferred.normalized and torch.promote_types(dtype, lazy.dtype) != dtype:
         return NotImplemented  # a step comes before the softmax, so it would round the logits instead
-    return lazy.derive(lazy.deferred.with_step(lambda logits: logits.to(dtype)), dtype)
+    return lazy.derive(lazy.deferred.with_step("to", dtype), dtype)
 
 
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -138,30 +138,30 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return lazy if dtype is None else _cast(lazy, dtype)
 
 
-def _scale(operation: Callable[..., Tensor], lazy: LazyLogits, other: Any) -> Any:
+def _scale(operation: str, lazy: LazyLogits, other: Any) -> Any:
     """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     if not number or not math.isfinite(other) or other == 0 or lazy.deferred.normalized:
         return NotImplemented
-    by = 1.0 / other if operation is torch.div else float(other)
+    by = 1.0 / other if operation == "div" else float(other)
     transform = lazy.deferred.head.transform
     changes = {"logit_scale": transform.logit_scale * by}
     if transform.softcap is not None:
         changes["softcap"] = transform.softcap * by
     if not math.isfinite(changes["logit_scale"]) or not 0 < changes.get("softcap", 1) < math.inf:
         return NotImplemented
-    return lazy.derive(lazy.deferred.with_step(lambda logits: operation(logits, other), **changes))
+    return lazy.derive(lazy.deferred.with_step(operation, other, **changes))
 
 
-implements("mul", "multiply", "__mul__", "__rmul__")(partial(_scale, torch.mul))
-implements("div", "divide", "true_divide", "__truediv__", "__div__")(partial(_scale, torch.div))
+implements("mul", "multiply", "__mul__", "__rmul__")(partial(_scale, "mul"))
+implements("div", "divide", "true_divide", "__truediv__", "__div__")(partial(_scale, "div"))
 
 
 @implements("tanh")
 def _tanh(lazy: LazyLogits) -> Any:
     if lazy.deferred.normalized or lazy.deferred.head.transform.softcap is not None:
         return NotImplemented
-    return lazy.derive(lazy.deferred.with_step(torch.tanh, softcap=1.0))
+    return lazy.derive(lazy.deferred.with_step("tanh", softcap=1.0))
 
 
 @implements("add", "__add__", "__radd__")

@@ -1,0 +1,238 @@
+"""torch.compile sees a call of a loss, or of an operation on the output of ``lm_head``, as one operator of its graph.
+
+``liger_losses::evaluate`` makes the call eagerly when the compiled graph runs. Where a loss is a number, it computes
+the gradients too, and backward scales them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What an operator calls, by name: operations, and losses for as long as they live.
+_operations: dict[str, Callable[..., Any]] = {}
+losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+#: Named tuples that calls return.
+_results: dict[str, Any] = {}
+
+
+def register(function: F) -> F:
+    """A function that :func:`call_in_graph` can call. If it returns a number and more, the rest are metrics."""
+    _operations[function.__name__] = function
+    return function
+
+
+# --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
+
+
+def call_in_graph(name: str, arguments: Any, keywords: Any) -> Any:
+    """Put one call into the graph that is being compiled, and return what it will return."""
+    tensors: list[Tensor] = []
+    form = encode([arguments, keywords], tensors)
+    if form is None or not tensors:
+        return _call_eagerly(name, arguments, keywords)
+    key = f"{name}|{_autocast_name(tensors)}|{form}"
+    needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
+    found = torch.ops.liger_losses.evaluate(tensors, needs, key)
+    structure = _structure(key)
+    attached = 1 if name in losses or found[0].dim() == 0 else len(found)
+    values = [value if i < attached else value.detach() for i, value in enumerate(found)]
+    return _rebuild(structure, iter(values))
+
+
+def _autocast_name(tensors: list[Tensor]) -> str:
+    dtype = autocast_dtype(tensors[0].device)
+    return "" if dtype is None else str(dtype)
+
+
+def _rebuild(structure: Any, values: Iterator[Tensor]) -> Any:
+    """What :func:`_describe` described, of other tensors."""
+    if structure == "tensor":
+        return next(values)
+    if structure == "none":
+        return None
+    kind, parts = structure
+    parts = [_rebuild(part, values) for part in parts]
+    if kind == "list":
+        return parts
+    return tuple(parts) if kind == "tuple" else _results[kind](*parts)
+
+
+@torch.compiler.assume_constant_result
+def _structure(key: str) -> Any:
+    return _structures[key].structure
+
+
+@torch.compiler.disable
+def _call_eagerly(name: str, arguments: Any, keywords: Any) -> Any:
+    """A call with arguments that no operator can take, such as a function: the graph ends here."""
+    return _named(name)(*arguments, **keywords)
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+class _Result(NamedTuple):
+    """What a call returns: how its tensors are arranged, and how many there are."""
+
+    structure: Any
+    tensors: int
+
+
+_structures: dict[str, _Result] = {}
+
+
+def _named(name: str) -> Callable[..., Any]:
+    return _operations[name] if name in _operations else losses[name]
+
+
+@functools.lru_cache(4096)
+def _parsed(key: str) -> tuple[str, torch.dtype | None, Any]:
+    name, autocast, form = key.split("|", 2)
+    return name, getattr(torch, autocast.removeprefix("torch."), None) if autocast else None, ast.literal_eval(form)
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """How a result's tensors, which are appended, are arranged."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor"
+    if value is None:
+        return "none"
+    kind = type(value).__name__
+    if kind not in ("tuple", "list"):
+        _results[kind] = type(value)
+    return kind, tuple(_describe(part, tensors) for part in value)
+
+
+def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """The structure of what a call returns, and its tensors."""
+    name, autocast, form = _parsed(key)
+    arguments, keywords = decode(form, iter(tensors))
+    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
+        result = _named(name)(*arguments, **keywords)
+    found: list[Tensor] = []
+    return _describe(result, found), found
+
+
+def _is_scaled(key: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients are computed with the loss, and then scaled by its upstream gradient.
+
+    fp16 gradients underflow without the loss scale, which is only known in backward.
+    """
+    name, autocast, _ = _parsed(key)
+    return outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
+
+
+def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_(i in needs) for i, tensor in enumerate(tensors)]
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> list[Tensor]:
+    found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    pairs = zip(leaves, found, strict=True)
+    return [leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous() for leaf, grad in pairs]
+
+
+@torch.library.custom_op("liger_losses::evaluate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
+    """The tensors that a call returns, followed by the gradients of the inputs ``needs`` if they can be scaled."""
+    with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS):
+        leaves = _leaves(tensors, needs)
+        with torch.set_grad_enabled(bool(needs)):
+            structure, outputs = _call(key, leaves)
+        _structures[key] = _Result(structure, len(outputs))
+        gradients = []
+        if needs and _is_scaled(key, outputs, tensors):
+            gradients = _gradients(outputs[:1], [leaves[i] for i in needs], None)
+        # Outputs of an operator share no memory.
+        return [*(output.detach().clone(memory_format=torch.contiguous_format) for output in outputs), *gradients]
+
+
+@_evaluate.register_fake
+def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
+    with _without_values(key, tensors):
+        structure, outputs = _call(key, tensors)
+    _structures[key] = _Result(structure, len(outputs))
+    gradients = []
+    if needs and _is_scaled(key, outputs, tensors):
+        gradients = [tensors[i].new_empty(tensors[i].shape) for i in needs]
+    return [*(output.new_empty(output.shape) for output in outputs), *gradients]
+
+
+@contextmanager
+def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """:func:`without_values`, for the loss's buffers too."""
+    loss = losses.get(_parsed(key)[0])
+    buffers = {} if loss is None else {name: value for name, value in loss._buffers.items() if value is not None}
+    held = {} if loss is None else loss._buffers
+    try:
+        for name, value in buffers.items():
+            held[name] = tensors[0].new_empty(value.shape, dtype=value.dtype, device=value.device)
+        with without_values():
+            yield
+    finally:
+        held.update(buffers)
+
+
+@torch.library.custom_op("liger_losses::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _differentiate(
+    tensors: Sequence[Tensor], needs: Sequence[int], key: str, which: Sequence[int], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradients of the inputs ``needs``, from those of the outputs ``which``, by making the call again."""
+    before, state.repeats = state.repeats, True
+    try:
+        with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS), torch.enable_grad():
+            leaves = _leaves(tensors, needs)
+            _, outputs = _call(key, leaves)
+            pairs = [(outputs[i], g) for i, g in zip(which, upstream, strict=True) if outputs[i].requires_grad]
+            if not pairs:
+                return [tensors[i].new_zeros(tensors[i].shape) for i in needs]
+            return _gradients([o for o, _ in pairs], [leaves[i] for i in needs], [g for _, g in pairs])
+    finally:
+        state.repeats = before
+
+
+@_differentiate.register_fake
+def _(
+    tensors: Sequence[Tensor], needs: Sequence[int], key: str, which: Sequence[int], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    return [tensors[i].new_empty(tensors[i].shape) for i in needs]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.needs, ctx.key = inputs
+    ctx.set_materialize_grads(False)
+    ctx.count = len(tensors)
+    gradients = output[_structures[ctx.key].tensors :]
+    ctx.scaled = bool(gradients)
+    ctx.save_for_backward(*(gradients or tensors))
+
+
+def _backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
+    grads: list[Tensor | None] = [None] * ctx.count
+    which = [i for i, g in enumerate(upstream) if g is not None]
+    if which and ctx.needs:
+        if ctx.scaled:
+            found = [gradient * upstream[0] for gradient in ctx.saved_tensors]
+        else:
+            given = [upstream[i] for i in which]
+            found = torch.ops.liger_losses.differentiate(list(ctx.saved_tensors), ctx.needs, ctx.key, which, given)
+        for i, gradient in zip(ctx.needs, found, strict=True):
+            grads[i] = gradient
+    return grads, None, None
+
+
+_evaluate.register_autograd(_backward, setup_context=_setup_context)

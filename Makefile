@@ -1,14 +1,27 @@
-# `make demo`: a real DPO run. `make test`: all checks. Each makes its own environment under .venv/.
+# `make demo`: a real DPO run. `make test`: all checks. `make test-newest`: the tests on the newest torch.
+# Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test newest test-newest lint clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
 
 test: .venv/test/ready lint
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 $(ARGS)
+
+test-newest: newest
+	OMP_NUM_THREADS=1 .venv/newest/bin/python -m pytest -q -n 2 $(ARGS)
+
+# The newest torch that pip finds, and the triton that it asks for; all other packages stay as they are pinned.
+newest: .venv/newest/constraints.txt
+	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --upgrade torch
+	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< -e ".[test]"
+
+.venv/newest/constraints.txt: requirements-tested.txt
+	$(PYTHON) -m venv .venv/newest
+	grep -v "^torch==" $< > $@
 
 lint: .venv/test/ready
 	.venv/test/bin/python -m ruff check .

@@ -45,6 +45,7 @@ from liger_losses.chunked.losses.reference_free import (
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.patching.loss_inputs import LossInputs, loss_inputs
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.report import PatchReport
 
@@ -77,6 +78,7 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LogitTransform",
+    "LossInputs",
     "ORPOMetrics",
     "Pairs",
     "PatchReport",
@@ -95,6 +97,7 @@ __all__ = [
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
+    "loss_inputs",
     "patch",
     "unpatch",
 ]

@@ -313,6 +313,17 @@ def test_glu_fused(backend, dtype, form, columns, interleaved):
     check(ours, plain, (normal(2, 3 if columns > 1 else 250, 2 * columns, dtype=dtype, scale=2.0),))
 
 
+@pytest.mark.parametrize("limit", [1.3, 1.302, 1.5, 2.0, 7.0])
+def test_glu_has_a_gradient_where_torch_clamp_has_one(backend, dtype, limit):
+    """At the limit, which each dtype rounds, and at its neighbors; torch 2.15 has another rule than torch 2.13."""
+    near = torch.tensor(limit, dtype=dtype) * (1 + torch.arange(-3, 4) * torch.finfo(dtype).eps / 2).to(dtype)
+    gate, up = near.to(DEVICE).requires_grad_(), torch.cat([near[:4], -near[4:]]).to(DEVICE).requires_grad_()
+    ours = torch.autograd.grad(glu(gate, up, limit=limit, backend=backend).sum(), (gate, up))
+    plain = torch.autograd.grad(plain_glu(gate, up, "silu", limit).sum(), (gate, up))
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.equal(a != 0, b != 0)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_glu_rounds_where_eager_pytorch_rounds(backend, form):
     """Almost all results have the same bits: fp32 intermediates may differ in the last place."""

@@ -10,6 +10,7 @@ from liger_losses import (
     DistillationLoss,
     Divergence,
     EngineOptions,
+    Head,
     LigerFusedLinearAlphaBetaLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
@@ -223,7 +224,7 @@ def problem(dtype=torch.float64, distance=1.0, vocab=V, teacher_vocab=V, bias=Tr
         return torch.randn(*size, generator=g, dtype=torch.float64)
 
     hidden, weight = normal(B, T, HS), normal(vocab, HS) * 0.4
-    labels = torch.randint(min(vocab, teacher_vocab), (B, T), generator=g)
+    labels = torch.randint(vocab, (B, T), generator=g)
     labels[torch.rand(B, T, generator=g) < 0.3] = -100
     teacher_hidden, teacher_weight = normal(B, T, HT), normal(teacher_vocab, HT) * 0.4
     tensors = [hidden, weight, teacher_hidden, teacher_weight, normal(vocab), normal(teacher_vocab)]
@@ -235,11 +236,12 @@ def problem(dtype=torch.float64, distance=1.0, vocab=V, teacher_vocab=V, bias=Tr
 def plain(name, hidden, weight, bias, labels, teacher_hidden, teacher_weight, teacher_bias, hard, soft, temperature):
     """Logits in the inputs' dtype, everything after in fp32 or better, as a user would write it."""
     columns = min(len(weight), len(teacher_weight))
-    student = F.linear(hidden, weight, bias)[..., :columns]
-    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)[..., :columns]
     wide = torch.promote_types(torch.float32, hidden.dtype)
-    student, teacher, mask = student.to(wide), teacher.to(wide), labels != -100
+    student = F.linear(hidden, weight, bias).to(wide)
+    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)[..., :columns].to(wide)
+    # The cross-entropy is the student's own: the teacher's vocabulary has no part in it.
     ce = F.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum")
+    student, mask = student[..., :columns], labels != -100
     d = torch.where(mask, formula(name, student / temperature, teacher / temperature), 0.0).sum()
     return (hard * ce + soft * d) / mask.sum()
 
@@ -286,16 +288,46 @@ def test_every_divergence_in_float64(name):
 
 
 @pytest.mark.parametrize("sizes", [(V, V + 27), (V + 27, V)])
-@pytest.mark.parametrize("name", ["forward KL", "JSD", "cosine"])
-def test_padded_vocabularies(name, sizes):
-    """The extra columns carry no probability, and no gradient."""
-    hidden, weight, bias, labels, *teacher = problem(vocab=sizes[0], teacher_vocab=sizes[1])
-    value, _ = DistillationLoss(divergence(name), 0.5, 0.5)(weight, hidden, labels, Teacher(*teacher), bias=bias)
-    expected = plain(name, hidden, weight, bias, labels, *teacher, 0.5, 0.5, 1.0)
-    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(("name", "temperature"), [("forward KL", 1.0), ("JSD", 2.0), ("cosine", 1.0)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_vocabularies(name, temperature, sizes, backend):
+    """Extra columns carry no probability in the divergence; the hard loss is over all columns of the student."""
+    dtype, close = (torch.float64, (1e-9, 1e-10)) if backend == "torch" else (torch.float32, (1e-4, 1e-5))
+    hidden, weight, bias, labels, *teacher = problem(dtype, vocab=sizes[0], teacher_vocab=sizes[1])
+    assert sizes[0] == V or (labels >= V).any()
     inputs = (hidden, weight, bias)
-    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    for options in ({}, {"logit_scale": 0.7, "softcap": 3.0}) if name == "JSD" else ({},):
+        settings = {"temperature": temperature, "backend": backend, **options}
+        for hard in (0.0, 0.5):
+            loss = DistillationLoss(divergence(name), hard, 0.5, **settings)
+            value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
+            logits = F.linear(hidden, weight, bias)
+            student = (3 * (logits * 0.7 / 3).tanh() if options else logits), torch.eye(sizes[0], dtype=dtype), None
+            expected = plain(name, *student, labels, *teacher, hard, 0.5, temperature)
+            torch.testing.assert_close(value, expected, rtol=close[0], atol=1e-12)
+            grads = torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(a, b, rtol=max(close[0], 1e-8), atol=close[1])
+
+
+def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
+    """The student has more columns than the teacher, and some tokens' labels are among these."""
+    hidden, weight, bias, labels, *teacher = problem(vocab=V + 27)
+    logps, indices = F.linear(teacher[0], *teacher[1:]).log_softmax(-1).topk(V)
+    mask, head = labels != -100, Head(weight, bias)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias)[mask], labels[mask])
+    found = [
+        LigerFusedLinearKLLoss()(head, hidden, labels, given)[1]
+        for given in (Teacher(*teacher), TeacherTopK(logps, indices, tail="renormalize"))
+    ]
+    for metrics in found:
+        torch.testing.assert_close(metrics.hard_loss, expected)
+    torch.testing.assert_close(found[0].soft_loss, found[1].soft_loss)
+    both = linear_divergence(hidden, head, labels, Teacher(*teacher), Divergence.forward_kl(), logp=True)
+    torch.testing.assert_close(-both.logp[mask].mean(), expected)
+    (grad,) = torch.autograd.grad(both.divergence.sum(), weight, retain_graph=True)
+    assert not grad[V:].any()
+    torch.testing.assert_close(*(torch.autograd.grad(x, weight)[0] for x in (both.logp.sum(), -expected * mask.sum())))
 
 
 def test_differentiable_divergences_for_any_loss():
@@ -556,7 +588,7 @@ def test_bad_input_is_refused():
     refuses("are of .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
     refuses("needs columns=", TeacherLogits(lambda positions: None))
     refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=V))
-    refuses("labels must be in", Teacher(states, rows[:20]))
+    refuses("labels must be in", labels=labels + V)
     logps, indices = F.linear(states, rows).log_softmax(-1).topk(4)
     refuses("indices must be in", TeacherTopK(logps, indices + V))
     refuses("twice", TeacherTopK(logps, indices[..., :1].expand_as(indices)))

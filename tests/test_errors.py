@@ -1,15 +1,27 @@
 """Bad input is refused before any work, with what was given, what was expected and what to do."""
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from liger_losses import (
     ChunkedLoss,
     Completions,
+    Divergence,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
+    Teacher,
+    functional,
+    linear_divergence,
     linear_logps,
     linear_statistics,
     linear_token_loss,
@@ -204,6 +216,94 @@ def test_wrong_kinds_of_arguments():
         with pytest.raises(TypeError, match=message):
             call()
     assert linear_statistics(hidden, weight, labels, "logp").logp.shape == labels.shape
+
+
+CE, DPO = LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearDPOLoss(use_ref_model=False)
+GRPO, JSD, KTO = LigerFusedLinearGRPOLoss(beta=0.0), LigerFusedLinearJSDLoss(), LigerFusedLinearKTOLoss()
+#: Calls with arguments in another order or of another kind, and what the error says.
+MISTAKES = {
+    "weight and hidden states": (lambda h, w, y: CE(h, w, y), "were weight and hidden states swapped"),
+    "the other way round": (lambda h, w, y: linear_logps(w, h, y), "were weight and hidden states swapped"),
+    "rows of both": (lambda h, w, y: linear_logps(w, h[0], y[0]), "were swapped: there are labels"),
+    "labels and hidden states": (lambda h, w, y: CE(w, y, h), "unless these are hidden states"),
+    "completions": (lambda h, w, y: DPO(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
+    "tokens and mask": (lambda h, w, y: GRPO(h, w, (y > 0).float(), y, torch.ones(4)), "or a mask"),
+    "KTO's weight": (lambda h, w, y: KTO(w, h, y), r"in the form loss\(_input, weight, target\)"),
+    "a layer as bias": (lambda h, w, y: CE(w, h, y, nn.Linear(24, 61)), "such as model.lm_head goes where the weight"),
+    "a layer as hidden states": (lambda h, w, y: linear_logps(nn.Linear(24, 61), w, y), "goes where the weight goes"),
+    "raw logits": (lambda h, w, y: JSD(w, h, y, h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
+    "raw logits by name": (lambda h, w, y: JSD(w, h, y, teacher=h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
+    "a tuple as teacher": (lambda h, w, y: JSD(w, h, y, (h, w)), r"Teacher\(hidden_states, weight\).*got tuple"),
+    "labels last": (lambda h, w, y: JSD(w, h, Teacher(h, w), y), "the teacher must be"),
+    "raw logits alone": (
+        lambda h, w, y: linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()),
+        r"TeacherLogits\(logits\), got Tensor",
+    ),
+    "a sparse weight": (lambda h, w, y: CE(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
+    "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; give one tensor"),
+    "shapes of a function": (
+        lambda h, w, y: functional.grpo_loss(h[..., 0], torch.ones(4), y[:, 1:]),
+        r"logps and mask must both be \[B, T\], got \(4, 5\) and \(4, 4\)",
+    ),
+}
+for _name in ("old_logps", "ref_logps", "sampling_logps", "is_ratio"):
+    MISTAKES[f"{_name} of a function"] = (
+        lambda h, w, y, name=_name: functional.grpo_loss(h[..., 0], torch.ones(4), y, **{name: torch.ones(3)}),
+        f"^{_name} must be",
+    )
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    call, message = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(*good())
+
+
+@pytest.mark.parametrize("items", [torch.tensor([3, 4]), -1, -2.0, torch.tensor(-1), float("nan"), [3], True])
+def test_num_items_in_batch_is_one_number_that_is_not_negative(items):
+    hidden, weight, labels = good()
+    given, mask = {"num_items_in_batch": items}, labels >= 0
+    for call in (
+        lambda: CE(weight, hidden, labels, **given),
+        lambda: JSD(weight, hidden, labels, Teacher(hidden, weight), **given),
+        lambda: GRPO(hidden, weight, labels, mask, torch.ones(4), **given),
+        lambda: functional.grpo_loss(hidden[..., 0], torch.ones(4), mask, **given),
+    ):
+        with pytest.raises((TypeError, ValueError), match="num_items_in_batch must (be|lie)"):
+            call()
+    same = [CE(weight, hidden, labels, num_items_in_batch=n) for n in (7, np.int64(7), torch.tensor([[7]]))]
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+
+
+def test_a_weight_of_which_there_is_a_part_is_refused():
+    hidden, weight, labels = good()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for call in (lambda: CE(part, hidden, labels), lambda: linear_logps(hidden, part, labels)):
+            with pytest.raises(TypeError, match=r"weight is a DTensor.*liger_losses.patch.*weight.full_tensor\(\)"):
+                call()
+        CE(part.full_tensor(), hidden, labels)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_numbers_of_numpy_are_numbers_and_bools_are_not():
+    hidden, weight, labels = good()
+    for number in (np.float32(0.5), np.float64(0.5)):
+        for build in (
+            lambda x: LigerFusedLinearDPOLoss(use_ref_model=False, beta=x, softcap=x)(weight, hidden, labels)[0],
+            lambda x: LigerFusedLinearCrossEntropyLoss(label_smoothing=x, temperature=x)(weight, hidden, labels),
+            lambda x: LigerFusedLinearJSDLoss(beta=x)(weight, hidden, labels, Teacher(hidden, weight))[0],
+            lambda x: linear_logps(hidden, weight, labels, logit_scale=x, chunk_size=np.int64(2)),
+            lambda x: functional.grpo_loss(hidden[..., 0], torch.ones(4), labels >= 0, beta=x, epsilon_low=x),
+        ):
+            torch.testing.assert_close(build(number), build(0.5))
+    for name in ("softcap", "temperature", "logit_scale"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got True"):
+            linear_logps(hidden, weight, labels, **{name: True})
 
 
 def test_own_losses():

@@ -137,6 +137,19 @@ def test_grpo_loss():
     assert torch.equal(keep, (mask != 0) & (entropy >= torch.quantile(entropy[mask != 0], 0.75)))
 
 
+@pytest.mark.parametrize("gap", [-40.0, -3.0, 1e-3, 0.5, 18.0, 30.0, 60.0])
+def test_the_corrected_divergence_keeps_its_digits(gap):
+    """``r k3(d)`` with ``r = p / p_old`` and ``d = log p_ref - log p`` has the derivative ``-r d`` by log p."""
+    logps = torch.full((1, 2), -70.0, requires_grad=True)
+    old, ref = torch.tensor([[-73.0, -69.5]]), logps.detach() + gap
+    ratio, d = (logps.detach() - old).exp(), ref - logps.detach()
+    options = {"loss_type": "bnpo", "beta": 1.0, "use_bias_correction_kl": True}
+    loss = functional.grpo_loss(logps, torch.zeros(1), torch.ones(1, 2), old_logps=old, ref_logps=ref, **options)
+    (grad,) = torch.autograd.grad(loss, logps)
+    torch.testing.assert_close(loss, (ratio * (torch.expm1(d) - d)).mean().detach())
+    torch.testing.assert_close(grad, -ratio * d / 2, rtol=1e-5, atol=0.0)
+
+
 def test_cross_entropy():
     hidden, weight, labels, _ = problem(n=20, dtype=torch.float64)
     found = plain_statistics(hidden, weight, labels)

@@ -281,6 +281,18 @@ def test_nll_over_other_tokens():
         )
 
 
+def test_nll_leaves_out_a_token_without_probability():
+    """It is a token that only the preference scores; 0 times its log-probability, -inf, would be NaN."""
+    hidden, weight, labels, _, _ = batch()
+    labels[labels == 6] = 5
+    labels[0, 4], bias = 6, torch.zeros(V, dtype=torch.float64)
+    bias[6] = -math.inf
+    nll_target = labels.masked_fill(labels == 6, -100)
+    exact_logp = plain_statistics(hidden, weight, nll_target, bias)["logp"][:B]
+    _, metrics = LigerFusedLinearORPOLoss(beta=BETA)(weight, hidden, labels, bias, nll_target)
+    torch.testing.assert_close(metrics.chosen_nll_loss, -exact_logp.sum().detach() / (nll_target[:B] != -100).sum())
+
+
 def test_shift():
     hidden, weight, labels, ref_hidden, ref_weight = batch()
     module = LigerFusedLinearDPOLoss(shift=True)

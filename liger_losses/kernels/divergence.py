@@ -58,7 +58,7 @@ class Coefficients(NamedTuple):
         divergence: d loss / d divergence.
         hard_p, hard_label: a hard loss adds ``hard_p p1 + hard_label onehot(label)`` to the gradient with respect to
             the student's logits at temperature 1, whose softmax is p1; all three or none are given.
-        hard_lse: the log-sum-exp of these logits.
+        hard_lse: the log-sum-exp of these logits, and of further columns that only the student has.
     """
 
     divergence: Tensor
@@ -90,7 +90,7 @@ def divergence_into(
         divergence: which divergence.
         out: ``[R, V]`` for the gradient, of any floating-point dtype; it may be the student's ``projected``.
         coefficients: the loss's derivatives; needed with ``out``.
-        labels: ``[R]`` int64, for the coefficients of a hard loss.
+        labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
@@ -132,8 +132,9 @@ def _divergence_torch(
         # The same logits at temperature 1, and their gradients in units of this temperature.
         hard = (log_p + student.lse[:, None]).mul_(transform.temperature).sub_(hard_lse[:, None]).exp_()
         grad.addcmul_(hard, hard_p[:, None], value=transform.temperature)
-        at_label = grad.gather(1, labels[:, None]) + hard_label[:, None] * transform.temperature
-        grad.scatter_(1, labels[:, None], at_label)
+        inside, at = labels < grad.shape[1], labels[:, None].clamp(max=grad.shape[1] - 1)
+        added = torch.where(inside, hard_label, 0.0)[:, None] * transform.temperature
+        grad.scatter_(1, at, grad.gather(1, at) + added)
     return value, transform.chain_(grad, student.logits())
 
 

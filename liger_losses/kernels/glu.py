@@ -5,10 +5,12 @@ R rows (all leading dimensions), I intermediate size. Backward reads the inputs 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +24,12 @@ from liger_losses.kernels.tracing import record, state
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
 _CONTIGUOUS = torch.contiguous_format
+
+with fwAD.dual_level():
+    _one = torch.ones((), device="cpu")
+    _tangent = fwAD.unpack_dual(fwAD.make_dual(_one, _one).clamp(max=1.0)).tangent
+#: Whether ``torch.clamp`` passes a gradient at the limit itself: torch 2.13 does, torch 2.15 does not.
+_PASSES_AT_LIMIT = bool(_tangent)
 
 
 @record
@@ -173,10 +181,23 @@ def _gradients(
     else:
         inputs, outputs = (gate, up), (out, grad_up)
     if on_triton:
-        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK)
+        gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part.dtype) for part in inputs)
+        ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
+        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
     else:
         _backward_torch(grad, *inputs, *outputs, product, formula)
     return out, grad_up
+
+
+def _gradient_end(limit: float, dtype: torch.dtype) -> float:
+    """The largest number of a dtype at which clamping to a limit passes a gradient."""
+    if _PASSES_AT_LIMIT:
+        return limit
+    # The number before the limit, which torch rounds to the dtype. Numbers of its binade are `step` apart.
+    start = 2.0 ** (math.frexp(limit)[1] - 1)
+    step = start * torch.finfo(dtype).eps
+    rounded = round(limit / step) * step
+    return rounded - (step / 2 if rounded == start else step)
 
 
 def _halves(gate_up: Tensor, formula: Formula, on_triton: bool) -> tuple[Tensor, Tensor]:
@@ -303,8 +324,8 @@ def _backward_torch(
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
     d_up = activation.value(clamped_gate, formula.alpha).mul_(g)
     if limit is not None:
-        d_gate.masked_fill_(gate > limit, 0.0)
-        d_up.masked_fill_(up.abs() > limit, 0.0)
+        d_gate.masked_fill_(gate > _gradient_end(limit, gate.dtype), 0.0)
+        d_up.masked_fill_(up.abs() > _gradient_end(limit, up.dtype), 0.0)
     grad_gate.copy_(d_gate)
     grad_up.copy_(d_up)
 
@@ -312,7 +333,9 @@ def _backward_torch(
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int) -> None:
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int, **ends: Any
+) -> None:
     """Launch one program per block of a row. The first tensor has as many columns as the product."""
     rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
     if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
@@ -321,7 +344,7 @@ def _launch(kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, blo
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
     if not state.shapes_only and count * blocks:
-        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, BLOCK=block, num_warps=warps)
+        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, **ends, BLOCK=block, num_warps=warps)
 
 
 @jit
@@ -389,9 +412,9 @@ def _backward_kernel(
     grad, grad_stride, gate, gate_stride, up, up_stride,
     grad_gate, grad_gate_stride, grad_up, grad_up_stride, product, product_stride, columns, blocks,
     INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    UP_OFFSET: tl.constexpr, GATE_END: tl.constexpr, UP_END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row. A value beyond the limit passes no gradient to what was clamped."""
+    """One program per block of a row. Gates above GATE_END and ups beyond UP_END were clamped: their gradient is 0."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
@@ -405,8 +428,8 @@ def _backward_kernel(
     dg = d * (clamped_u + UP_OFFSET) * slope
     du = d * value
     if LIMIT is not None:
-        dg = tl.where(g > LIMIT, 0.0, dg)
-        du = tl.where(tl.abs(u) > LIMIT, 0.0, du)
+        dg = tl.where(g > GATE_END, 0.0, dg)
+        du = tl.where(tl.abs(u) > UP_END, 0.0, du)
     dg = dg.to(grad_gate.dtype.element_ty)
     du = du.to(grad_up.dtype.element_ty)
     if INTERLEAVED:

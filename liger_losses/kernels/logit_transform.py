@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class LogitTransform:
         softcap: Gemma's ``final_logit_softcapping`` (> 0) or ``None``.
 
     Raises:
-        TypeError: ``temperature`` or ``softcap`` is not a number.
+        TypeError: a value is not a number.
         ValueError: a number is out of its range.
     """
 
@@ -35,11 +36,14 @@ class LogitTransform:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "softcap"):
+        for name in ("temperature", "logit_scale", "softcap"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
+            if value is None and name == "softcap":
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be a number, got {value!r}.")
-            if value is not None and not (0 < value < math.inf):
+            object.__setattr__(self, name, float(value))  # NumPy's numbers too: kernels take Python's
+            if name != "logit_scale" and not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
         if not math.isfinite(self.logit_scale):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale!r}.")

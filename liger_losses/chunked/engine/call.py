@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +86,11 @@ class EngineOptions:
     strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
         for name in ("workspace", "chunk_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
@@ -194,16 +195,13 @@ class Call:
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
-    Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' where a teacher has a smaller vocabulary.
+    Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' for a divergence alone from a teacher that
+    has a smaller vocabulary.
     """
 
     def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
-        comparison = call.query.comparison
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
-        self.weight_rows = weight.shape[0]
-        self.vocab_size = weight.shape[0]
-        if comparison is not None:
-            self.vocab_size = min(self.vocab_size, comparison.teacher.vocab_size)
+        self.weight_rows, self.vocab_size = weight.shape[0], call.work.vocab_size
         self.call, self.hidden_states = call, hidden_states
         self.weight = weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
@@ -253,7 +251,7 @@ def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineO
     """Select the active tokens, and decide how to run."""
     hidden, tokens, _, compute_dtype, vocab_size = checked
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(tokens, vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select(tokens, head.vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
@@ -321,7 +319,7 @@ def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineO
 
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
-    """Raise TypeError or ValueError for a query that does not fit; return the number of columns it is about."""
+    """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""
     check_vector("class_weight", query.class_weight, head.weight)
     names: tuple[str, ...] = _DIFFERENTIABLE
     metrics: tuple[str, ...] = STATISTICS
@@ -352,7 +350,10 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     comparison = query.comparison
     assert comparison is not None
     if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
-        raise TypeError(f"teacher must be a Teacher or TeacherLogits, got {type(comparison.teacher).__name__}.")
+        raise TypeError(
+            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
+            f"{type(comparison.teacher).__name__}."
+        )
     if not isinstance(comparison.divergence, Divergence):
         raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
     heads = {"student": head}
@@ -365,7 +366,8 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
-    return min(head.vocab_size, comparison.teacher.vocab_size)
+    # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
+    return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import autocast_dtype
@@ -24,18 +25,49 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raise TypeError unless this is a tensor."""
+    """Raise TypeError unless this is a tensor that is whole and dense."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+        layer = "; a layer such as model.lm_head goes where the weight goes" if isinstance(value, nn.Module) else ""
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{layer}.")
+    if hasattr(value, "full_tensor"):
+        raise TypeError(
+            f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
+            "computes the loss within the model's forward, where the whole weight is at hand; or, where no gradient "
+            f"is needed, pass {name}.full_tensor()."
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
+
+
+def check_labels(labels: Any) -> None:
+    """Raise TypeError unless these are labels."""
+    check_tensor("labels", labels)
+    if labels.dtype != torch.int64:
+        raise TypeError(
+            f"labels must be int64 token ids, got {labels.dtype} of shape {tuple(labels.shape)}; convert them with "
+            ".long(), unless these are hidden states or a mask, and the arguments are in another order."
+        )
 
 
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise TypeError or ValueError unless this is a finite number in ``[low, high]`` (above low with ``open_low``)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not math.isfinite(value) or not (low <= value <= high) or (open_low and value == low):
         left, right = "(" if open_low else "[", "]" if math.isfinite(high) else ")"
         raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}.")
+
+
+def checked_items(value: Any, device: torch.device) -> Tensor:
+    """``num_items_in_batch`` as a 0-dim fp32 tensor; TypeError or ValueError unless it is one number, at least 0."""
+    name = "num_items_in_batch"
+    if not isinstance(value, Tensor):
+        check_range(name, value, 0.0, math.inf)
+    elif value.numel() != 1:
+        raise ValueError(f"{name} must be one number, the sum over all processes, got shape {tuple(value.shape)}.")
+    elif value.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would be a synchronization
+        check_range(name, value.item(), 0.0, math.inf)
+    return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
 
 
 def check_device(weight: Tensor, **tensors: Tensor) -> None:
@@ -53,7 +85,8 @@ def check_weight(weight: Any, bias: Any = None) -> None:
             f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
         )
     if weight.dim() != 2:
-        raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}.")
+        swapped = "; were weight and hidden states swapped?" if weight.dim() == 3 else "."
+        raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
     if 0 in weight.shape:
         raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
     check_vector("bias", bias, weight)
@@ -80,6 +113,8 @@ def check_inputs(
 
     Returns the dtype to compute in: the inputs' common one, or autocast's.
     """
+    if not hidden_states:
+        raise ValueError("got an empty sequence; give one tensor of hidden states or more, and labels for each.")
     for part in hidden_states:
         check_tensor("hidden_states", part)
         if part.dtype not in _FLOATS:
@@ -89,9 +124,7 @@ def check_inputs(
             )
     targets = [] if isinstance(labels, Tokens) else labels
     for target in targets:
-        check_tensor("labels", target)
-        if target.dtype != torch.int64:
-            raise TypeError(f"labels must be int64 token ids, got {target.dtype}; convert them with .long().")
+        check_labels(target)
     shapes = labels.shapes if isinstance(labels, Tokens) else [target.shape for target in targets]
     if len(hidden_states) != len(shapes):
         raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(shapes)} of labels.")
@@ -121,6 +154,11 @@ def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.S
             f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
         )
     if labels != hidden_states[:-1]:
+        if labels == weight[:1]:
+            raise ValueError(
+                f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
+                f"{tuple(labels)}, one for each row of the weight."
+            )
         raise ValueError(
             f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
             f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. To predict the next token, "

@@ -1,6 +1,7 @@
 """A block of two models: the student's gradient from the divergence between both models' logits.
 
-N active tokens, R tokens of a block, H and Ht the hidden sizes, V the columns that both vocabularies have.
+N active tokens, R tokens of a block, H and Ht the hidden sizes, V the columns that both vocabularies have, W those of
+the student that are computed: all of them where its log-probabilities are asked for, else V.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 
@@ -32,7 +34,7 @@ class _Model:
 
 
 class DivergenceBlock(Block):
-    """Half-precision gradients ``[R, V]``, from fp32 logits of student and teacher.
+    """Half-precision gradients ``[R, W]``, from fp32 logits of student and teacher.
 
     The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
     products with head and hidden states are taken, so that these are large and grad_weight is rounded few times.
@@ -45,16 +47,25 @@ class DivergenceBlock(Block):
         self.comparison, self.rows = comparison, rows
         shape = min(call.plan.part_rows, rows), padded(self.vocab_size)
         self.logits = [opened.weight.new_empty(shape, dtype=call.work.logits_dtype) for _ in range(2)]
+        #: V; and labels inside it, for statistics that do not depend on them.
+        self.shared = min(self.vocab_size, comparison.teacher.vocab_size)
+        self.shared_labels = call.tokens.labels
+        if opened.weight_rows > self.shared:
+            self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         soft = replace(call.transform, temperature=comparison.temperature)
-        self.student = _Model(opened.projection, Epilogue(soft, opened.bias), call.work.fused_products)
+        self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
+        #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
+        self.separate = "logp" in call.outputs and (comparison.temperature != 1.0 or self.vocab_size > self.shared)
+        epilogue = opened.epilogue if self.separate else self.soft_epilogue
+        self.student = _Model(opened.projection, epilogue, call.work.fused_products)
         #: The teacher, if its logits are computed here.
         self.teacher: _Model | None = None
         self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
         if isinstance(comparison.teacher, TeacherLogits):
             return
-        head = comparison.teacher.head.detach().columns(slice(0, self.vocab_size))
+        head = comparison.teacher.head.detach().columns(slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
@@ -96,49 +107,69 @@ class DivergenceBlock(Block):
         return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
 
     def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
-        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, V]`` into ``out``."""
-        call, student, (rows, hidden, values) = self.call, self.student, part
-        labels = call.tokens.labels[rows]
-        student_logits, teacher_logits = (part[: len(hidden), : self.vocab_size] for part in self.logits)
-        hard_lse, lse = values["lse"], values["lse"]
-        soft = {"lse": lse}
-        # The hard loss is of the logits at temperature 1; the divergence's may have another.
-        two_temperatures = "logp" in values and self.comparison.temperature != 1.0
-        if two_temperatures:
-            soft["lse"] = lse = torch.empty_like(hard_lse)
-        elif "logp" in values:
-            soft["logp"] = values["logp"]
-        self._compute_logits(student_logits, soft, student, hidden, labels)
-        if two_temperatures:
-            hard = {"lse": hard_lse, "logp": values["logp"]}
-            self._compute_statistics(hard, student_logits, labels, Epilogue(call.transform, self.opened.bias))
+        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
+        call, (rows, hidden, values) = self.call, part
+        labels, shared_labels = call.tokens.labels[rows], self.shared_labels[rows]
+        student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
+        student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
+        teacher_logits = teacher_logits[:, : self.shared]
+        hard_lse = lse = values["lse"]
+        found = {name: value for name, value in values.items() if name in ("lse", "logp")}
+        self._compute_logits(student_logits, found, self.student, hidden, labels if "logp" in found else shared_labels)
+        if self.separate:
+            lse = torch.empty_like(hard_lse)
+            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, self.soft_epilogue)
         if "entropy" in values:
-            self._compute_statistics({"entropy": values["entropy"]}, student_logits, labels, student.epilogue)
+            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, self.soft_epilogue)
         teacher_lse = torch.empty_like(lse)
-        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, labels)
-        coefficients = None
+        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels)
+        coefficients, g = None, None
         if upstream is not None:
             g, soft_g = upstream.get("logp"), upstream.get("divergence")
             soft_g = torch.zeros_like(lse) if soft_g is None else soft_g
             coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         with_bias = self.grad_bias is not None and out is not None
+        target = student_logits if with_bias else out
         divergence_into(
             values["divergence"] if "divergence" in values else torch.empty_like(lse),
-            Logits(student_logits, lse, student.epilogue),
+            Logits(shared_logits, lse, self.soft_epilogue),
             Logits(teacher_logits, teacher_lse, self.teacher_epilogue),
             self.comparison.divergence,
-            out=student_logits if with_bias else out,
+            out=None if target is None else target[:, : self.shared],
             coefficients=coefficients,
             labels=labels,
             scratch=call.plan.scratch,
             backend=call.backend,
         )
+        if target is not None and self.vocab_size > self.shared:
+            self._write_extra_gradient(target, student_logits, hard_lse, labels, g)
         if with_bias:
             assert self.grad_bias is not None
             assert out is not None
             self.grad_bias += student_logits.sum(0)
             out.copy_(student_logits)
+
+    def _write_extra_gradient(
+        self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
+    ) -> None:
+        """The gradient in the columns that only the student has: that of the hard loss alone."""
+        extra, call = slice(self.shared, self.vocab_size), self.call
+        if g is None:
+            target[:, extra].zero_()
+            return
+        softmax_gradient_into(
+            target[:, extra],
+            student_logits[:, extra],
+            hard_lse,
+            labels,
+            SoftmaxGradient.of({"logp": g}, {}),
+            self.opened.epilogue.columns(extra),
+            first_column=self.shared,
+            vocab_size=self.vocab_size,
+            scratch=call.plan.scratch,
+            backend=call.backend,
+        )
 
     def _compute_teacher_logits(self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor) -> None:
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
@@ -150,15 +181,15 @@ class DivergenceBlock(Block):
         assert isinstance(teacher, TeacherLogits)
         (index,) = tokens.indices
         positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
-        out.copy_(teacher.rows(positions)[:, : self.vocab_size])
+        out.copy_(teacher.rows(positions)[:, : self.shared])
         self._compute_statistics({"lse": lse}, out, labels, self.teacher_epilogue)
 
     def _compute_logits(
         self, out: Tensor, statistics: Mapping[str, Tensor], model: _Model, hidden: Tensor, labels: Tensor
     ) -> None:
-        """A model's projections ``[R, V]`` into ``out``, and the statistics of its logits."""
+        """A model's projections into ``out``, and the statistics of its logits."""
         if not model.fused:
-            model.projection.into(out, hidden, 0, self.vocab_size)
+            model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, model.epilogue)
             return
         linear_exponentials(

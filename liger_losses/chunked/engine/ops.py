@@ -178,7 +178,8 @@ def linear_divergence(
         labels: ``[...]`` int64; only which are ``ignore_index`` matters, unless ``logp`` is asked for.
         teacher: see :class:`liger_losses.Teacher`.
         divergence: see :class:`liger_losses.Divergence`.
-        logp: also return the student's log-probabilities of the labels, at temperature 1, differentiable.
+        logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature
+            1, differentiable.
         temperature: what both models' logits are divided by in the divergence.
         bias: ``[Vs]``.
         transform: scale and soft-cap of the student's logits.

@@ -1,7 +1,8 @@
 """What a student is distilled from: hidden states and a head, logits, or log-probabilities of the most likely tokens.
 
 Ht is the teacher's hidden size, Vt its vocabulary size, k the number of a sparse teacher's columns. Either vocabulary
-may be padded: the columns that both models have are compared, and the others carry no probability on either side.
+may be padded: the columns that both models have are compared, and the others carry no probability on either side. The
+labels are the student's, and may be columns that the teacher lacks.
 """
 
 from __future__ import annotations

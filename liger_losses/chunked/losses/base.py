@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.operators import call_in_graph, losses
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
@@ -128,9 +128,7 @@ class ChunkedLoss(nn.Module):
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
-        check_tensor("labels", labels)
-        if labels.dtype != torch.int64:
-            raise TypeError(f"labels must be int64 token ids, got {labels.dtype}; convert them with .long().")
+        check_labels(labels)
         return shift_labels(labels, self.ignore_index) if self.shift else labels
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:

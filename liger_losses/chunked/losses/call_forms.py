@@ -175,7 +175,10 @@ def as_completions(value: Any, which: str) -> Completions:
         )
     value = value.batched()
     if value.labels.dim() != 2:
-        raise ValueError(f"labels of the {which} completions must be [B, T], got {tuple(value.labels.shape)}.")
+        raise ValueError(
+            f"labels of the {which} completions must be [B, T], got {tuple(value.labels.shape)}; completions are "
+            "(hidden_states, labels)."
+        )
     return value
 
 
@@ -241,7 +244,8 @@ def read_unpaired(
         check_tensor("target", third)
         if first.dim() != 3 or third.dim() != 2:
             expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
-            raise ValueError(f"{expected}, got {tuple(first.shape)} and {tuple(third.shape)}.")
+            form = "in the form loss(_input, weight, target)"
+            raise ValueError(f"{expected} {form}, got {tuple(first.shape)} and {tuple(third.shape)}.")
         weight, given, others = second, Completions(first, third, *reference), None
     else:
         _check_no_reference("completions", *reference)
@@ -294,6 +298,13 @@ def read_distillation(
     ``biases`` are the student's and the teacher's; ``teacher`` is the one given by keyword.
     """
     first, second, third, fourth, fifth = arguments
+    if teacher is not None and not isinstance(teacher, AnyTeacher):
+        fourth, fifth = teacher, None
+    if fourth is not None and fifth is None and not isinstance(fourth, AnyTeacher):
+        raise TypeError(
+            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits) or "
+            f"TeacherTopK(logps, indices), got {type(fourth).__name__}."
+        )
     if isinstance(fourth, AnyTeacher):
         if teacher is not None:
             raise ValueError("the teacher was given twice.")

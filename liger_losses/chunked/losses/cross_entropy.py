@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector
+from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector, checked_items
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead
 
@@ -219,7 +219,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.reduction != "mean":
             return one, one
         if num_items_in_batch is not None:
-            ce_total = z_total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=labels.device)
+            ce_total = z_total = checked_items(num_items_in_batch, labels.device)
         else:
             weights = mask.float() if token_weights is None else token_weights * mask
             ce_total = z_total = weights.sum()

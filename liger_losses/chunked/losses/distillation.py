@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
@@ -139,7 +139,8 @@ class DistillationMetrics(NamedTuple):
 class DistillationLoss(ChunkedLoss):
     """``(weight_hard_loss sum_t ce_t + weight_soft_loss sum_t D_t) / n``, over tokens whose label is not ignored.
 
-    ``D`` is the divergence, ``ce`` the cross-entropy at temperature 1, ``n`` the number of tokens.
+    ``D`` is the divergence over the columns that both vocabularies have, ``ce`` the student's own cross-entropy, over
+    its whole vocabulary and at temperature 1, ``n`` the number of tokens.
 
     Args:
         divergence: ``None`` in subclasses that have a property of this name.
@@ -228,7 +229,7 @@ class DistillationLoss(ChunkedLoss):
         if num_items_in_batch is None:
             number = mask.sum().clamp(min=1)
         else:
-            number = torch.as_tensor(num_items_in_batch, device=labels.device)
+            number = checked_items(num_items_in_batch, labels.device)
             number = torch.where(number == 0, 1, number)
         per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
         weights = {"divergence": self.weight_soft_loss * factor * per_token}

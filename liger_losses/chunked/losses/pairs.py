@@ -166,7 +166,8 @@ class PreferenceLoss(CompletionLoss):
         sides, found = self.score(batch, extra, metrics=self.metrics)
 
         nll_mask = nll_labels != self.ignore_index
-        nll_logps = sides[0].statistics.logp * (nll_mask & (nll_labels == chosen_labels))
+        # Not a product: a log-probability of -inf that does not count must not make it NaN.
+        nll_logps = sides[0].statistics.logp.where(nll_mask & (nll_labels == chosen_labels), 0.0)
         if found is not None:
             nll_logps = nll_logps + found.logp
         chosen_nll = -nll_logps.sum() / nll_mask.sum().clamp(min=1)

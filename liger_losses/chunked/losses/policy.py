@@ -207,9 +207,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         tokens = batch.select(options)
         if self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
-        others = {"old": old_per_token_logps, "ref": ref_per_token_logps, "sampling": sampling_per_token_logps}
-        policy = self.attributes_as(PolicyOptions)
-        inputs = PolicyInputs(policy, mask, advantages, others, vllm_is_ratio, num_items_in_batch)
+        others = {
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "sampling_per_token_logps": sampling_per_token_logps,
+            "vllm_is_ratio": vllm_is_ratio,
+        }
+        inputs = PolicyInputs(self.attributes_as(PolicyOptions), mask, advantages, others, num_items_in_batch)
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)

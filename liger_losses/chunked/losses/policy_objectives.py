@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor
+from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, checked_items
 from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 from liger_losses.kernels.tracing import state
 
@@ -72,7 +73,7 @@ class PolicyOptions:
         if level != "token" and self.loss_type in ("cispo", "sapo", "vespo", "reinforce"):
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
-        if self.loss_type == "dr_grpo" and (type(limit) is not int or limit < 1):
+        if self.loss_type == "dr_grpo" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {limit!r}.")
 
     @property
@@ -187,7 +188,8 @@ class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
     Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool,
-    ``logps`` has the log-probabilities ``old``, ``ref`` and ``sampling``; other arguments as in :func:`grpo_loss`.
+    ``others`` are ``old_logps``, ``ref_logps``, ``sampling_logps`` and ``is_ratio``, in this order and by the names
+    that the caller knows them by. Other arguments as in :func:`grpo_loss`.
     """
 
     def __init__(
@@ -195,8 +197,7 @@ class PolicyInputs:
         options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
-        logps: dict[str, Tensor | None],
-        is_ratio: Tensor | None,
+        others: dict[str, Tensor | None],
         num_items_in_batch: Tensor | float | None,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
@@ -206,12 +207,11 @@ class PolicyInputs:
         check_tensor("advantages", advantages)
         self.options, self.mask = options, mask
         self.advantages = masked("advantages", advantages, column=True)
-        self.old_logps, self.ref_logps, self.sampling_logps = (
-            masked(f"{name}_per_token_logps", logps[name]) for name in ("old", "ref", "sampling")
-        )
-        self.token_is_ratio = masked("vllm_is_ratio", is_ratio, column=True)
+        *logps, is_ratio = others.items()
+        self.old_logps, self.ref_logps, self.sampling_logps = (masked(*named) for named in logps)
+        self.token_is_ratio = masked(*is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
-        self.is_ratio = per_token("vllm_is_ratio", is_ratio, mask, column=True)
+        self.is_ratio = per_token(*is_ratio, mask, column=True)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
         items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
@@ -247,6 +247,15 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
+def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
+    """``r k3(d)`` with ``r = p / p_old`` of the same token, whose derivative by ``log p`` is ``-r d``.
+
+    The product rule gives it as a difference of terms of size ``r e^d``, which has no digits left in fp32 for large d.
+    """
+    d = d.clamp(-1e3, MAX_EXPONENT)
+    return (ratio * kl).detach() + (ratio * d).detach() * (d - d.detach())
+
+
 def policy_terms(
     log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
 ) -> Tensor:
@@ -256,8 +265,13 @@ def policy_terms(
         objective = objective * is_ratio
     if not o.beta or ref is None:
         return -objective
-    kl = k3(ref - logps)
-    return o.beta * (kl * _ratio(log_ratio) if o.use_bias_correction_kl else kl) - objective
+    log_ref_ratio = ref - logps
+    kl = k3(log_ref_ratio)
+    if o.use_bias_correction_kl and o.importance_sampling_level == "token":
+        kl = _corrected_k3(log_ref_ratio, kl, _ratio(log_ratio))
+    elif o.use_bias_correction_kl:
+        kl = kl * _ratio(log_ratio)
+    return o.beta * kl - objective
 
 
 def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
@@ -315,8 +329,12 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    others = {"old": old_logps, "ref": ref_logps, "sampling": sampling_logps}
-    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, is_ratio, num_items_in_batch)
+    check_tensor("logps", logps)
+    check_tensor("mask", mask)
+    if logps.dim() != 2 or logps.shape != mask.shape:
+        raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
+    others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps, "is_ratio": is_ratio}
+    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, num_items_in_batch)
     return coupled_loss(logps, inputs, acting)
 
 
@@ -354,8 +372,5 @@ def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
     if num_items_in_batch is None:
         total = sum_over_processes(mask.sum().float())
     else:
-        total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
-        if total.numel() != 1:
-            raise ValueError(f"num_items_in_batch must be one number, got {list(total.shape)}.")
-        total = total.reshape(())
+        total = checked_items(num_items_in_batch, mask.device)
     return (total / world_size()).clamp(min=1)

@@ -1,0 +1,88 @@
+"""From a model and a batch to what losses take: the head, the hidden states, and labels that are shifted."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine import Head
+from liger_losses.chunked.engine.checks import check_labels
+from liger_losses.chunked.engine.tokens import shift_labels
+from liger_losses.patching.lazy.tensor import deferred_logits
+from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+
+
+class LossInputs(NamedTuple):
+    """The first three arguments of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss` and most other losses."""
+
+    head: Head
+    hidden_states: Tensor
+    labels: Tensor
+
+
+def loss_inputs(
+    model: nn.Module, *, labels: Tensor | None = None, ignore_index: int = -100, **batch: Any
+) -> LossInputs:
+    """Run a causal language model without computing its logits, and return what a loss needs.
+
+    ``hidden_states[:, t]`` predicts ``labels[:, t]``, the batch's label at ``t + 1``::
+
+        loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, **batch))
+
+    The model's own forward runs, in whatever wraps it (PEFT, DistributedDataParallel, fully_shard), so the head
+    includes its bias, its adapters and what the model does to its logits: scale and soft-cap. Losses that the model
+    adds itself, such as a router's, are not included. Under autocast, call the loss there too.
+
+    Args:
+        model: of transformers, with or without wrappers. Its head stays able to give lazy logits from then on; the
+            logits of ordinary forwards do not change.
+        labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
+        ignore_index: the label of tokens that carry no loss: that of the last position, and those that are padding or
+            would be predicted from padding, where ``attention_mask [B, T]`` is 0.
+        batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
+
+    Returns:
+        The :class:`Head`, hidden states ``[B, T, H]`` and labels ``[B, T]``.
+
+    Raises:
+        TypeError: a model whose last layer, or what it does to its logits, the head cannot express.
+        ValueError: an encoder-decoder; labels that are missing or do not fit the hidden states.
+    """
+    name, inner = type(model).__name__, _unwrapped(model)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
+    targets = batch.get("input_ids") if labels is None else labels
+    if targets is None:
+        raise ValueError("there are neither labels nor input_ids; give labels= [batch, tokens].")
+    check_labels(targets)
+    reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
+    if reasons:
+        raise TypeError(f"the last layer of {name} gives no Head: {'; '.join(reasons)}.")
+    with force_lazy_head():
+        logits = getattr(model(**batch), "logits", None)
+    deferred = deferred_logits(logits)
+    if deferred is None or deferred.normalized:
+        raise TypeError(
+            f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
+            "its forward applies an operation to them that needs their values."
+        )
+    hidden_states, mask = deferred.hidden_states, batch.get("attention_mask")
+    if hidden_states.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"{name} returned logits of {tuple(hidden_states.shape[:-1])} tokens, and there are labels of "
+            f"{tuple(targets.shape)}; give labels= for each of the logits, with ignore_index={ignore_index} for tokens "
+            "that the model inserts, and leave out logits_to_keep."
+        )
+    shifted = shift_labels(targets, ignore_index)
+    if mask is not None and mask.shape == targets.shape:
+        active = mask.to(targets.device) != 0
+        shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
+    return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The model inside of wrappers such as DistributedDataParallel, which do not pass its attributes on."""
+    while not hasattr(model, "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model

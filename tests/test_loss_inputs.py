@@ -1,0 +1,169 @@
+"""Head, hidden states and shifted labels from a model and a batch; and the README's first snippet, which uses them."""
+
+import pathlib
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import liger_losses
+from liger_losses import (
+    Completions,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    loss_inputs,
+)
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+#: The families that transform their logits, and one that does not.
+TYPES = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},  # its head has a bias
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make(name="llama", seed=0):
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(name, **SIZES, **HEADS, **TYPES[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    return model
+
+
+def batch(side="right"):
+    ids = torch.randint(3, 61, (4, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(7) < torch.tensor([7, 4, 6, 2])[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    return {"input_ids": ids.where(mask, 0), "attention_mask": mask.long()}
+
+
+def gradients(loss, model):
+    found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    return [torch.zeros(()) if g is None else g for g in found]
+
+
+def plain_loss(model, inputs, labels=None):
+    """The model's loss; transformers computes it in fp32."""
+    labels, mask = inputs["input_ids"] if labels is None else labels, inputs["attention_mask"] != 0
+    logits = model(**inputs).logits
+    assert type(logits) is torch.Tensor
+    counts = mask[:, :-1] & mask[:, 1:]
+    return nn.functional.cross_entropy(logits[:, :-1][counts], labels[:, 1:][counts])
+
+
+def assert_same(model, inputs, labels=None, plain=None):
+    """Loss and gradients are those of the model's own loss."""
+    plain = model if plain is None else plain
+    expected = plain_loss(plain, inputs, labels)
+    given = {} if labels is None else {"labels": labels}
+    head, hidden_states, shifted = loss_inputs(model, **inputs, **given)
+    assert hidden_states.shape[:-1] == shifted.shape == inputs["input_ids"].shape
+    loss = LigerFusedLinearCrossEntropyLoss()(head, hidden_states, shifted)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(gradients(loss, model), gradients(expected, plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_losses_are_the_models_own(name):
+    model, labels = make(name), batch()["input_ids"].clone()
+    labels[:, :2] = -100  # a prompt
+    assert_same(model, batch())
+    assert_same(model, batch(), labels)
+    if name != "gemma2":  # it gives NaN at padding, which its backward spreads
+        assert_same(model, batch("left"))
+    assert type(model(**batch()).logits) is torch.Tensor  # as before
+
+
+def test_adapters_and_patched_models():
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = make("gemma2")
+    liger_losses.patch(model, norms=False, mlps=False, rope=False)
+    assert_same(model, batch(), plain=make("gemma2"))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.0)
+    assert_same(peft.get_peft_model(make(), config), batch())
+
+
+def test_distributed_data_parallel():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, plain = make(), make()
+        loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(DistributedDataParallel(model), **batch()))
+        loss.backward()
+    finally:
+        dist.destroy_process_group()
+    for ours, theirs in zip(model.parameters(), gradients(plain_loss(plain, batch()), plain), strict=True):
+        torch.testing.assert_close(ours.grad, theirs)
+
+
+def test_policies_and_references():
+    """DPO from one pass over chosen and rejected rows, with a reference that has a head of its own; GRPO."""
+    policy, reference, inputs = make("gemma2"), make("gemma2", seed=1), batch()
+    ours = loss_inputs(policy, **inputs)
+    with torch.no_grad():
+        theirs = loss_inputs(reference, **inputs)
+    sides = [
+        Completions(ours.hidden_states[s], ours.labels[s], theirs.hidden_states[s]) for s in (slice(2), slice(2, 4))
+    ]
+    loss, _ = LigerFusedLinearDPOLoss()(ours.head, *sides, ref_weight=theirs.head)
+
+    def logps(model):
+        found = model(**inputs).logits[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+        return (found * inputs["attention_mask"][:, 1:]).sum(-1)
+
+    ratio = logps(policy) - logps(reference).detach()
+    expected = -nn.functional.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean()
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(gradients(loss, policy), gradients(expected, policy), strict=True):
+        torch.testing.assert_close(a, b)
+    grpo = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="luspo")
+    head, hidden_states, labels = loss_inputs(policy, **inputs)
+    loss, _ = grpo(hidden_states, head, labels, labels != -100, torch.ones(4))
+    lengths = (labels != -100).sum(-1)
+    torch.testing.assert_close(loss, -lengths.double().mean().float())
+
+
+def test_bad_input_is_refused():
+    model, inputs = make(), batch()
+    with pytest.raises(ValueError, match="neither labels nor input_ids"):
+        loss_inputs(model, inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64))
+    with pytest.raises(TypeError, match="int64 token ids"):
+        loss_inputs(model, **inputs, labels=inputs["input_ids"].double())
+    with pytest.raises(ValueError, match=r"logits of \(4, 2\) tokens.*labels of \(4, 7\).*leave out logits_to_keep"):
+        loss_inputs(model, **inputs, logits_to_keep=2)
+    with pytest.raises(TypeError, match="the last layer of Linear gives no Head: it has no output embedding"):
+        loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
+    seq2seq = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        loss_inputs(seq2seq, **inputs)
+    model = make()
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM gives no Head: .*Parametrized"):
+        loss_inputs(model, **inputs)
+
+
+def test_the_readmes_first_snippet_runs():
+    readme = (pathlib.Path(liger_losses.__file__).parents[1] / "README.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1), names)
+    assert names["loss"].isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in names["model"].parameters())

@@ -180,8 +180,8 @@ def test_linear_forwards_on_the_instance(name, dtypes):
         loss = F.cross_entropy(logits.float().view(-1, 13), labels)
         loss.backward()
         with torch.no_grad():
-            assert torch.equal(model(x), own(x))
             if name != "a product":  # which rounds the logits before it adds the bias
+                assert torch.equal(true_values(model(x)), own(x))
                 assert torch.equal(true_values(logits), own(x))
         results.append([logits.dtype, loss.detach(), *(p.grad.clone() for p in model.parameters())])
     assert results[0][0] == results[1][0]
@@ -224,6 +224,6 @@ def test_a_forward_that_calls_the_lazy_one_stays():
         warnings.simplefilter("error")
         assert isinstance(model(x), LazyLogits)
     with torch.no_grad():
-        assert type(model(x)) is torch.Tensor
+        assert isinstance(model(x), LazyLogits)
         with force_lazy_head():
             assert isinstance(model(x), LazyLogits)

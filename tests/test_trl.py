@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.chunked.engine import ops
@@ -363,6 +364,11 @@ CASES = {
     "DPO, length-desensitised": (dpo, {"ld_alpha": 0.4}),
     "DPO, synchronised reference": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "DPO, compiled": (dpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "GRPO, compiled": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ),
+    "CPO, compiled": (preference("cpo"), {"torch_compile": True, "torch_compile_backend": "eager"}),
     "KTO": (kto, {}),
     "GRPO": (online(trl.GRPOTrainer, trl.GRPOConfig), {}),
     "GRPO, sequences": (
@@ -409,6 +415,7 @@ CASES = {
 
 def train(build, output, on, kernels=False, **options):
     """The logged numbers of each step, and the trained parameters."""
+    compiled = options.get("torch_compile", False)
     model, tokenizer, text = tiny_model()
     torch.manual_seed(0)
     if on:
@@ -419,18 +426,22 @@ def train(build, output, on, kernels=False, **options):
 
         def watched(model, inputs, *arguments):
             # GOLD across tokenizers sorts rows: those of one answer, the student's and the teacher's, are there.
-            with (
-                NoLogits(trainer.model.config.get_text_config().vocab_size, options.get("use_uld_loss")),
-                warnings.catch_warnings(),
-            ):
+            vocab_size = trainer.model.config.get_text_config().vocab_size
+            # Nothing is compiled within a dispatch mode.
+            mode = contextlib.nullcontext() if compiled else NoLogits(vocab_size, options.get("use_uld_loss"))
+            with mode, warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*needs the values")
                 return step(model, inputs, *arguments)
 
         trainer.training_step = watched
     torch.manual_seed(1)
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with mock.patch.object(ops, "make_call", wraps=ops.make_call) as calls:
         trainer.train()
     assert bool(calls.call_count) == on  # the engine computes the loss
+    if compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     disable()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

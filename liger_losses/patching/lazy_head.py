@@ -250,7 +250,15 @@ def make_head_lazy(
         if reason is None:
             reason = _make_lazy(module, only_when_forced)
         entries.append(Entry(path, name, None, reason) if reason else _entry(module, path))
+    owner = _owner(model)
+    if owner is not None and _return_tensors not in owner._forward_hooks.values():
+        owner.register_forward_hook(_return_tensors)
     return entries
+
+
+def _owner(model: nn.Module) -> nn.Module | None:
+    """The model that has the head; an adapter's model, say, is around it."""
+    return next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
 
 
 def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
@@ -295,10 +303,9 @@ def patched_heads(model: nn.Module) -> list[Entry]:
 
 def keep_head_lazy(model: nn.Module) -> None:
     """Make the head lazy before each forward, as it may have been replaced or have got adapters since the last one."""
-    owner = next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
+    owner = _owner(model)
     if owner is not None and _make_lazy_again not in owner._forward_pre_hooks.values():
         owner.register_forward_pre_hook(_make_lazy_again)
-        owner.register_forward_hook(_return_tensors)
 
 
 def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:

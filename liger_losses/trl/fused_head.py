@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits
+from liger_losses.patching.lazy import DeferredLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX
@@ -97,6 +97,7 @@ def add_fused_lm_head(
     model.forward = types.MethodType(forward, model)
 
 
+@functools.partial(torch.compiler.disable, recursive=False)  # the model's own forward, called here, is compiled
 def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
     """The model's ``forward``, with its logits reduced to TRL's ``FusedCausalLMOutput``."""
     from trl.trainer.utils import FusedCausalLMOutput
@@ -113,6 +114,8 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     with force_lazy_head():
         outputs = forward(**kwargs)
     logits = getattr(outputs, "logits", None)
+    if isinstance(logits, TracedLogits):
+        logits = logits.lazy()
     deferred = deferred_logits(logits)
     if deferred is None:
         raise TypeError(

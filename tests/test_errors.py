@@ -26,6 +26,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.kernels.rms_norm import rms_norm
 from tests.reference import problem
 
 
@@ -316,3 +317,18 @@ def test_own_losses():
         linear_token_loss(
             hidden, weight, labels, lambda s, y, advantages: s.logp, token_inputs={"advantages": torch.ones(3)}
         )
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: LigerFusedLinearCrossEntropyLoss()(x.new_ones(5, 4), x, torch.ones(3, dtype=torch.int64)),
+        lambda x: linear_logps(x, x.new_ones(5, 4), torch.ones(3, dtype=torch.int64)).sum(),
+        lambda x: rms_norm(x, None).sum(),
+    ],
+)
+def test_functional_transforms_say_that_they_are_not_supported(transform, function):
+    inputs = torch.ones(3, 4) if transform is not torch.func.vmap else torch.ones(2, 3, 4)
+    with pytest.raises(RuntimeError, match="torch.autograd.grad gives the same"):
+        transform(function)(inputs)

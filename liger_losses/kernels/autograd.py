@@ -30,6 +30,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def check_no_transform() -> None:
+    """Raise RuntimeError within a transform of ``torch.func``: none reaches into kernels that write to given memory."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func's transforms (grad, vmap, jvp, jacrev ...) are not supported here; torch.autograd.grad gives "
+            "the same first derivatives."
+        )
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast casts to on a device; ``None`` if it is off, or unavailable (as on the meta device)."""
     kind = device.type

@@ -326,6 +326,8 @@ def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
     """A compiled model returns lazy logits as a tensor, which ends its graph, unless ``fullgraph=True`` forbids it."""
     if not torch.compiler.is_dynamo_compiling() or is_one_graph():
         return output
+    if isinstance(output, TracedLogits):
+        return output.lazy()
     if isinstance(output, tuple):
         return tuple([part.lazy() if isinstance(part, TracedLogits) else part for part in output])
     if isinstance(getattr(output, "logits", None), TracedLogits):

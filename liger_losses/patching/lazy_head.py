@@ -62,7 +62,8 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
         lazy = layer.training or hidden_states.requires_grad
     else:
         # A graph of torch.export or torch.jit has no place for them, and fully_shard frees its units' weights.
-        recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        # (The flag itself: torch.compile of torch 2.11 takes is_exporting() for true.)
+        recorded = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
         several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
         lazy = several and not hasattr(layer, "set_reshard_after_forward")
     return _Forced.depth > 0 or (lazy and not layer.only_when_forced)

@@ -48,7 +48,8 @@ def _operator(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
-            return _detached(call_in_graph(function.__name__, arguments, keywords), _names(keywords.get("metrics", ())))
+            metrics: Any = keywords.get("metrics", ())
+            return _detached(call_in_graph(function.__name__, arguments, keywords), _names(metrics))
         return function(*arguments, **keywords)
 
     return wrapped

@@ -5,6 +5,7 @@ All are compiled with ``fullgraph=True``, and the graphs are counted: one for th
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.chunked.engine import operators
 from liger_losses.kernels import glu, layer_norm, rms_norm, rope
 from liger_losses.modules import RMSNorm, SwiGLUMLP
 from tests.reference import relative_error
@@ -139,7 +141,7 @@ def check(function, plain, batches, leaves, tolerance=TOLERANCE, scale=1.0):
     leaves = list(leaves)
     for d in batches:
         found, expected = function(d), plain(d)
-        assert_same(found, expected, tolerance)
+        assert_same(found, expected, TOLERANCE)
         inputs = (d["h"], *leaves)
         for a, b in zip(gradients(found, inputs, scale), gradients(expected, inputs, scale), strict=True):
             assert a.dtype == b.dtype
@@ -386,11 +388,11 @@ def test_without_gradients():
     assert counter.frame_count == 2
 
 
-#: The dtype of hidden states and head, and that of autocast, and the loss scale.
+#: The dtype of hidden states (and of the head, but under autocast), that of autocast, and the loss scale.
 DTYPES = {
     "bf16": (torch.bfloat16, None, 1.0),
     "fp16": (torch.float16, None, 2.0**10),
-    "bf16 autocast": (torch.float32, torch.bfloat16, 1.0),
+    "bf16 autocast": (torch.bfloat16, torch.bfloat16, 1.0),
 }
 
 
@@ -398,7 +400,7 @@ DTYPES = {
 def test_dtypes(name):
     """One graph for two lengths; gradients of fp16 are multiplied by the loss scale before they are rounded."""
     dtype, autocast, scale = DTYPES[name]
-    head, ours, theirs = layer(dtype), Several(*KINDS), Several(*KINDS)
+    head, ours, theirs = layer(torch.float32 if autocast else dtype), Several(*KINDS), Several(*KINDS)
 
     def call_all(losses, d):
         with torch.autocast(DEVICE, dtype=autocast, enabled=autocast is not None):
@@ -437,8 +439,13 @@ def test_frozen_parts(trained):
         return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
 
     function, counter = compiled(lambda d: call_all(ours, d))
-    check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
+    with mock.patch.object(operators, "_leaves", wraps=operators._leaves) as leaves:
+        check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
     assert counter.frame_count == 1
+    # Nothing else is differentiated.
+    shapes = {tuple(call.args[0][i].shape) for call in leaves.call_args_list for i in call.args[1]}
+    parts = {"weight": (V, H), "bias": (V,)}
+    assert shapes == {parts[trained]} if trained in parts else shapes and not shapes & set(parts.values())
 
 
 @pytest.mark.parametrize("shape", [(B, 0), (0, 5)])
@@ -654,6 +661,21 @@ def test_kernels_in_torch():
     check_kernel(lambda x, y: [kernel(x, y, "torch") for kernel in KERNELS.values()])
 
 
+def test_kernels_of_two_dtypes_in_one_graph():
+    names = "RMS norm", "residual and norm", "gated norm", "layer norm", "gate", "fused gate"
+
+    def call_all(x, y):
+        return [KERNELS[n](a, b, "triton") for n in names for a, b in ((x, y), (x.bfloat16(), y.bfloat16()), (x, y))]
+
+    function, counter = compiled(call_all)
+    x, y = (torch.randn(2, 6, WIDTH, generator=g).to(DEVICE).requires_grad_() for _ in range(2))
+    found, expected, inputs = function(x, y), call_all(x, y), (x, y, W, BIAS)
+    assert_same(found, expected, HALF)
+    for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        assert relative_error(a, b) < 1e-2
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_kernels_under_autocast_and_without_gradients(backend):
     def call_all(x, y):
@@ -669,7 +691,7 @@ def test_kernels_under_autocast_and_without_gradients(backend):
 
 def test_modules():
     norm, mlp = RMSNorm(WIDTH, device=DEVICE), SwiGLUMLP(WIDTH, 40, device=DEVICE)
-    function, counter = compiled(lambda x: mlp(norm(x)), "inductor")
+    function, counter = compiled(lambda x: mlp(norm(x)))
     x = torch.randn(2, WIDTH, device=DEVICE, requires_grad=True)
     inputs = (x, *norm.parameters(), *mlp.parameters())
     for a, b in zip(gradients(function(x), inputs), gradients(mlp(norm(x)), inputs), strict=True):

@@ -626,20 +626,6 @@ def test_fp16_gradients_survive_a_loss_scale():
         assert_as_exact_as_plain(g, p, e)
 
 
-def test_torch_compile_around_it():
-    hidden, weight, labels, _ = problem(masked=0.0)
-
-    def step(h, w):
-        return linear_logps(torch.tanh(h), w, labels).sum() * 2
-
-    expected = step(hidden, weight)
-    compiled = torch.compile(step, backend="eager")
-    torch.testing.assert_close(compiled(hidden, weight), expected)
-    torch.testing.assert_close(
-        gradients(compiled(hidden, weight), (hidden, weight)), gradients(expected, (hidden, weight))
-    )
-
-
 def test_activation_checkpointing_around_it():
     hidden, weight, labels, _ = problem()
 

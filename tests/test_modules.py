@@ -107,21 +107,6 @@ def test_modules_print_what_they_are():
     assert repr(LayerNorm(8)) == "LayerNorm(8, eps=1e-05)"
 
 
-def test_modules_compile():
-    """Without a graph break."""
-    norm, mlp = RMSNorm(24).to(DEVICE), SwiGLUMLP(24, 40).to(DEVICE)
-
-    def function(x):
-        return mlp(norm(x))
-
-    x, y = (hidden(2, 24).requires_grad_() for _ in range(2))
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(compiled, function(y), **TOLERANCE)
-    compiled.sum().backward()
-    function(y).sum().backward()
-    torch.testing.assert_close(x.grad, y.grad, **TOLERANCE)
-
-
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm, partial(SwiGLUMLP, intermediate_size=16)])
 def test_on_the_meta_device(make):
     out = make(8, device="meta")(torch.randn(2, 8, device="meta"))

@@ -75,8 +75,9 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     if isinstance(value, (int, float)):
         if has_static_value(value):
             return f"('constant', {value!r})"
-        # A number that changes from call to call: as text, it would be compiled anew for each value.
-        tensors.append(torch.full((), value, dtype=torch.float64))
+        # A number that changes from call to call: as text, it would be compiled anew for each value; and a float also
+        # as the argument of any function but sums and products with tensors.
+        tensors.append(torch.ones((), dtype=torch.float64) * value)
         return "('int',)" if isinstance(value, int) else "('float',)"
     if isinstance(value, torch.dtype):
         return f"('dtype', {str(value)!r})"

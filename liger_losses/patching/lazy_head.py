@@ -62,7 +62,8 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
         lazy = layer.training or hidden_states.requires_grad
     else:
         # A graph of torch.export or torch.jit has no place for them, and fully_shard frees its units' weights.
-        recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        # (The flag itself: torch.compile of torch 2.11 takes is_exporting() for true.)
+        recorded = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
         several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
         lazy = several and not hasattr(layer, "set_reshard_after_forward")
     return _Forced.depth > 0 or (lazy and not layer.only_when_forced)
@@ -326,6 +327,8 @@ def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
     """A compiled model returns lazy logits as a tensor, which ends its graph, unless ``fullgraph=True`` forbids it."""
     if not torch.compiler.is_dynamo_compiling() or is_one_graph():
         return output
+    if isinstance(output, TracedLogits):
+        return output.lazy()
     if isinstance(output, tuple):
         return tuple([part.lazy() if isinstance(part, TracedLogits) else part for part in output])
     if isinstance(getattr(output, "logits", None), TracedLogits):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
+from liger_losses.kernels.tracing import state
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -65,7 +66,8 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
         check_range(name, value, 0.0, math.inf)
     elif value.numel() != 1:
         raise ValueError(f"{name} must be one number, the sum over all processes, got shape {tuple(value.shape)}.")
-    elif value.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would be a synchronization
+    elif value.device.type == "cpu" and not (state.shapes_only or torch.compiler.is_compiling()):
+        # Elsewhere it would be a synchronization.
         check_range(name, value.item(), 0.0, math.inf)
     return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: What an operator calls, by name: operations, and losses for as long as they live.
 _operations: dict[str, Callable[..., Any]] = {}
 losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
-#: Named tuples that calls return.
-_results: dict[str, Any] = {}
+
+
+class _Results:
+    """Named tuples that calls return. (Of a dictionary, torch.compile does not see what is added while it traces.)"""
 
 
 def register(function: F) -> F:
@@ -67,7 +70,9 @@ def _rebuild(structure: Any, values: Iterator[Tensor]) -> Any:
     parts = [_rebuild(part, values) for part in parts]
     if kind == "list":
         return parts
-    return tuple(parts) if kind == "tuple" else _results[kind](*parts)
+    if isinstance(kind, tuple):
+        return dict(zip(kind, parts, strict=True))
+    return tuple(parts) if kind == "tuple" else getattr(_Results, kind)(*parts)
 
 
 @torch.compiler.assume_constant_result
@@ -112,9 +117,14 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         return "tensor"
     if value is None:
         return "none"
-    kind = type(value).__name__
-    if kind not in ("tuple", "list"):
-        _results[kind] = type(value)
+    kind: Any = type(value).__name__
+    if isinstance(value, dict):
+        kind, value = tuple(value), value.values()
+    elif not isinstance(value, (tuple, list)):
+        raise TypeError(f"in a compiled function, losses return tensors in tuples, lists or dictionaries, got {kind}.")
+    elif type(value) not in (tuple, list):
+        kind = re.sub(r"\W", "_", f"{type(value).__module__}.{type(value).__qualname__}")
+        setattr(_Results, kind, type(value))
     return kind, tuple(_describe(part, tensors) for part in value)
 
 

@@ -48,10 +48,19 @@ def _operator(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
-            return call_in_graph(function.__name__, arguments, keywords)
+            metrics: Any = keywords.get("metrics", ())
+            return _detached(call_in_graph(function.__name__, arguments, keywords), _names(metrics))
         return function(*arguments, **keywords)
 
     return wrapped
+
+
+def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
+    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
+    if isinstance(found, Statistics):
+        named = zip(Statistics._fields, found, strict=True)
+        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
+    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
 
 
 @_operator

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 def _name(loss: nn.Module) -> str:
     """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again."""
     name = f"{type(loss).__name__} {next(_numbers)}"
-    losses[name] = loss
+    losses[name] = losses[f"{name} in evaluation"] = loss
     return name
 
 
@@ -94,7 +94,8 @@ class ChunkedLoss(nn.Module):
             except (TypeError, ValueError):
                 self.__dict__[name] = before
                 raise
-            if not (type(value) in (bool, int, float, str) and value == before):
+            # Training and evaluation take turns, and have a graph each.
+            if name != "training" and not (type(value) in (bool, int, float, str) and value == before):
                 self.__dict__["_name_for_operators"] = _name(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,7 +105,8 @@ class ChunkedLoss(nn.Module):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """:meth:`forward`; in a compiled function, one operator of its graph."""
         if torch.compiler.is_dynamo_compiling() and type(self).forward is not ChunkedLoss.forward:
-            return call_in_graph(self._name_for_operators, arguments, keywords)
+            name = self._name_for_operators if self.training else f"{self._name_for_operators} in evaluation"
+            return call_in_graph(name, arguments, keywords)
         return super().__call__(*arguments, **keywords)
 
     def check_options(self) -> None:

@@ -10,19 +10,21 @@ import ast
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What an operator calls, by name: operations, and losses for as long as they live.
+#: What an operator calls, by name: operations, and ``forward`` of losses.
 _operations: dict[str, Callable[..., Any]] = {}
+#: The losses that there are, by a name of each.
 losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 #: Named tuples that calls return.
 _results: dict[str, Any] = {}
@@ -30,24 +32,28 @@ _results: dict[str, Any] = {}
 
 def register(function: F) -> F:
     """A function that :func:`call_in_graph` can call. If it returns a number and more, the rest are metrics."""
-    _operations[function.__name__] = function
+    _operations[function.__qualname__] = function
     return function
 
 
 # --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
 
 
-def call_in_graph(name: str, arguments: Any, keywords: Any) -> Any:
-    """Put one call into the graph that is being compiled, and return what it will return."""
+def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", parameters: Any = None) -> Any:
+    """Put one call into the graph that is being compiled, and return what it will return.
+
+    Args:
+        name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
+    """
     tensors: list[Tensor] = []
-    form = encode([arguments, keywords], tensors)
+    form = encode([arguments, keywords, parameters], tensors)
     if form is None or not tensors:
-        return _call_eagerly(name, arguments, keywords)
-    key = f"{name}|{_autocast_name(tensors)}|{form}"
+        return _call_eagerly(name, loss, arguments, keywords)
+    key = f"{name}|{loss}|{_autocast_name(tensors)}|{form}"
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
-    attached = len(found) if name in _operations and found[0].dim() else 1
+    attached = len(found) if not loss and found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
 
@@ -76,9 +82,9 @@ def _structure(key: str) -> Any:
 
 
 @torch.compiler.disable
-def _call_eagerly(name: str, arguments: Any, keywords: Any) -> Any:
+def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
     """A call with arguments that no operator can take, such as a function: the graph ends here."""
-    return _named(name)(*arguments, **keywords)
+    return _named(name, loss)(*arguments, **keywords)
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -94,14 +100,24 @@ class _Result(NamedTuple):
 _structures: dict[str, _Result] = {}
 
 
-def _named(name: str) -> Callable[..., Any]:
-    return _operations[name] if name in _operations else losses[name]
+def _named(name: str, loss: str) -> Callable[..., Any]:
+    return functools.partial(_operations[name], losses[loss]) if loss else _operations[name]
+
+
+class _Key(NamedTuple):
+    """What the text says that describes a call."""
+
+    name: str
+    loss: str
+    autocast: torch.dtype | None
+    form: Any
 
 
 @functools.lru_cache(4096)
-def _parsed(key: str) -> tuple[str, torch.dtype | None, Any]:
-    name, autocast, form = key.split("|", 2)
-    return name, getattr(torch, autocast.removeprefix("torch."), None) if autocast else None, ast.literal_eval(form)
+def _parsed(key: str) -> _Key:
+    name, loss, autocast, form = key.split("|", 3)
+    dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
+    return _Key(name, loss, dtype, ast.literal_eval(form))
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -112,6 +128,8 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
     if value is None:
         return "none"
     kind = type(value).__name__
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"in a compiled function, a loss returns tensors and tuples of them, got {kind}.")
     if kind not in ("tuple", "list"):
         _results[kind] = type(value)
     return kind, tuple(_describe(part, tensors) for part in value)
@@ -119,10 +137,11 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 
 def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
-    name, autocast, form = _parsed(key)
-    arguments, keywords = decode(form, iter(tensors))
+    name, loss, autocast, form = _parsed(key)
+    arguments, keywords, parameters = decode(form, iter(tensors))
     with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
-        result = _named(name)(*arguments, **keywords)
+        with _reparametrize_module(losses[loss], parameters) if parameters else nullcontext():
+            result = _named(name, loss)(*arguments, **keywords)
     found: list[Tensor] = []
     return _describe(result, found), found
 
@@ -132,8 +151,7 @@ def _is_scaled(key: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -
 
     fp16 gradients underflow without the loss scale, which is only known in backward.
     """
-    _, autocast, _ = _parsed(key)
-    return outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
+    return outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
@@ -175,16 +193,11 @@ def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]
 @contextmanager
 def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
     """:func:`without_values`, for the loss's buffers too."""
-    loss = losses.get(_parsed(key)[0])
-    buffers = {} if loss is None else {name: value for name, value in loss._buffers.items() if value is not None}
-    held = {} if loss is None else loss._buffers
-    try:
-        for name, value in buffers.items():
-            held[name] = tensors[0].new_empty(value.shape, dtype=value.dtype, device=value.device)
-        with without_values():
-            yield
-    finally:
-        held.update(buffers)
+    loss = losses.get(_parsed(key).loss)
+    buffers = {} if loss is None else dict(loss.named_buffers())
+    empty = {n: tensors[0].new_empty(b.shape, dtype=b.dtype, device=b.device) for n, b in buffers.items()}
+    with without_values(), _reparametrize_module(loss, empty) if loss is not None and buffers else nullcontext():
+        yield
 
 
 @torch.library.custom_op("liger_losses::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -139,9 +139,9 @@ def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
     name, loss, autocast, form = _parsed(key)
     arguments, keywords, parameters = decode(form, iter(tensors))
-    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
-        with _reparametrize_module(losses[loss], parameters) if parameters else nullcontext():
-            result = _named(name, loss)(*arguments, **keywords)
+    own = _reparametrize_module(losses[loss], parameters) if parameters else nullcontext()
+    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
+        result = _named(name, loss)(*arguments, **keywords)
     found: list[Tensor] = []
     return _describe(result, found), found
 

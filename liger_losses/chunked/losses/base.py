@@ -80,6 +80,11 @@ class ChunkedLoss(nn.Module):
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):  # torch.compile cannot trace it
+            cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
+
     def __init__(
         self,
         *,

@@ -205,7 +205,9 @@ def provide(provider: str, case: Case, model: Any) -> Step:
 def measure(provider: str, case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     """Tokens per second, peak memory and losses of some steps."""
     model = build(case, device)
-    step = provide(provider, case, model)
+    step = provide(provider.removesuffix("+compile"), case, model)
+    if provider.endswith("+compile"):
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(0)
     size = (case.sequences, case.length)
@@ -304,7 +306,8 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows))
         return
-    providers = {"trainer": ("plain", "liger-kernel", "ours"), "heads": ("plain", "TRL", "ours", "ours+kernels")}
+    trainer = ("plain", "liger-kernel", "ours", "plain+compile", "ours+compile")
+    providers = {"trainer": trainer, "heads": ("plain", "TRL", "ours", "ours+kernels")}
     rows = []
     for group, names in providers.items():
         if options.group not in (None, group):

@@ -132,6 +132,43 @@ def test_options_that_change_do_not_compile_again():
     assert compiled(*inputs).shape == (4, 5)
 
 
+def test_dtypes_that_alternate():
+    """fp16 gradients are computed in backward, others with the loss: each graph knows which it is."""
+    loss = LigerFusedLinearCrossEntropyLoss()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        head, hidden_states, labels = _head_and_batch()
+        inputs = head.to(dtype), hidden_states.detach().to(dtype).requires_grad_(), labels
+        torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
+
+
+def test_names_in_graphs_on_disk():
+    """A graph of another process is found by the names in it: those of losses with other options differ."""
+    names = [
+        make()._name_for_operators.split(" ", 2)[2]
+        for make in (
+            LigerFusedLinearCrossEntropyLoss,
+            LigerFusedLinearCrossEntropyLoss,
+            lambda: LigerFusedLinearCrossEntropyLoss(reduction="none"),
+            _Scaled,
+            _Scaled,
+        )
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
+
+
+def test_a_loss_that_is_gone_before_backward():
+    def function(head, hidden_states, labels):
+        return LigerFusedLinearCrossEntropyLoss(reduction="none")(head, hidden_states, labels).sum()
+
+    torch._dynamo.reset()
+    found = torch.compile(function, backend="aot_eager")(*_head_and_batch())
+    with pytest.raises(RuntimeError, match="was deleted before the backward of a compiled function"):
+        found.backward()
+
+
 def test_shapes_that_another_thread_asks_for():
     """While one thread traces a loss for its shapes, another one's loss has values."""
     loss, inputs, found = LigerFusedLinearCrossEntropyLoss(), _head_and_batch(), []

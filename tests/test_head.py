@@ -23,7 +23,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.engine import checks
-from liger_losses.chunked.engine.call import CheckedInputs, Query, make_call
+from liger_losses.chunked.engine.call import Query, make_call
 from liger_losses.chunked.engine.head import MeanLogit
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import double, plain_statistics, problem
@@ -148,7 +148,7 @@ def test_a_metric_does_not_choose_the_kernel(softcap, statistics, linear):
     hidden, weight, labels, _ = problem(50, 24, 97, dtype=torch.bfloat16)
     head, options = Head(weight, transform=LogitTransform(softcap=softcap)), EngineOptions(backend="triton")
     queries = Query(statistics), Query(statistics, ("mean_logit",))
-    plain, call = (make_call(CheckedInputs.of(hidden, head, labels, q), head, q, options) for q in queries)
+    (_, plain), (_, call) = (make_call(hidden, head, labels, query, options) for query in queries)
     assert ("mean_logit" not in call.block_names) == linear
     if linear:
         assert call.work.exponentials

@@ -30,13 +30,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def check_no_transform() -> None:
-    """Raise RuntimeError within a transform of ``torch.func``: none reaches into kernels that write to given memory."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "torch.func's transforms (grad, vmap, jvp, jacrev ...) are not supported here; torch.autograd.grad gives "
-            "the same first derivatives."
-        )
+#: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.
+within_transform = torch._C._are_functorch_transforms_active
+NO_TRANSFORMS = (
+    "torch.func's transforms (grad, vmap, jvp, jacrev ...) are not supported here; torch.autograd.grad gives the same "
+    "first derivatives."
+)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

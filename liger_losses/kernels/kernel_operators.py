@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels.autograd import check_no_transform
+from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 from liger_losses.kernels.tracing import decode, encode, without_values
 
 _functions: dict[str, type[torch.autograd.Function]] = {}
@@ -26,7 +26,8 @@ def operator(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     def apply(*arguments: Any, on_triton: bool) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            check_no_transform()
+            if within_transform():
+                raise RuntimeError(NO_TRANSFORMS)
             return function.apply(*arguments, on_triton)
         tensors: list[Tensor] = []
         form = encode([*arguments, on_triton], tensors)

@@ -29,11 +29,13 @@ class _State(threading.local):
     """Read directly and not through functions, as every call reads it.
 
     ``shapes_only``: only shapes and dtypes are asked for; tensors have no values, no kernel runs, no state changes.
-    ``repeats``: backward makes a call again, so that a loss's own state does not change a second time.
+    ``recorded``: the statistics that a call computes are appended to it. ``known``: backward makes the call again and
+    takes them from here; a loss's own state does not change a second time.
     """
 
     shapes_only = False
-    repeats = False
+    recorded: list[Tensor] | None = None
+    known: Iterator[Tensor] | None = None
 
 
 state = _State()
@@ -48,7 +50,7 @@ def record(cls: C) -> C:
 
 def changes_state() -> bool:
     """Whether a call may change a loss's own state: not for its shapes alone, nor when backward repeats it."""
-    return not (state.shapes_only or state.repeats)
+    return not state.shapes_only and state.known is None
 
 
 @contextmanager

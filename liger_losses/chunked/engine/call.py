@@ -25,7 +25,7 @@ from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
-from liger_losses.kernels.tracing import record
+from liger_losses.kernels.tracing import record, state
 
 
 class Statistics(NamedTuple):
@@ -247,11 +247,16 @@ class CheckedInputs(NamedTuple):
         return cls(hidden, labels, shapes, compute_dtype, _check_query(query, head, shapes))
 
 
-def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineOptions) -> Call:
-    """Select the active tokens, and decide how to run."""
+def make_call(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> tuple[CheckedInputs, Call | None]:
+    """Check the inputs, select the active tokens, and decide how to run; no call where only shapes are asked for."""
+    checked = CheckedInputs.of(hidden_states, head, labels, query)
+    if state.shapes_only:
+        return checked, None
     hidden, tokens, _, compute_dtype, vocab_size = checked
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(tokens, head.vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select(tokens, vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
@@ -303,7 +308,7 @@ def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineO
     if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
         # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
         grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
-    return Call(
+    call = Call(
         query=query.of_active_tokens(tokens, work.logits_dtype),
         transform=head.transform,
         tokens=tokens,
@@ -316,6 +321,7 @@ def make_call(checked: CheckedInputs, head: Head, query: Query, options: EngineO
         needs_weight=needs_weight,
         needs_bias=needs_bias,
     )
+    return checked, call
 
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:

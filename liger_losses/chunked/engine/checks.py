@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.tokens import Tokens
-from liger_losses.kernels.autograd import autocast_dtype, check_no_transform
+from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -114,7 +114,8 @@ def check_inputs(
     So it does within a transform of ``torch.func``. Returns the dtype to compute in: the inputs' common one, or
     autocast's.
     """
-    check_no_transform()
+    if within_transform():
+        raise RuntimeError(NO_TRANSFORMS)
     if not hidden_states:
         raise ValueError("got an empty sequence; give one tensor of hidden states or more, and labels for each.")
     for part in hidden_states:

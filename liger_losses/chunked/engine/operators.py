@@ -49,7 +49,8 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     form = encode([arguments, keywords, parameters], tensors)
     if form is None or not tensors:
         return _call_eagerly(name, loss, arguments, keywords)
-    key = f"{name}|{loss}|{_autocast_name(tensors)}|{form}"
+    dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])
+    key = f"{name}|{loss}|{_autocast_name(tensors)}|{dtypes}|{form}"
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
@@ -91,17 +92,25 @@ def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
 
 
 class _Result(NamedTuple):
-    """What a call returns: how its tensors are arranged, and how many there are."""
+    """What a call returns: how its tensors are arranged, how many there are, and whether backward scales gradients."""
 
     structure: Any
     tensors: int
+    scaled: bool
 
 
 _structures: dict[str, _Result] = {}
 
 
 def _named(name: str, loss: str) -> Callable[..., Any]:
-    return functools.partial(_operations[name], losses[loss]) if loss else _operations[name]
+    if not loss:
+        return _operations[name]
+    if loss not in losses:
+        raise RuntimeError(
+            f"a {loss.split()[0]} was deleted before the backward of a compiled function: make the loss outside of "
+            "that function, and keep it."
+        )
+    return functools.partial(_operations[name], losses[loss])
 
 
 class _Key(NamedTuple):
@@ -115,7 +124,7 @@ class _Key(NamedTuple):
 
 @functools.lru_cache(4096)
 def _parsed(key: str) -> _Key:
-    name, loss, autocast, form = key.split("|", 3)
+    name, loss, autocast, _, form = key.split("|", 4)
     dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
     return _Key(name, loss, dtype, ast.literal_eval(form))
 
@@ -146,14 +155,6 @@ def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     return _describe(result, found), found
 
 
-def _is_scaled(key: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients are computed with the loss, and then scaled by its upstream gradient.
-
-    fp16 gradients underflow without the loss scale, which is only known in backward.
-    """
-    return outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
-
-
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
     return [tensor.detach().requires_grad_(i in needs) for i, tensor in enumerate(tensors)]
 
@@ -166,28 +167,39 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Se
 
 @torch.library.custom_op("liger_losses::evaluate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
-    """The tensors that a call returns, followed by the gradients of the inputs ``needs`` if they can be scaled."""
+    """The tensors that a call returns; then the gradients of the inputs ``needs`` if backward can scale them, else the
+    statistics of which backward computes them."""
+    scaled = _structures[key].scaled
     with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS):
         leaves = _leaves(tensors, needs)
-        with torch.set_grad_enabled(bool(needs)):
-            structure, outputs = _call(key, leaves)
-        _structures[key] = _Result(structure, len(outputs))
-        gradients = []
-        if needs and _is_scaled(key, outputs, tensors):
-            gradients = _gradients(outputs[:1], [leaves[i] for i in needs], None)
+        with torch.set_grad_enabled(scaled and bool(needs)), _recording() as recorded:
+            _, outputs = _call(key, leaves)
+        if needs and scaled:
+            recorded = _gradients(outputs[:1], [leaves[i] for i in needs], None)
         # Outputs of an operator share no memory.
-        return [*(output.detach().clone(memory_format=torch.contiguous_format) for output in outputs), *gradients]
+        return [*(output.detach().clone(memory_format=torch.contiguous_format) for output in outputs), *recorded]
 
 
 @_evaluate.register_fake
 def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
-    with _without_values(key, tensors):
+    with _without_values(key, tensors), _recording() as recorded:
         structure, outputs = _call(key, tensors)
-    _structures[key] = _Result(structure, len(outputs))
-    gradients = []
-    if needs and _is_scaled(key, outputs, tensors):
-        gradients = [tensors[i].new_empty(tensors[i].shape) for i in needs]
-    return [*(output.new_empty(output.shape) for output in outputs), *gradients]
+    # fp16 gradients underflow without the loss scale, which is only known in backward.
+    scaled = outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
+    _structures[key] = _Result(structure, len(outputs), scaled)
+    if needs and scaled:
+        recorded = [tensors[i].new_empty(tensors[i].shape) for i in needs]
+    return [*(output.new_empty(output.shape) for output in outputs), *recorded]
+
+
+@contextmanager
+def _recording() -> Iterator[list[Tensor]]:
+    """Within this context, the statistics that are computed without gradients are recorded."""
+    before, state.recorded = state.recorded, []
+    try:
+        yield state.recorded
+    finally:
+        state.recorded = before
 
 
 @contextmanager
@@ -202,10 +214,16 @@ def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @torch.library.custom_op("liger_losses::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _differentiate(
-    tensors: Sequence[Tensor], needs: Sequence[int], key: str, which: Sequence[int], upstream: Sequence[Tensor]
+    tensors: Sequence[Tensor],
+    recorded: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    which: Sequence[int],
+    needs: Sequence[int],
+    key: str,
 ) -> list[Tensor]:
-    """The gradients of the inputs ``needs``, from those of the outputs ``which``, by making the call again."""
-    before, state.repeats = state.repeats, True
+    """The gradients of the inputs ``needs``, from those of the outputs ``which``: the call is made again, with the
+    statistics that it has recorded."""
+    before, state.known = state.known, iter(recorded)
     try:
         with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS), torch.enable_grad():
             leaves = _leaves(tensors, needs)
@@ -215,12 +233,17 @@ def _differentiate(
                 return [tensors[i].new_zeros(tensors[i].shape) for i in needs]
             return _gradients([o for o, _ in pairs], [leaves[i] for i in needs], [g for _, g in pairs])
     finally:
-        state.repeats = before
+        state.known = before
 
 
 @_differentiate.register_fake
 def _(
-    tensors: Sequence[Tensor], needs: Sequence[int], key: str, which: Sequence[int], upstream: Sequence[Tensor]
+    tensors: Sequence[Tensor],
+    recorded: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    which: Sequence[int],
+    needs: Sequence[int],
+    key: str,
 ) -> list[Tensor]:
     return [tensors[i].new_empty(tensors[i].shape) for i in needs]
 
@@ -229,22 +252,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     tensors, ctx.needs, ctx.key = inputs
     ctx.set_materialize_grads(False)
     ctx.count = len(tensors)
-    gradients = output[_structures[ctx.key].tensors :]
-    ctx.scaled = bool(gradients)
-    ctx.save_for_backward(*(gradients or tensors))
+    _, count, scaled = _structures[ctx.key]
+    ctx.save_for_backward(*([] if scaled else tensors), *output[count:])
 
 
 def _backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
     grads: list[Tensor | None] = [None] * ctx.count
-    which = [i for i, g in enumerate(upstream) if g is not None]
-    if which and ctx.needs:
-        if ctx.scaled:
-            found = [gradient * upstream[0] for gradient in ctx.saved_tensors]
-        else:
-            given = [upstream[i] for i in which]
-            found = torch.ops.liger_losses.differentiate(list(ctx.saved_tensors), ctx.needs, ctx.key, which, given)
-        for i, gradient in zip(ctx.needs, found, strict=True):
-            grads[i] = gradient
+    which, saved = [i for i, g in enumerate(upstream) if g is not None], ctx.saved_tensors
+    if not which or not ctx.needs:
+        return grads, None, None
+    if _structures[ctx.key].scaled:
+        found = [gradient * upstream[0] for gradient in saved]
+    else:
+        tensors, recorded, given = saved[: ctx.count], saved[ctx.count :], [upstream[i] for i in which]
+        found = torch.ops.liger_losses.differentiate(tensors, recorded, given, which, ctx.needs, ctx.key)
+    for i, gradient in zip(ctx.needs, found, strict=True):
+        grads[i] = gradient
     return grads, None, None
 
 

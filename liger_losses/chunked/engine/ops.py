@@ -305,23 +305,26 @@ def _names(names: Iterable[str] | str) -> tuple[str, ...]:
 
 def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    checked = CheckedInputs.of(hidden_states, head, labels, query)
-    if state.shapes_only:
+    checked, call = make_call(hidden_states, head, labels, query, options)
+    if call is None:
         return _empty_statistics(checked, query)
-    call = make_call(checked, head, query, options)
     return _by_tensor(call, _compute_statistics(call, head, checked.hidden_states))
 
 
 def _empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
     """The statistics' shapes and dtypes."""
 
-    def empty(name: str, shape: torch.Size) -> Tensor:
-        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
-        if name == "selected_logps" and query.selected is not None:
-            shape = query.selected.shape
-        return checked.hidden_states[0].new_empty(shape, dtype=torch.int64 if name == "argmax" else dtype)
+    dtype, hidden = torch.promote_types(torch.float32, checked.compute_dtype), checked.hidden_states[0]
+    width = () if query.selected is None else query.selected.shape[-1:]
+    names = dict.fromkeys((*query.statistics, *query.metrics))
 
-    names = (*query.statistics, *query.metrics)
+    def empty(name: str, shape: Sequence[int]) -> Tensor:
+        sizes = (*shape, *width) if name == "selected_logps" else shape
+        return hidden.new_empty(sizes, dtype=torch.int64 if name == "argmax" else dtype)
+
+    if state.recorded is not None:
+        tokens = sum([shape.numel() for shape in checked.shapes])
+        state.recorded += [empty(name, (tokens,)) for name in dict.fromkeys(("lse", *names))]
     return [Statistics(**{name: empty(name, shape) for name in names}) for shape in checked.shapes]
 
 
@@ -329,11 +332,11 @@ def _separable_loss(
     hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
 ) -> tuple[Tensor, Statistics]:
     """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
-    checked = CheckedInputs.of(hidden_states, head, labels, query)
-    if state.shapes_only:
+    checked, call = make_call(hidden_states, head, labels, query, options)
+    if call is None:
         dtype = torch.promote_types(torch.float32, checked.compute_dtype)
         return hidden_states.new_empty((), dtype=dtype), _empty_statistics(checked, query)[0]
-    call, hidden = make_call(checked, head, query, options), checked.hidden_states
+    hidden = checked.hidden_states
     if call.strategy == "one_pass":
         loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
         return loss, _by_tensor(call, dict(zip(call.outputs, outputs, strict=True)))[0]
@@ -383,23 +386,39 @@ def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:
 
 def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
+    names = dict.fromkeys(("lse", *call.outputs))
+    known = None if state.known is None else {name: next(state.known) for name in names}
     if call.strategy != "statistics":
-        return dict(zip(call.outputs, _LinearStatistics.apply(call, head.weight, head.bias, *hidden), strict=True))
-    with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
-        values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
-    return {name: call.tokens.scatter(values[name]) for name in call.outputs}
+        outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
+        return dict(zip(call.outputs, outputs, strict=True))
+    if known is None:
+        with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
+            values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
+        known = {name: call.tokens.scatter(values[name]) for name in names}
+        if state.recorded is not None:
+            state.recorded += known.values()
+    return {name: known[name] for name in call.outputs}
 
 
 class _LinearStatistics(torch.autograd.Function):
     """Statistics in forward; in backward the gradient of any function of them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        call: Call,
+        known: Mapping[str, Tensor] | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
         with torch.autocast(weight.device.type, enabled=False):
             stream = Stream(call, weight, bias, hidden)
-            if call.strategy == "frozen_head":
+            if known is not None:
+                values = {name: call.tokens.gather_all(value) for name, value in known.items()}
+            elif call.strategy == "frozen_head":
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
                 values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
@@ -428,10 +447,10 @@ class _LinearStatistics(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             stream = Stream(call, weight, bias, hidden)
             if ctx.unit_gradient is not None:
-                return None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
+                return None, None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            return None, *stream.gradients(values, gradients, block)
+            return None, None, *stream.gradients(values, gradients, block)
 
 
 class _LinearTokenLoss(torch.autograd.Function):

@@ -6,7 +6,9 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -47,8 +49,15 @@ def operator(forward: F) -> F:
 
 
 def _name(loss: nn.Module) -> str:
-    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again."""
-    name = f"{type(loss).__name__} {next(_numbers)}"
+    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
+
+    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
+    them, nor one whose code may have changed.
+    """
+    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
+    known = type(loss).__module__.startswith("liger_losses.")
+    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
+    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
     losses[name] = loss
     return name
 

@@ -143,6 +143,17 @@ def test_dtypes_that_alternate():
         torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_graph_for_all_lengths(reduction):
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *inputs: loss(*inputs).sum(), backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (5, 6, 7):
+        compiled(*_head_and_batch(tokens)).backward()
+    assert counter.frame_count == 1
+
+
 def test_names_in_graphs_on_disk():
     """A graph of another process is found by the names in it: those of losses with other options differ."""
     names = [

@@ -14,13 +14,15 @@ from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntro
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.tensor import LazyLogits, autocast_of, can_be_lazy
 from liger_losses.patching.lazy.weights import HeadWeights
 
 
 def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """:func:`lazy_linear` in a function that is being compiled."""
-    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+    if not can_be_lazy(hidden_states, weight, bias):
+        return F.linear(hidden_states, weight, bias)
+    autocast = autocast_of(hidden_states)
     return TracedLogits(hidden_states, (weight, bias), (1.0, None), (), autocast, autocast or hidden_states.dtype)
 
 
@@ -232,7 +234,8 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``F.cross_entropy``."""
-    traced = isinstance(logits, TracedLogits) and isinstance(target, Tensor)
+    # After a graph that has ended, or returned these logits, nothing is traced any more.
+    traced = torch.compiler.is_dynamo_compiling() and isinstance(logits, TracedLogits) and isinstance(target, Tensor)
     supported = traced and target.dtype == torch.int64 and target.dim() == 1 and logits.dim() == 2
     if not supported or size_average is not None or reduce is not None:
         logits, target = _without_traced(logits), _without_traced(target)

@@ -27,7 +27,8 @@ _CONTIGUOUS = torch.contiguous_format
 
 with fwAD.dual_level():
     _one = torch.ones((), device="cpu")
-    _tangent = fwAD.unpack_dual(fwAD.make_dual(_one, _one).clamp(max=1.0)).tangent
+    # Not fwAD.make_dual, which compiles TorchScript for 0.3 s first.
+    _tangent = fwAD.unpack_dual(torch._VF._make_dual(_one, _one, level=0).clamp(max=1.0)).tangent
 #: Whether ``torch.clamp`` passes a gradient at the limit itself: torch 2.13 does, torch 2.15 does not.
 _PASSES_AT_LIMIT = bool(_tangent)
 

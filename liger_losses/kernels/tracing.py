@@ -8,6 +8,7 @@ tensors and strings, so that a call is written down by :func:`encode` while it i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ DISPATCH_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_t
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
-class _State:
+class _State(threading.local):
     """Read directly and not through functions, as every call reads it.
 
     ``shapes_only``: only shapes and dtypes are asked for; tensors have no values, no kernel runs, no state changes.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,23 @@ from liger_losses.patching.swap import Replacement, original_class, replacement_
 
 
 class _Forced:
-    """How many contexts of :func:`force_lazy_head` are open. (torch.compile cannot read a ContextVar.)"""
+    """Whether a context of :func:`force_lazy_head` is open: in this thread, or in any."""
 
-    depth = 0
+    here = contextvars.ContextVar("forced", default=False)
+    #: For compiled graphs, as torch.compile cannot read a ContextVar.
+    contexts: ClassVar[list[None]] = []
 
 
 @contextlib.contextmanager
 def force_lazy_head() -> Iterator[None]:
     """Within this context, lazy heads return :class:`~liger_losses.patching.lazy.LazyLogits` even under ``no_grad``."""
-    _Forced.depth += 1
+    token = _Forced.here.set(True)
+    _Forced.contexts.append(None)
     try:
         yield
     finally:
-        _Forced.depth -= 1
+        _Forced.contexts.pop()
+        _Forced.here.reset(token)
 
 
 class LazyLinear(nn.Linear):
@@ -66,7 +71,8 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
         recorded = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
         several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
         lazy = several and not hasattr(layer, "set_reshard_after_forward")
-    return _Forced.depth > 0 or (lazy and not layer.only_when_forced)
+    forced = bool(_Forced.contexts) if torch.compiler.is_dynamo_compiling() else _Forced.here.get()
+    return forced or (lazy and not layer.only_when_forced)
 
 
 def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
@@ -163,7 +169,8 @@ class _LazyProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return (F.linear if hasattr(weight, "full_tensor") else lazy_linear)(input, weight, bias)
+            lazy = traced_linear if torch.compiler.is_dynamo_compiling() else lazy_linear
+            return (F.linear if hasattr(weight, "full_tensor") else lazy)(input, weight, bias)
 
         return (linear if func is F.linear else func)(*args, **(kwargs or {}))
 

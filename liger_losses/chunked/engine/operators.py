@@ -11,19 +11,21 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What an operator calls, by name: operations, and losses for as long as they live.
+#: What an operator calls, by name: operations, and ``forward`` of losses.
 _operations: dict[str, Callable[..., Any]] = {}
+#: The losses that there are, by a name of each.
 losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
 
@@ -33,24 +35,29 @@ class _Results:
 
 def register(function: F) -> F:
     """A function that :func:`call_in_graph` can call. If it returns a number and more, the rest are metrics."""
-    _operations[function.__name__] = function
+    _operations[function.__qualname__] = function
     return function
 
 
 # --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
 
 
-def call_in_graph(name: str, arguments: Any, keywords: Any) -> Any:
-    """Put one call into the graph that is being compiled, and return what it will return."""
+def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", parameters: Any = None) -> Any:
+    """Put one call into the graph that is being compiled, and return what it will return.
+
+    Args:
+        name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
+    """
     tensors: list[Tensor] = []
-    form = encode([arguments, keywords], tensors)
+    form = encode([arguments, keywords, parameters], tensors)
     if form is None or not tensors:
-        return _call_eagerly(name, arguments, keywords)
-    key = f"{name}|{_autocast_name(tensors)}|{form}"
+        return _call_eagerly(name, loss, arguments, keywords)
+    dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])
+    key = f"{name}|{loss}|{_autocast_name(tensors)}|{dtypes}|{form}"
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
-    attached = len(found) if name in _operations and found[0].dim() else 1
+    attached = len(found) if not loss and found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
 
@@ -81,9 +88,9 @@ def _structure(key: str) -> Any:
 
 
 @torch.compiler.disable
-def _call_eagerly(name: str, arguments: Any, keywords: Any) -> Any:
+def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
     """A call with arguments that no operator can take, such as a function: the graph ends here."""
-    return _named(name)(*arguments, **keywords)
+    return _named(name, loss)(*arguments, **keywords)
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -100,14 +107,31 @@ class _Result(NamedTuple):
 _structures: dict[str, _Result] = {}
 
 
-def _named(name: str) -> Callable[..., Any]:
-    return _operations[name] if name in _operations else losses[name]
+def _named(name: str, loss: str) -> Callable[..., Any]:
+    if not loss:
+        return _operations[name]
+    if loss not in losses:
+        raise RuntimeError(
+            f"a {loss.split()[0]} was deleted before the backward of a compiled function: make the loss outside of "
+            "that function, and keep it."
+        )
+    return functools.partial(_operations[name], losses[loss])
+
+
+class _Key(NamedTuple):
+    """What the text says that describes a call."""
+
+    name: str
+    loss: str
+    autocast: torch.dtype | None
+    form: Any
 
 
 @functools.lru_cache(4096)
-def _parsed(key: str) -> tuple[str, torch.dtype | None, Any]:
-    name, autocast, form = key.split("|", 2)
-    return name, getattr(torch, autocast.removeprefix("torch."), None) if autocast else None, ast.literal_eval(form)
+def _parsed(key: str) -> _Key:
+    name, loss, autocast, _, form = key.split("|", 4)
+    dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
+    return _Key(name, loss, dtype, ast.literal_eval(form))
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -130,10 +154,11 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 
 def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
-    name, autocast, form = _parsed(key)
-    arguments, keywords = decode(form, iter(tensors))
-    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
-        result = _named(name)(*arguments, **keywords)
+    name, loss, autocast, form = _parsed(key)
+    arguments, keywords, parameters = decode(form, iter(tensors))
+    own = _reparametrize_module(losses[loss], parameters) if parameters else nullcontext()
+    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
+        result = _named(name, loss)(*arguments, **keywords)
     found: list[Tensor] = []
     return _describe(result, found), found
 
@@ -167,9 +192,8 @@ def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list
 def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
     with _without_values(key, tensors), _recording() as recorded:
         structure, outputs = _call(key, tensors)
-    _, autocast, _ = _parsed(key)
     # fp16 gradients underflow without the loss scale, which is only known in backward.
-    scaled = outputs[0].dim() == 0 and torch.float16 not in (autocast, *(t.dtype for t in tensors))
+    scaled = outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
     _structures[key] = _Result(structure, len(outputs), scaled)
     if needs and scaled:
         recorded = [tensors[i].new_empty(tensors[i].shape) for i in needs]
@@ -189,16 +213,11 @@ def _recording() -> Iterator[list[Tensor]]:
 @contextmanager
 def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
     """:func:`without_values`, for the loss's buffers too."""
-    loss = losses.get(_parsed(key)[0])
-    buffers = {} if loss is None else {name: value for name, value in loss._buffers.items() if value is not None}
-    held = {} if loss is None else loss._buffers
-    try:
-        for name, value in buffers.items():
-            held[name] = tensors[0].new_empty(value.shape, dtype=value.dtype, device=value.device)
-        with without_values():
-            yield
-    finally:
-        held.update(buffers)
+    loss = losses.get(_parsed(key).loss)
+    buffers = {} if loss is None else dict(loss.named_buffers())
+    empty = {n: tensors[0].new_empty(b.shape, dtype=b.dtype, device=b.device) for n, b in buffers.items()}
+    with without_values(), _reparametrize_module(loss, empty) if loss is not None and buffers else nullcontext():
+        yield
 
 
 @torch.library.custom_op("liger_losses::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

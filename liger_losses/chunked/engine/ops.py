@@ -11,6 +11,7 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -332,7 +333,7 @@ def _empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
         return hidden.new_empty(sizes, dtype=torch.int64 if name == "argmax" else dtype)
 
     if state.recorded is not None:
-        tokens = sum([shape.numel() for shape in checked.shapes])
+        tokens = sum([math.prod(shape) for shape in checked.shapes])  # Size.numel() would make it a constant
         state.recorded += [empty(name, (tokens,)) for name in dict.fromkeys(("lse", *names))]
     return [Statistics(**{name: empty(name, shape) for name in names}) for shape in checked.shapes]
 

@@ -5,10 +5,13 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,11 +19,13 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import check_labels
-from liger_losses.chunked.engine.operators import call_in_graph, losses
+from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import state
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 MAX_EXPONENT = 80.0
@@ -28,10 +33,32 @@ MAX_EXPONENT = 80.0
 _numbers = itertools.count()
 
 
+def operator(forward: F) -> F:
+    """The ``forward`` of a loss; in a compiled function, a call is one operator of its graph."""
+    register(forward)
+    name = forward.__qualname__  # torch.compile cannot read it
+
+    @functools.wraps(forward)
+    def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            parameters = dict(self.named_parameters())
+            return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
+        return forward(self, *arguments, **keywords)
+
+    return cast(F, wrapped)
+
+
 def _name(loss: nn.Module) -> str:
-    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again."""
-    name = f"{type(loss).__name__} {next(_numbers)}"
-    losses[name] = losses[f"{name} in evaluation"] = loss
+    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
+
+    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
+    them, nor one whose code may have changed.
+    """
+    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
+    known = type(loss).__module__.startswith("liger_losses.")
+    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
+    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
+    losses[name] = loss
     return name
 
 
@@ -61,6 +88,11 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):  # torch.compile cannot trace it
+            cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -94,20 +126,14 @@ class ChunkedLoss(nn.Module):
             except (TypeError, ValueError):
                 self.__dict__[name] = before
                 raise
-            # Training and evaluation take turns, and have a graph each.
-            if name != "training" and not (type(value) in (bool, int, float, str) and value == before):
+            # The graph is the same with another number, unless it is 0, and in training and evaluation.
+            number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
+            if not (number or name == "training" or (type(value) in (bool, str) and value == before)):
                 self.__dict__["_name_for_operators"] = _name(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_name_for_operators"] = _name(self)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """:meth:`forward`; in a compiled function, one operator of its graph."""
-        if torch.compiler.is_dynamo_compiling() and type(self).forward is not ChunkedLoss.forward:
-            name = self._name_for_operators if self.training else f"{self._name_for_operators} in evaluation"
-            return call_in_graph(name, arguments, keywords)
-        return super().__call__(*arguments, **keywords)
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, check_vector, checked_items
-from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.base import ChunkedLoss, operator
 from liger_losses.chunked.losses.call_forms import AnyHead
 
 
@@ -118,6 +118,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
         check_names([self.reduction], ("mean", "sum", "none"), "reduction")
 
+    @operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: AnyHead,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_range, check_tensor
-from liger_losses.chunked.losses.base import MAX_EXPONENT
+from liger_losses.chunked.losses.base import MAX_EXPONENT, operator
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.kernels.divergence_forms import Divergence
@@ -48,6 +48,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
             raise ValueError("MiniLLM has no cross-entropy: weight_hard_loss and weight_soft_loss are 0 and 1.")
 
+    @operator
     def forward(  # type: ignore[override]
         self,
         weight: AnyHead,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
-from liger_losses.chunked.losses.base import CompletionLoss
+from liger_losses.chunked.losses.base import CompletionLoss, operator
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 
 
@@ -115,6 +115,7 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
+    @operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: AnyHead,

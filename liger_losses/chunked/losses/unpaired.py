@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses import call_forms
-from liger_losses.chunked.losses.base import CompletionLoss, sum_over_processes
+from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 from liger_losses.kernels.tracing import changes_state
 
@@ -149,6 +149,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
         return 0.0
 
+    @operator
     def forward(  # type: ignore[override]
         self,
         _input: Any,

@@ -291,16 +291,25 @@ def lazy_linear(
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
         refuse, and empty weights, go to ``F.linear``.
     """
-    # Autocast leaves fp64 alone.
-    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
-    mixed = hidden_states.dtype != weight.dtype and autocast is None
-    fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
-    fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
-    if mixed or not fits or (bias is not None and bias.shape != weight.shape[:1]) or hidden_states.is_meta:
+    autocast = autocast_of(hidden_states)
+    if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather)
     deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
+
+
+def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would cast these; it leaves fp64 alone."""
+    return None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+
+
+def can_be_lazy(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether lazy logits can stand for ``F.linear`` of these tensors."""
+    mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
+    fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
+    fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
+    return fits and not mixed and (bias is None or bias.shape == weight.shape[:1]) and not hidden_states.is_meta
 
 
 class _LazyLinear(torch.autograd.Function):

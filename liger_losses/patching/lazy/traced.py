@@ -14,13 +14,15 @@ from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntro
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.tensor import LazyLogits
+from liger_losses.patching.lazy.tensor import LazyLogits, autocast_of, can_be_lazy
 from liger_losses.patching.lazy.weights import HeadWeights
 
 
 def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """:func:`lazy_linear` in a function that is being compiled."""
-    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+    if not can_be_lazy(hidden_states, weight, bias):
+        return F.linear(hidden_states, weight, bias)
+    autocast = autocast_of(hidden_states)
     return TracedLogits(hidden_states, (weight, bias), (1.0, None), (), autocast, autocast or hidden_states.dtype)
 
 
@@ -140,6 +142,26 @@ class TracedLogits:
     def __truediv__(self, other: Any) -> Any:
         return self._scaled("div", other, 1 / other if isinstance(other, (int, float)) and other else 0)
 
+    def __add__(self, other: Any) -> Any:
+        """The sum of two products, such as a head's and its adapter's: one product of both heads side by side."""
+        if not isinstance(other, TracedLogits) or not self._can_add(other):
+            return self.lazy() + _without_traced(other)
+        (weight, bias), (other_weight, other_bias), scale = self.head, other.head, other.transform[0]
+        hidden_states = [self.hidden_states, other.hidden_states * scale]
+        weights = [weight, other_weight]
+        if self.autocast is not None:
+            hidden_states, weights = ([t.to(self.autocast) for t in parts] for parts in (hidden_states, weights))
+        if other_bias is not None:
+            bias = other_bias * scale if bias is None else bias + other_bias * scale
+        head = torch.cat(weights, -1), bias
+        return TracedLogits(torch.cat(hidden_states, -1), head, self.transform, (), self.autocast, self.dtype)
+
+    def _can_add(self, other: TracedLogits) -> bool:
+        same = (self.autocast, self.dtype, self.shape) == (other.autocast, other.dtype, other.shape)
+        dtypes = [(logits.hidden_states.dtype, logits.head[0].dtype) for logits in (self, other)]
+        simple = not self.steps and other.transform[1] is None
+        return same and simple and (dtypes[0] == dtypes[1] or self.autocast is not None)
+
     def tanh(self) -> Any:
         """The soft-cap's tanh."""
         scale, softcap = self.transform
@@ -155,9 +177,8 @@ class TracedLogits:
             return _cross_entropy(*args, **kwargs)
         if func is torch.tanh:
             return args[0].tanh()
-        args = [part.lazy() if isinstance(part, TracedLogits) else part for part in args]
-        kwargs = {name: part.lazy() if isinstance(part, TracedLogits) else part for name, part in kwargs.items()}
-        return func(*args, **kwargs)
+        args = [_without_traced(part) for part in args]
+        return func(*args, **{name: _without_traced(part) for name, part in kwargs.items()})
 
     def _on_rows(self, hidden_states: Tensor) -> TracedLogits:
         return TracedLogits(hidden_states, self.head, self.transform, self.steps, self.autocast, self.dtype)
@@ -172,6 +193,26 @@ class TracedLogits:
         if isinstance(by, bool) or not isinstance(by, (int, float)) or by == 0 or (softcap is not None and by < 0):
             return getattr(self.lazy(), name)(other)
         return self._after((name, other), (scale * by, None if softcap is None else softcap * by))
+
+
+def _operator(name: str) -> Any:
+    def operator(self: TracedLogits, *others: Any) -> Any:
+        return getattr(self.lazy(), name)(*[_without_traced(other) for other in others])
+
+    return operator
+
+
+# Python looks for operators in the class alone, and does not call __getattr__.
+for _name in """radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs eq ne lt le gt ge
+    and or xor invert bool float int len iter contains setitem""".split():  # noqa: SIM905
+    setattr(TracedLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _without_traced(value: Any) -> Any:
+    """An argument with tensors in the place of traced logits."""
+    if isinstance(value, TracedLogits):
+        return value.lazy()
+    return type(value)([_without_traced(part) for part in value]) if type(value) in (list, tuple) else value
 
 
 @torch.compiler.disable
@@ -193,10 +234,11 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``F.cross_entropy``."""
-    traced = isinstance(logits, TracedLogits) and isinstance(target, Tensor)
+    # After a graph that has ended, or returned these logits, nothing is traced any more.
+    traced = torch.compiler.is_dynamo_compiling() and isinstance(logits, TracedLogits) and isinstance(target, Tensor)
     supported = traced and target.dtype == torch.int64 and target.dim() == 1 and logits.dim() == 2
     if not supported or size_average is not None or reduce is not None:
-        logits, target = (part.lazy() if isinstance(part, TracedLogits) else part for part in (logits, target))
+        logits, target = _without_traced(logits), _without_traced(target)
         return F.cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     inputs = (logits.hidden_states, *logits.head, *logits.transform, target, weight)
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}

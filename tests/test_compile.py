@@ -580,19 +580,12 @@ def test_losses_of_one_class_are_told_apart():
 
 
 def test_errors_say_what_is_wrong():
-    class Named(Focal):
-        def forward(self, weight, hidden_states, labels):
-            return super().forward(weight, hidden_states, labels)[0], "a text"
-
-    head, ce, named, d = layer(), CE(), Named(), batch(6)
-    for call, message in (
-        (lambda d: ce(head, d["h"][:, 1:], d["y"]), "labels"),
-        (lambda d: named(head, d["h"], d["y"]), "in tuples, lists or dictionaries, got str"),
-    ):
-        with pytest.raises(Exception, match=message):
-            compiled(call)[0](d)
+    head, ce = layer(), CE()
+    with pytest.raises(Exception, match="labels"):
+        compiled(lambda d: ce(head, d["h"][:, 1:], d["y"]))[0](batch(6))
 
 
+@pytest.mark.slow
 def test_inductor():
     head, loss, plain = layer(), LigerFusedLinearJSDLoss(beta=0.3), LigerFusedLinearJSDLoss(beta=0.3)
     function, counter = compiled(lambda d: distillation(loss, head, {**d, "h": torch.tanh(d["h"])}), "inductor")

@@ -131,6 +131,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_models_whose_logits_nobody_needs():
     """All ways in one graph, whose only tensors as wide as the vocabulary are the head and its gradient."""
 
@@ -170,6 +171,7 @@ def check_small(compiled, lazy, model, length):
         torch.testing.assert_close(a, b, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_inductor():
     model, graphs = Model(WAYS["scaled soft-cap"], True), Graphs("inductor")
     lazy = copy.deepcopy(model)
@@ -273,6 +275,7 @@ def test_one_graph_with_the_loss_and_without_logits(name):
     assert sum(op.startswith("liger_losses.evaluate") for op in graphs.operators) == 1
 
 
+@pytest.mark.slow
 def test_logits_in_the_plain_models_graphs_are_found():
     plain, _ = pair()
     graphs = Graphs()
@@ -281,6 +284,7 @@ def test_logits_in_the_plain_models_graphs_are_found():
     assert graphs.entries >= B * (T - 1) * model_zoo.VOCABULARY
 
 
+@pytest.mark.slow
 def test_logits_are_lazy_and_graphs_few():
     """Without fullgraph, for several lengths, with and without gradients."""
     plain, patched = pair()
@@ -337,6 +341,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
 def test_ways_to_compile(name):
     how, most = HOW[name]
@@ -347,6 +352,7 @@ def test_ways_to_compile(name):
     assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", "bf16"])
 def test_dtypes(name):
     plain, patched = pair(dtype=torch.bfloat16 if name == "bf16" else torch.float32)
@@ -361,6 +367,7 @@ def test_dtypes(name):
     assert graphs.count == 1
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path):
     """The same losses and weights as the plain model, in a bounded number of graphs for batches of several lengths."""
     trained = []

@@ -228,6 +228,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_of_the_head(name):
     """One graph with the loss, with the loss and the gradients of the model without the patch."""

@@ -451,7 +451,11 @@ def train(build, output, on, kernels=False, **options):
 _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 
 
-@pytest.mark.parametrize("name", CASES)
+#: ``make test`` leaves out those that take long.
+_SLOW = ("DPO, compiled", "GRPO, compiled")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES])
 def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     build, options = CASES[name]
     check_training(build, tmp_path, **options)

@@ -256,7 +256,7 @@ def make_call(
         return checked, None
     hidden, tokens, _, compute_dtype, vocab_size = checked
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(tokens, vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select(tokens, head.vocab_size, options.ignore_index, options.compact)
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)

@@ -125,6 +125,6 @@ class DeferredLogits:
         return statistics._make(None if v is None else v[0] for v in statistics) if one_token else statistics
 
     def mark_read(self) -> None:
-        """Note that a loss may have been computed, so that the weights may change from now on."""
+        """Record that the logits were read, after which training code may change the weights."""
         if self.weights is not None:
             self.weights.was_read = True

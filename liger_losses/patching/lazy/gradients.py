@@ -1,4 +1,4 @@
-"""``torch.autograd.grad(loss, logits)``, which the graph of a loss does not know.
+"""``torch.autograd.grad(loss, logits)``: the graph leads from a loss to the hidden states, and not through the logits.
 
 The engine's gradients go from a loss to the hidden states, past the logits. So results that were computed from lazy
 logits are marked in the graph with the operations that made them, and these are repeated with the logits' values.

@@ -404,7 +404,7 @@ def _values_in_graph(tensor: Any) -> Any:
 
 
 def _backward(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """Backward from lazy logits, whose place in the graph is all that it needs."""
+    """``torch.autograd.backward`` from lazy logits, which needs their node in the graph, and not their values."""
     alone = isinstance(tensors, Tensor)
     tensors = _values_in_graph(tensors) if alone else [_values_in_graph(tensor) for tensor in tensors]
     args, kwargs = _materialize_all(args, "backward"), _materialize_all(kwargs, "backward")

@@ -70,7 +70,7 @@ class TracedLogits:
 
     @property
     def device(self) -> torch.device:
-        """The hidden states'."""
+        """The device of the hidden states."""
         return self.hidden_states.device
 
     @property
@@ -106,7 +106,7 @@ class TracedLogits:
         return self._after(("to", what), dtype=what)
 
     def contiguous(self) -> TracedLogits:
-        """Themselves."""
+        """These logits: they have no memory that could be laid out otherwise."""
         return self
 
     def reshape(self, *shape: Any) -> Any:
@@ -209,7 +209,7 @@ for _name in """radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matm
 
 
 def _without_traced(value: Any) -> Any:
-    """An argument with tensors in the place of traced logits."""
+    """An argument in which :class:`LazyLogits` take the place of :class:`TracedLogits`."""
     if isinstance(value, TracedLogits):
         return value.lazy()
     return type(value)([_without_traced(part) for part in value]) if type(value) in (list, tuple) else value

@@ -1,6 +1,8 @@
 """The head of TRL on two processes: loss, gradients and steps are those of one process with both batches."""
 
+import faulthandler
 import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -345,6 +347,7 @@ CHECKS = (
 
 
 def work(rank, rendezvous):
+    faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -356,6 +359,8 @@ def work(rank, rendezvous):
             run(rank)
         except (Exception, pytest.fail.Exception) as error:
             raise RuntimeError(f"the case {name!r} fails") from error
+    gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
+    dist.barrier()  # the first process to leave would close the other's connections
     dist.destroy_process_group()
 
 

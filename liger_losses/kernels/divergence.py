@@ -51,6 +51,21 @@ class Logits(NamedTuple):
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
 
 
+class RowSums(NamedTuple):
+    """Sums over a row of the whole vocabulary, ``[R]`` each, where both models' projections are a part of it.
+
+    Args:
+        h: sum of h (of ``cosine``: the distance). Without ``out``, it is written: this part's sum.
+        squares: ``[2, R]``, of ``cosine``: the sums of squared logits of student and teacher.
+    """
+
+    h: Tensor
+    squares: Tensor | None = None
+
+    def rows(self, rows: slice) -> RowSums:
+        return RowSums(self.h[rows], None if self.squares is None else self.squares[:, rows])
+
+
 class Coefficients(NamedTuple):
     """The loss's derivatives for each row, ``[R]`` each.
 
@@ -79,6 +94,7 @@ def divergence_into(
     out: Tensor | None = None,
     coefficients: Coefficients | None = None,
     labels: Tensor | None = None,
+    sums: RowSums | None = None,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -91,6 +107,7 @@ def divergence_into(
         out: ``[R, V]`` for the gradient, of any floating-point dtype; it may be the student's ``projected``.
         coefficients: the loss's derivatives; needed with ``out``.
         labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
+        sums: where the projections are a part of the vocabulary; the divergences are then sums over this part.
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
@@ -98,29 +115,63 @@ def divergence_into(
         ``value``.
     """
     if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
-        _divergence_triton(value, [student, teacher], divergence, out, coefficients or Coefficients(value), labels)
+        c = coefficients or Coefficients(value)
+        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums)
         return value
     for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
         part = None if out is None or coefficients is None else coefficients.rows(rows)
         row_labels = None if labels is None else labels[rows]
-        value[rows], grad = _divergence_torch(student.rows(rows), teacher.rows(rows), divergence, part, row_labels)
+        row_sums = None if sums is None else sums.rows(rows)
+        sides = student.rows(rows), teacher.rows(rows)
+        value[rows], grad = _divergence_torch(*sides, divergence, part, row_labels, row_sums)
         if out is not None and grad is not None:
             out[rows].copy_(grad)
         del grad  # its memory is free before the next slice's temporaries are allocated
     return value
 
 
+def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None, backend: str | None = None) -> Tensor:
+    """``[2, R]``: each row's sum of squared logits of student and teacher, which ``cosine`` needs.
+
+    Args:
+        student, teacher, scratch, backend: as in :func:`divergence_into`.
+    """
+    found = torch.empty(2, *student.lse.shape, dtype=student.projected.dtype, device=student.lse.device)
+    if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
+        count, columns = student.projected.shape
+        if count:
+            block = min(_BLOCK, triton.next_power_of_2(columns))
+            sides = student.for_kernel(), teacher.for_kernel()
+            _squares_kernel[(count,)](*found, *sides, columns, BLOCK=block, num_warps=_WARPS)
+        return found
+    for rows in row_slices(student.projected, scratch):
+        for i, model in enumerate((student, teacher)):
+            found[i, rows] = model.rows(rows).logits().square().sum(1)
+    return found
+
+
 def _divergence_torch(
-    student: Logits, teacher: Logits, divergence: Divergence, coefficients: Coefficients | None, labels: Tensor | None
+    student: Logits,
+    teacher: Logits,
+    divergence: Divergence,
+    coefficients: Coefficients | None,
+    labels: Tensor | None,
+    sums: RowSums | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The reference implementation: the divergences ``[R]``, and the gradient ``[R, V]`` if there are coefficients."""
     log_p, transform = student.log_probs(), student.epilogue.transform
+    known = None if sums is None or coefficients is None else sums.h
     if divergence.form == "cosine":
-        f, grad = cosine_terms(student.logits(), teacher.logits())
+        squares = None if sums is None else sums.squares
+        f, grad = cosine_terms(student.logits(), teacher.logits(), squares, known)
+        total = f.sum(1)
     else:
         f, h = terms(divergence, log_p, teacher.log_probs())
-        grad = h.addcmul_(log_p.exp(), h.sum(1, keepdim=True), value=-1.0)
+        total = h.sum(1) if known is None else known
+        grad = h.addcmul_(log_p.exp(), total[:, None], value=-1.0)
     value = f.sum(1)
+    if sums is not None and known is None:
+        sums.h.copy_(total)
     if coefficients is None:
         return value, None
     coef, hard_p, hard_label, hard_lse = coefficients
@@ -175,7 +226,13 @@ _BLOCK, _WARPS = 2048, 8
 
 
 def _divergence_triton(
-    value: Tensor, models: list[Logits], divergence: Divergence, out: Tensor | None, c: Coefficients, labels: Any
+    value: Tensor,
+    models: list[Logits],
+    divergence: Divergence,
+    out: Tensor | None,
+    c: Coefficients,
+    labels: Any,
+    sums: RowSums | None,
 ) -> None:
     student, teacher = models
     rows, columns = student.projected.shape
@@ -184,10 +241,12 @@ def _divergence_triton(
     common: tuple[Any, ...] = (
         value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
         c.divergence.contiguous(), labels, *c[1:], float(student.epilogue.transform.temperature),
+        None if sums is None else sums.h,
     )  # fmt: skip
     launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
     if divergence.form == "cosine":
-        _cosine_kernel[(rows,)](*common, **launch)
+        squares = (None, None) if sums is None or sums.squares is None else sums.squares
+        _cosine_kernel[(rows,)](*common, *squares, **launch)
         return
     form, series = FORMS[divergence.form], _series_argument(divergence, value.device)
     lses = student.lse, teacher.lse
@@ -244,20 +303,20 @@ def _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, tr
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse"]
+_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
 
 
 @jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
 def _divergence_kernel(
     value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature,
+    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
     student_lse, teacher_lse, series,
     FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: its sums from left to right, then its gradient from right to left.
 
     The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
-    is known, the gradient's loop takes the sum of f as well.
+    is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
     """
     row = tl.program_id(0).to(tl.int64)
     s_lse = tl.load(student_lse + row)
@@ -265,22 +324,28 @@ def _divergence_kernel(
     blocks = tl.cdiv(columns, BLOCK)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
-    if out is None or not BALANCED:
+    if out is None or not (BALANCED or row_sums is not None):
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
-    if out is not None:
+    total = tl.sum(h_sum, 0)
+    if out is None:
+        if row_sums is not None:
+            tl.store(row_sums + row, total)
+    else:
         out += row * out_stride
-        total = tl.sum(h_sum, 0)
+        if row_sums is not None:
+            total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
         hard = (hard_p, hard_label, hard_lse)
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
             log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
-            if BALANCED:
+            if BALANCED or row_sums is not None:
                 f_sum += f
+            if BALANCED:
                 grad = row_coef * h
             else:
                 grad = row_coef * (h - tl.exp(log_p) * total)
@@ -288,31 +353,58 @@ def _divergence_kernel(
     tl.store(value + row, tl.sum(f_sum, 0))
 
 
-@jit(do_not_specialize_on_alignment=_VECTORS)
+@jit
+def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
+    """A row's sums of squared logits."""
+    s_sum = tl.zeros((BLOCK,), tl.float32)
+    t_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.cdiv(columns, BLOCK)):
+        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
+        s_sum += tl.where(inside, s * s, 0.0)
+        t_sum += tl.where(inside, t * t, 0.0)
+    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
+
+
+@jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
+def _squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: tl.constexpr):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
+    tl.store(student_out + row, s_square)
+    tl.store(teacher_out + row, t_square)
+
+
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_squares", "teacher_squares"])
 def _cosine_kernel(
     value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature,
+    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
+    student_squares, teacher_squares,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(columns, BLOCK)
-    s_sum = tl.zeros((BLOCK,), tl.float32)
-    t_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(blocks):
-        at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
-        s_sum += s * s  # logits beyond the vocabulary are 0
-        t_sum += t * t
-    s_scale = 1 / tl.maximum(tl.sqrt(tl.sum(s_sum, 0)), 1e-12)
-    t_scale = 1 / tl.maximum(tl.sqrt(tl.sum(t_sum, 0)), 1e-12)
+    if student_squares is not None:
+        s_square = tl.load(student_squares + row)
+        t_square = tl.load(teacher_squares + row)
+    else:
+        s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
+    s_scale = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
+    t_scale = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
         at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
         difference = s * s_scale - t * t_scale
         f_sum += difference * difference / 2
     total = tl.sum(f_sum, 0)
-    if out is not None:
+    tl.store(value + row, total)
+    if out is None:
+        if row_sums is not None:
+            tl.store(row_sums + row, total)
+    else:
         out += row * out_stride
+        if row_sums is not None:
+            total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
         hard = (hard_p, hard_label, hard_lse)
         for i in range(blocks):
@@ -320,4 +412,3 @@ def _cosine_kernel(
             unit = s * s_scale
             grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
             _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, student.transform)
-    tl.store(value + row, total)

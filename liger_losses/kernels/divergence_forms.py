@@ -189,14 +189,29 @@ def _beta_zero_t(log_p, log_q, a, b, c):
     return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
 
 
-def cosine_terms(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """The terms of the cosine distance of logits, and its gradient with respect to the student's logits."""
-    norms = [logits.norm(dim=1, keepdim=True).clamp(min=_SMALLEST_NORM) for logits in (student, teacher)]
+def cosine_terms(
+    student: Tensor,
+    teacher: Tensor,
+    squares: Tensor | None = None,
+    distance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The terms of the cosine distance of logits, and its gradient with respect to the student's logits.
+
+    Of a part of the vocabulary, ``squares [2, R]`` (both rows' sums of squares) and ``distance [R]`` are those of the
+    whole.
+    """
+    norms = [logits.norm(dim=1, keepdim=True) for logits in (student, teacher)]
+    if squares is not None:
+        norms = [
+            norm if square is None else square.sqrt()[:, None] for norm, square in zip(norms, squares, strict=True)
+        ]
+    norms = [norm.clamp(min=_SMALLEST_NORM) for norm in norms]
     unit = student / norms[0]
     difference = unit - teacher / norms[1]
     # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.
     f = difference.square() / 2
-    return f, (difference - unit * f.sum(1, keepdim=True)) / norms[0]
+    distance = f.sum(1) if distance is None else distance
+    return f, (difference - unit * distance[:, None]) / norms[0]
 
 
 class Form(NamedTuple):

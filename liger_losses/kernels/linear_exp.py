@@ -54,6 +54,7 @@ def linear_exponentials(
     epilogue: Epilogue = Epilogue(),
     *,
     found: Exponentials | None = None,
+    label_logit: Tensor | None = None,
     projections: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
@@ -66,6 +67,8 @@ def linear_exponentials(
         hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         found: the tensors to write the statistics into; new ones by default.
+        label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
+            weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
@@ -74,12 +77,13 @@ def linear_exponentials(
     """
     statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
     if backend == "torch":
-        values = _exponentials_torch(hidden, weight, labels, out, epilogue, projections)
+        values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):
             target.copy_(value)
         return statistics
     hidden, tokens = with_contiguous_rows(hidden), len(hidden)
-    label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+    if label_logit is None:
+        label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if not tokens:
         return statistics
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
@@ -158,17 +162,25 @@ def gradient_scales(
 
 
 def _exponentials_torch(
-    hidden: Tensor, weight: Tensor, labels: Tensor, out: Tensor | None, epilogue: Epilogue, projections: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    out: Tensor | None,
+    epilogue: Epilogue,
+    label_logit: Tensor | None,
+    projections: bool,
 ) -> Exponentials:
     """The reference implementation."""
     projected, (transform, bias, _) = hidden.float() @ weight.float().t(), epilogue
     if out is not None and projections:
         out.copy_(projected)
     logits = transform(projected, None if bias is None else bias.float())
-    label_logit = logits.gather(1, labels[:, None])[:, 0]
+    if label_logit is None:
+        label_logit = logits.gather(1, labels[:, None])[:, 0]
+    at_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
 
     def exponentials(offset: Tensor) -> Tensor:
-        return (logits - offset[:, None]).exp().scatter(1, labels[:, None], 0.0)
+        return (logits - offset[:, None]).exp().masked_fill(at_label, 0.0)
 
     unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
     offset = torch.where(unsafe, logits.logsumexp(1), label_logit)

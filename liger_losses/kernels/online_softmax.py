@@ -20,8 +20,8 @@ from liger_losses.kernels.logit_transform import Epilogue
 
 #: What a loss may ask for. All but ``argmax`` can be differentiated.
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
-#: The rows that :func:`store_statistics` writes; ``argmax`` has a tensor of its own.
-STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit")
+#: The rows that :func:`store_statistics` writes; ``argmax`` has a tensor of its own. ``max_logit`` is for the engine.
+STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit")
 #: The sums of one split that :func:`store_sums` writes, with e = exp(z - top).
 PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "argmax")
 
@@ -54,6 +54,7 @@ def reference_statistics(
         top, values["argmax"] = logits.max(-1)
     else:
         top = logits.amax(-1)
+    values["max_logit"] = top
     shifted = logits - top[:, None]
     label_shifted = shifted.gather(-1, labels[:, None]).squeeze(-1)
     mean_shifted = shifted.mean(-1) if "mean_logit" in names or "mean_logp" in names else top
@@ -100,6 +101,8 @@ def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weigh
         values["mean_logp"] = (sums["weighted_sum"].sum(0) - values["lse"] * class_weight.sum()) / vocab_size
     if "argmax" in names:
         values["argmax"] = sums["argmax"].gather(0, sums["top"].argmax(0, keepdim=True))[0].long()
+    if "max_logit" in names:
+        values["max_logit"] = top
     return {name: value for name, value in values.items() if name in names or name == "lse"}
 
 
@@ -159,6 +162,7 @@ def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size
     if sums.logits is not None:
         tl.store(out + 5 * step, logit_sum / vocab_size)
     if sums.argmax is not None:
+        tl.store(out + 6 * step, top)
         tl.store(argmax_out, best.to(tl.int64))
 
 

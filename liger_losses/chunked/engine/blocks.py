@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.kernels.label_rows import add_to_label_rows_, scale_and_add_label_rows
+from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -51,7 +52,7 @@ class HeadGradients:
         """
         call, accumulate = self.call, out is not None
         if out is None and any(call.needs_hidden):
-            whole = grad.shape[1] == self.opened.vocab_size == self.projection.weight_chunk
+            whole = grad.shape[1] == self.opened.vocab_size <= self.projection.weight_chunk
             out = hidden.new_empty(hidden.shape, dtype=call.work.operand_dtype if whole else call.work.logits_dtype)
         # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
         wait = None
@@ -86,7 +87,7 @@ class HeadGradients:
         if self.weight is not None and self.label_coefficients is not None:
             # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
             for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
-                labels, coefficients = tokens.labels[part], self.label_coefficients[part]
+                labels, coefficients = opened.labels[part], self.label_coefficients[part]
                 add_to_label_rows_(self.weight, labels, coefficients, hidden, index, backend=self.call.backend)
         return (
             None if self.weight is None else self.whole_weight.to(opened.weight.dtype),
@@ -95,10 +96,15 @@ class HeadGradients:
 
 
 class HiddenGradients:
-    """Gradients of all hidden states: 0 for tokens without loss, ``None`` for tensors that need none."""
+    """Gradients of all hidden states: 0 for tokens without loss, ``None`` for tensors that need none.
 
-    def __init__(self, opened: OpenCall) -> None:
-        self.tokens = opened.call.tokens
+    ``sums_over`` names the ranks whose parts are summed, one part while the next is computed.
+    """
+
+    def __init__(self, opened: OpenCall, sums_over: VocabularyShard | None) -> None:
+        self.tokens, self.sums_over = opened.call.tokens, sums_over
+        self.dtype = opened.hidden_states[0].dtype
+        self.summing: tuple[slice, Tensor, Any] | None = None
         self.results = [
             torch.zeros(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
@@ -116,20 +122,39 @@ class HiddenGradients:
 
     def write(self, rows: slice, values: Tensor | None) -> None:
         """Store the gradients ``[R, H]`` of some active tokens, unless they are in their :meth:`out_view` already."""
+        if values is None:
+            return
         out_view = self.out_view(rows)
-        if values is not None and (out_view is None or out_view.data_ptr() != values.data_ptr()):
+        if out_view is not None and out_view.data_ptr() != values.data_ptr():
+            out_view.copy_(values)
+        if self.sums_over is not None:
+            self.finish()
+            part = values.to(self.dtype).contiguous() if out_view is None else out_view
+            self.summing = rows, part, self.sums_over.start_sum_(part)
+        elif out_view is None:
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)
+
+    def finish(self) -> None:
+        """Wait for the last sum over ranks, and store it."""
+        if self.summing is None:
+            return
+        (rows, part, work), self.summing = self.summing, None
+        work.wait()
+        if self.out_view(rows) is None:
+            self.tokens.scatter_(self.flat, rows.start, rows.stop, part)
 
 
 class Gradients:
     """All gradients of a call."""
 
     def __init__(self, opened: OpenCall) -> None:
-        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened)
+        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened, opened.sums_over)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``."""
-        return *self.head.results(), *self.hidden.results
+        head = self.head.results()
+        self.hidden.finish()
+        return *head, *self.hidden.results
 
 
 #: d loss / d statistic of some tokens, ``[R]`` each, by name.
@@ -188,25 +213,41 @@ class LogitBlock(Block):
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
-        self.projections = opened.weight.new_empty(rows, padded(opened.vocab_size), dtype=self.call.work.logits_dtype)
+        #: One column beside the vocabulary takes what belongs to columns of other ranks.
+        width = padded(opened.vocab_size + (opened.owned is not None))
+        self.projections = opened.weight.new_empty(rows, width, dtype=self.call.work.logits_dtype)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected = self.call, self._project(part.hidden)
         computed = softmax_statistics(
             projected,
-            call.tokens.labels[part.rows],
+            self.opened.labels[part.rows],
             call.block_names - {"selected_logps"},
             self.opened.epilogue,
             scratch=call.plan.scratch,
             backend=call.backend,
         )
         if call.query.selected is not None and "selected_logps" in part.values:
-            columns = call.query.selected[part.rows]
+            columns, owned = self._selected(part.rows)
             bias = None if self.opened.bias is None else self.opened.bias[columns]
             logits = call.transform(projected.gather(1, columns), bias)
-            computed["selected_logps"] = logits - computed["lse"][:, None]
-        for name, value in computed.items():
-            part.values[name].copy_(value)
+            computed["selected_logps"] = (
+                logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
+            )
+        if call.shard is not None:
+            self.opened.merge_(computed, part.rows)
+        for name in computed.keys() & part.values.keys():
+            part.values[name].copy_(computed[name])
+
+    def _selected(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The selected columns ``[R, k]`` among those computed here, and which are (0 stands for those of others)."""
+        assert self.call.query.selected is not None
+        columns = self.call.query.selected[rows]
+        if self.opened.owned is None:
+            return columns, None
+        columns = columns - self.opened.first_column
+        owned = (columns >= 0) & (columns < self.vocab_size)
+        return torch.where(owned, columns, 0), owned
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         self._project(part.hidden)
@@ -238,15 +279,22 @@ class LogitBlock(Block):
         assert call.query.selected is not None
         assert coefficients.p_coef is not None
         columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
+        local, owned = self._selected(part.rows)
         slope = call.transform.slope(logps + part.values["lse"][:, None]) * call.transform.factor
         total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
             at_label = columns == call.tokens.labels[part.rows, None]
             total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
-        grad.scatter_(1, columns, (total * slope).to(grad.dtype))
+        added = upstream * slope
+        if owned is not None:
+            added = torch.where(owned, added, 0.0)
+            grad = grad.as_strided((len(grad), self.vocab_size + 1), grad.stride())
+            local = torch.where(owned, local, self.vocab_size)
+        grad.scatter_(1, local, (total * slope).to(grad.dtype))
         if grad_bias is not None:
             # Unlike index_add_, this is the same from run to run.
-            grad_bias.index_put_((columns.flatten(),), (upstream * slope).flatten(), accumulate=True)
+            at = local if owned is None else local.clamp(max=self.vocab_size - 1)
+            grad_bias.index_put_((at.flatten(),), added.flatten(), accumulate=True)
 
 
 def _sum_repeated(columns: Tensor, values: Tensor) -> Tensor:
@@ -277,8 +325,8 @@ def projection_gradient(
         call.tokens.labels[part.rows],
         coefficients,
         opened.epilogue.columns(columns),
-        first_column=columns.start,
-        vocab_size=opened.vocab_size,
+        first_column=opened.first_column + columns.start,
+        vocab_size=call.vocab_size,
         grad_bias=None if grad_bias is None else grad_bias[columns],
         scratch=call.plan.scratch,
         backend=call.backend,
@@ -302,15 +350,25 @@ class ExponentialBlock(Block):
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened = self.call, self.opened
         exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
+        labels, label_logit = opened.labels[part.rows], None
+        if call.shard is not None and opened.owned is not None:
+            owned = opened.owned[part.rows]
+            label_logit = label_logits(part.hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
+            label_logit = call.shard.sum_(torch.where(owned, label_logit, 0.0))
+            labels = torch.where(owned, labels, -1)
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            call.tokens.labels[part.rows],
+            labels,
             exponentials,
             opened.epilogue,
             found=Exponentials.into(part.values),
+            label_logit=label_logit,
             backend=call.backend,
         )
+        if call.shard is not None and label_logit is not None:
+            self.offsets.logp.copy_(merge_logps(call.shard.gather(self.offsets.logp)))
+            torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
         if any(call.needs_hidden) and call.strategy != "resident":
             self._start_product(exponentials, part.hidden)
 
@@ -329,7 +387,7 @@ class ExponentialBlock(Block):
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         assert self.offsets is not None
-        call, hidden, columns = self.call, part.hidden, slice(0, self.vocab_size)
+        call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
         coefficients = SoftmaxGradient.of(upstream, part.values, call.query.class_weight)
         exponentials = self.exponentials[: len(hidden), columns]
         if any(call.needs_hidden) and self.product is None:
@@ -344,6 +402,8 @@ class ExponentialBlock(Block):
                 transform=call.transform,
                 backend=call.backend,
             )
+            if opened.owned is not None:
+                at_label.masked_fill_(~opened.owned[part.rows], 0.0)
             if scaled is not None:
                 head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
         finally:
@@ -356,7 +416,7 @@ class ExponentialBlock(Block):
             product,
             scale,
             at_label,
-            self.opened.weight,
-            call.tokens.labels[part.rows],
+            opened.weight,
+            opened.labels[part.rows],
             backend=call.backend,
         )

@@ -12,11 +12,13 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
 from liger_losses.chunked.engine.plan import Plan, Workload, make_plan
+from liger_losses.chunked.engine.shard import VocabularyShard, agreement
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
@@ -166,6 +168,8 @@ class Call:
 
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
+    shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
+    vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
     work: Workload  # dtypes, and what blocks hold
     plan: Plan
@@ -189,26 +193,59 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        return frozenset({*self.outputs, "lse"}) - self.linear_metrics
+        names = {*self.outputs, "lse"} | (
+            {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
+        )
+        return frozenset(names) - self.linear_metrics
+
+    @cached_property
+    def facts(self) -> str:
+        """What all ranks that share a vocabulary must have in common."""
+        work, plan, selected = self.work, self.plan, self.query.selected
+        width = "" if selected is None else f" of {selected.shape[-1]} columns"
+        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
+        return (
+            f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}, "
+            f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
+            f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
+            f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns"
+        )
 
 
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
     Of weight ``[V', H]`` and bias ``[V']``, V rows are used: fewer than V' for a divergence alone from a teacher that
-    has a smaller vocabulary.
+    has a smaller vocabulary. Where ranks share a vocabulary, these are this rank's rows.
     """
 
     def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
-        self.weight_rows, self.vocab_size = weight.shape[0], call.work.vocab_size
+        self.weight_rows, self.vocab_size = weight.shape[0], call.vocab_size
+        #: The columns computed here, and each label's among them; for a label of another rank, any column.
+        self.first_column, self.labels, self.owned = 0, call.tokens.labels, None
+        #: Whose parts of the hidden states' gradients are summed.
+        self.sums_over = call.shard
+        class_weight = call.query.class_weight
+        if call.shard is not None:
+            columns = call.shard.columns(call.vocab_size)
+            self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
+            self.owned = (self.labels >= columns.start) & (self.labels < columns.stop)
+            self.labels = torch.where(self.owned, self.labels - columns.start, 0)
+            class_weight = None if class_weight is None else class_weight[columns]
+            self.sums_over = call.shard if call.shard.sums_hidden_gradients else None
         self.call, self.hidden_states = call, hidden_states
         self.weight = weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
         self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk)
-        self.epilogue = Epilogue(call.transform, self.bias, call.query.class_weight)
+        self.epilogue = Epilogue(call.transform, self.bias, class_weight)
+
+    def merge_(self, values: Mapping[str, Tensor], rows: slice) -> None:
+        """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
+        assert self.call.shard is not None
+        self.call.shard.merge_(values, self.call.tokens.labels[rows], self.call.query.class_weight)
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -250,7 +287,21 @@ class CheckedInputs(NamedTuple):
 def make_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> tuple[CheckedInputs, Call | None]:
-    """Check the inputs, select the active tokens, and decide how to run; no call where only shapes are asked for."""
+    """Check the inputs, select the active tokens, and decide how to run; no call where only shapes are asked for.
+
+    Ranks that share a vocabulary agree on the call, or all raise an error.
+    """
+    if head.shard is None:
+        return _make_call(hidden_states, head, labels, query, options)
+    with agreement(head.shard.group, head.weight.device) as found:
+        checked, call = _make_call(hidden_states, head, labels, query, options)
+        found.facts = "" if call is None else call.facts
+    return checked, call
+
+
+def _make_call(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> tuple[CheckedInputs, Call | None]:
     checked = CheckedInputs.of(hidden_states, head, labels, query)
     if state.shapes_only:
         return checked, None
@@ -277,7 +328,8 @@ def make_call(
     work = Workload(
         tokens=tokens.count,
         hidden_size=head.hidden_size,
-        vocab_size=vocab_size,
+        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
+        vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
         operand_dtype=operand,
         weight_dtype=head.weight.dtype,
         device=head.weight.device,
@@ -288,6 +340,8 @@ def make_call(
         fused_products=fused_products,
         teacher_row_bytes=teacher_row_bytes,
     )
+    if head.shard is not None:
+        _check_columns(head.shard, query.comparison, vocab_size)
     plan = make_plan(work, options.workspace, options.chunk_size)
     grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
     strategy = "statistics"
@@ -311,6 +365,8 @@ def make_call(
     call = Call(
         query=query.of_active_tokens(tokens, work.logits_dtype),
         transform=head.transform,
+        shard=head.shard,
+        vocab_size=vocab_size,
         tokens=tokens,
         work=work,
         plan=plan,
@@ -326,7 +382,8 @@ def make_call(
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""
-    check_vector("class_weight", query.class_weight, head.weight)
+    if query.class_weight is not None:
+        check_vector("class_weight", query.class_weight, head.weight, head.vocab_size)
     names: tuple[str, ...] = _DIFFERENTIABLE
     metrics: tuple[str, ...] = STATISTICS
     vocab_size = head.vocab_size
@@ -372,8 +429,39 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
+    _check_shards(heads)
     # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
     return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
+
+
+def _check_shards(heads: Mapping[str, Head]) -> None:
+    """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
+    student, teacher = heads["student"].shard, heads["teacher"].shard if "teacher" in heads else None
+    if teacher is None:
+        return  # a whole teacher, of which each rank computes its columns
+    if student is None:
+        raise ValueError(
+            "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
+            "teacher's weight first."
+        )
+    common = min(student.vocab_size, teacher.vocab_size)
+    both = [[dist.get_process_group_ranks(shard.group), shard.columns(common)] for shard in (student, teacher)]
+    if both[0] != both[1]:
+        raise ValueError(
+            f"student and teacher must share their common {common} columns alike, by the same ranks, but student has "
+            f"{both[0][1]} of ranks {both[0][0]} here and teacher {both[1][1]} of ranks {both[1][0]}."
+        )
+
+
+def _check_columns(shard: VocabularyShard, comparison: Comparison | None, vocab_size: int) -> None:
+    """Raise ValueError if this rank has none of the columns that a divergence compares."""
+    common = vocab_size if comparison is None else min(vocab_size, comparison.teacher.vocab_size)
+    columns = shard.columns(common)
+    if columns.start == columns.stop:
+        raise ValueError(
+            f"this rank's rows of the head begin at {shard.first_column}, beyond the {common} columns that student and "
+            "teacher have in common; share the vocabulary so that each rank has some of these."
+        )
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

@@ -94,17 +94,19 @@ def check_weight(weight: Any, bias: Any = None) -> None:
     check_vector("bias", bias, weight)
 
 
-def check_vector(name: str, vector: Any, weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless this is ``None`` or one value per row of the weight, beside it."""
+def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None = None) -> None:
+    """Raise TypeError or ValueError unless this is ``None`` or one value per row of the weight, beside it.
+
+    Where the weight is a part of a head, ``vocab_size`` is the number of values.
+    """
     if vector is None:
         return
     check_tensor(name, vector)
     if vector.dtype not in _FLOATS:
         raise TypeError(f"{name} must be floating point, got {vector.dtype}.")
-    if vector.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{name} must be [{weight.shape[0]}], one value per row of the weight, got shape {tuple(vector.shape)}."
-        )
+    rows = weight.shape[0] if vocab_size is None else vocab_size
+    if vector.shape != (rows,):
+        raise ValueError(f"{name} must be [{rows}], one value per row of the weight, got shape {tuple(vector.shape)}.")
     check_device(weight, **{name: vector})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.head import Projection, can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.teachers import TeacherLogits
-from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
+from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
+from liger_losses.kernels.divergence_forms import FORMS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -47,9 +49,11 @@ class DivergenceBlock(Block):
         self.comparison, self.rows = comparison, rows
         shape = min(call.plan.part_rows, rows), padded(self.vocab_size)
         self.logits = [opened.weight.new_empty(shape, dtype=call.work.logits_dtype) for _ in range(2)]
-        #: V; and labels inside it, for statistics that do not depend on them.
-        self.shared = min(self.vocab_size, comparison.teacher.vocab_size)
-        self.shared_labels = call.tokens.labels
+        #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
+        shared = min(call.vocab_size, comparison.teacher.vocab_size)
+        columns = slice(0, shared) if call.shard is None else call.shard.columns(shared)
+        self.shared = columns.stop - columns.start
+        self.shared_labels = opened.labels
         if opened.weight_rows > self.shared:
             self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
         self.gradient: Tensor | None = None
@@ -57,7 +61,7 @@ class DivergenceBlock(Block):
         soft = replace(call.transform, temperature=comparison.temperature)
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
-        self.separate = "logp" in call.outputs and (comparison.temperature != 1.0 or self.vocab_size > self.shared)
+        self.separate = "logp" in call.outputs and (comparison.temperature != 1.0 or call.vocab_size > shared)
         epilogue = opened.epilogue if self.separate else self.soft_epilogue
         self.student = _Model(opened.projection, epilogue, call.work.fused_products)
         #: The teacher, if its logits are computed here.
@@ -65,7 +69,8 @@ class DivergenceBlock(Block):
         self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
         if isinstance(comparison.teacher, TeacherLogits):
             return
-        head = comparison.teacher.head.detach().columns(slice(0, self.shared))
+        head = comparison.teacher.head.detach()
+        head = head.columns(columns if head.shard is None else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
@@ -109,7 +114,7 @@ class DivergenceBlock(Block):
     def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
         """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
         call, (rows, hidden, values) = self.call, part
-        labels, shared_labels = call.tokens.labels[rows], self.shared_labels[rows]
+        labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
         student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
         student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
         teacher_logits = teacher_logits[:, : self.shared]
@@ -123,6 +128,11 @@ class DivergenceBlock(Block):
             self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, self.soft_epilogue)
         teacher_lse = torch.empty_like(lse)
         self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels)
+        if call.shard is not None and self.opened.owned is not None:
+            soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
+            for part_values in [*([soft, found] if self.separate else [soft | found]), {"lse": teacher_lse}]:
+                self.opened.merge_(part_values, rows)
+            labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
         coefficients, g = None, None
         if upstream is not None:
             g, soft_g = upstream.get("logp"), upstream.get("divergence")
@@ -131,24 +141,54 @@ class DivergenceBlock(Block):
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         with_bias = self.grad_bias is not None and out is not None
         target = student_logits if with_bias else out
-        divergence_into(
-            values["divergence"] if "divergence" in values else torch.empty_like(lse),
-            Logits(shared_logits, lse, self.soft_epilogue),
-            Logits(teacher_logits, teacher_lse, self.teacher_epilogue),
-            self.comparison.divergence,
-            out=None if target is None else target[:, : self.shared],
-            coefficients=coefficients,
-            labels=labels,
-            scratch=call.plan.scratch,
-            backend=call.backend,
+        value = values["divergence"] if "divergence" in values else torch.empty_like(lse)
+        student = Logits(shared_logits, lse, self.soft_epilogue)
+        teacher = Logits(teacher_logits, teacher_lse, self.teacher_epilogue)
+        self._divergence(
+            value, student, teacher, None if target is None else target[:, : self.shared], coefficients, labels
         )
         if target is not None and self.vocab_size > self.shared:
-            self._write_extra_gradient(target, student_logits, hard_lse, labels, g)
+            self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
         if with_bias:
             assert self.grad_bias is not None
             assert out is not None
             self.grad_bias += student_logits.sum(0)
             out.copy_(student_logits)
+
+    def _divergence(
+        self,
+        value: Tensor,
+        student: Logits,
+        teacher: Logits,
+        out: Tensor | None,
+        coefficients: Coefficients | None,
+        labels: Tensor,
+    ) -> None:
+        """:func:`divergence_into`, of the whole vocabulary."""
+        divergence, call = self.comparison.divergence, self.call
+        options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
+        if call.shard is None:
+            divergence_into(
+                value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, **options
+            )
+            return
+        sums = RowSums(torch.zeros_like(value))
+        if divergence.form == "cosine":
+            sums = sums._replace(squares=call.shard.sum_(square_sums(student, teacher, **options)))
+        balanced = divergence.form in FORMS and FORMS[divergence.form].balanced
+        if out is None or not balanced:
+            divergence_into(value, student, teacher, divergence, sums=sums, **options)
+            both = call.shard.sum_(torch.stack([value, sums.h]))
+            value.copy_(both[0])
+            sums = sums._replace(h=both[1])
+        if out is not None:
+            part_value = value if balanced else torch.empty_like(value)
+            divergence_into(
+                part_value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums,
+                **options,
+            )  # fmt: skip
+            if balanced:
+                call.shard.sum_(value)
 
     def _write_extra_gradient(
         self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
@@ -165,8 +205,8 @@ class DivergenceBlock(Block):
             labels,
             SoftmaxGradient.of({"logp": g}, {}),
             self.opened.epilogue.columns(extra),
-            first_column=self.shared,
-            vocab_size=self.vocab_size,
+            first_column=self.opened.first_column + self.shared,
+            vocab_size=call.vocab_size,
             scratch=call.plan.scratch,
             backend=call.backend,
         )
@@ -181,7 +221,7 @@ class DivergenceBlock(Block):
         assert isinstance(teacher, TeacherLogits)
         (index,) = tokens.indices
         positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
-        out.copy_(teacher.rows(positions)[:, : self.shared])
+        out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
         self._compute_statistics({"lse": lse}, out, labels, self.teacher_epilogue)
 
     def _compute_logits(

@@ -6,13 +6,15 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import check_weight
+from liger_losses.chunked.engine.checks import check_vector, check_weight
+from liger_losses.chunked.engine.shard import VocabularyShard, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
@@ -26,26 +28,47 @@ class Head:
     Every operation and every loss takes one in place of a weight; policy, reference and teacher each have their own.
     A head is checked once, when it is made.
 
+    With ``group``, the ranks of a process group share the vocabulary: each gives its own rows of weight and bias, any
+    number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
+    teacher's columns are those of the whole vocabulary. All ranks make the head, and every call with it, together, on
+    the same hidden states and labels. Each gets the same results, the whole gradient of the hidden states, and its own
+    rows of the gradients of weight and bias.
+
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``.
         bias: ``[V]`` or ``None``.
         transform: temperature, scale and soft-cap of the logits.
+        group: the process group whose ranks share the vocabulary.
 
     Raises:
         TypeError: not tensors, or not floating point.
-        ValueError: shapes or devices that do not fit together.
+        ValueError: shapes or devices that do not fit together; a group without this process; heads of the ranks that
+            do not fit together.
+        RuntimeError: another rank of the group has raised.
     """
 
     weight: Tensor
     bias: Tensor | None
     transform: LogitTransform
+    shard: VocabularyShard | None
 
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, transform: LogitTransform | None = None) -> None:
-        check_weight(weight, bias)
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        transform: LogitTransform | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        shard = None
+        if group is None:
+            check_weight(weight, bias)
+        else:
+            shard = share_vocabulary(group, weight, bias)
         object.__setattr__(self, "weight", weight)
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "transform", transform or LogitTransform())
+        object.__setattr__(self, "shard", shard)
 
     @classmethod
     def of(
@@ -72,14 +95,16 @@ class Head:
         if bias is not None:
             if weight.bias is not None:
                 raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
-            weight = replace(weight, bias=bias)
+            check_vector("bias", bias, weight.weight)
+            weight = weight.with_fields(bias=bias)
         if transform is None or transform == weight.transform:
             return weight
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        """V, of all ranks."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
     @property
     def hidden_size(self) -> int:
@@ -93,7 +118,7 @@ class Head:
         return made
 
     def columns(self, columns: slice) -> Head:
-        """The head of some columns of the vocabulary."""
+        """The head of some of its rows."""
         return self.with_fields(weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
 
     def detach(self) -> Head:

@@ -104,11 +104,13 @@ class Stream:
                 gradient = block.gradients(part, ones, head_grads, out_view)
                 if gradient is not None and gradient is not out_view:
                     out_view.copy_(gradient)
+        if self.opened.sums_over is not None:
+            self.opened.sums_over.sum_(unit_gradient)
         return values, unit_gradient
 
     def scaled(self, unit_gradient: Tensor, upstream: Upstream) -> list[Tensor | None]:
         """Gradients of the hidden states: each token's unit gradient, times its upstream gradient."""
-        hidden_grads = HiddenGradients(self.opened)
+        hidden_grads = HiddenGradients(self.opened, None)  # the unit gradient is summed over ranks already
         for g in upstream.values():
             for rows in blocks(self.count, self.call.plan.rows):
                 hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
@@ -152,6 +154,8 @@ class Stream:
         """Compute all of the part's statistics, without logits in memory where there is no block."""
         if self.call.linear_metrics:
             self._mean_logit.into(part.values["mean_logit"], part.hidden)
+            if self.call.shard is not None:
+                self.call.shard.sum_(part.values["mean_logit"].mul_(self.opened.vocab_size / self.call.vocab_size))
         if block is not None:
             block.fill(part, upstream)
         else:
@@ -190,23 +194,27 @@ class Stream:
             call.tokens.labels[part.rows],
             coefficients,
             opened.epilogue.columns(columns),
-            first_column=columns.start,
-            vocab_size=opened.vocab_size,
+            first_column=opened.first_column + columns.start,
+            vocab_size=call.vocab_size,
             backend=call.backend,
         )
 
     def _fused_statistics(self, part: Part) -> None:
         """Statistics whose logits never reach memory."""
         opened, names, backend = self.opened, self.call.block_names, self.call.backend
-        labels = self.call.tokens.labels[part.rows]
+        labels = opened.labels[part.rows]
         if names <= {"logp", "lse"}:
             found = Exponentials.into(part.values)
             linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
+            if self.call.shard is not None:
+                opened.merge_({"lse": found.lse, "logp": found.logp}, part.rows)
             return
         computed = linear_softmax_statistics(
             part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend
         )
-        for name in names:
+        if self.call.shard is not None:
+            opened.merge_(computed, part.rows)
+        for name in names & part.values.keys():
             part.values[name].copy_(computed[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:

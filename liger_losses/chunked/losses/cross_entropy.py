@@ -140,7 +140,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for.
         """
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
-        check_vector("ce_weight", self.ce_weight, head.weight)
+        if self.ce_weight is not None:
+            check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
         if num_items_in_batch is not None and self.reduction != "mean":
             raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
         if token_weights is not None:

@@ -1,0 +1,220 @@
+"""A vocabulary whose rows are shared by the ranks of a process group: who has which, and what the ranks exchange.
+
+W ranks, R tokens, V columns of the whole vocabulary.
+
+Every statistic of a softmax follows from the statistics of its parts: with ``w_r = exp(lse_r - lse)``, the probability
+of rank r's columns, the log-sum-exp is that of the ranks' log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``,
+and so on. The gradient of a rank's columns then needs no more than the log-sum-exp of all columns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_tensor, check_weight
+
+#: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
+_LARGEST_SUM = 1e26
+_LARGEST_NLL = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyShard:
+    """The rows of a head that this rank has, and the group whose ranks have the others, in the order of the ranks.
+
+    Args:
+        group: the process group.
+        rank: this rank's number in it.
+        sizes: rows of each rank.
+        sums_hidden_gradients: whether the gradients of hidden states, of which each rank computes its columns' part,
+            are summed over the group; with False, they stay this rank's part.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+    sums_hidden_gradients: bool = True
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def first_column(self) -> int:
+        """The column of the vocabulary that this rank's first row computes."""
+        return sum(self.sizes[: self.rank])
+
+    def columns(self, vocab_size: int) -> slice:
+        """This rank's columns among the first ``vocab_size`` of the vocabulary."""
+        first = min(self.first_column, vocab_size)
+        return slice(first, min(first + self.sizes[self.rank], vocab_size))
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return torch.tensor(self.sizes).cumsum(0)
+
+    def owners(self, labels: Tensor) -> Tensor:
+        """The rank ``[N]`` that has the row of each label."""
+        return torch.bucketize(labels, self._ends.to(labels.device), right=True)
+
+    # --- What the ranks exchange --------------------------------------------------------------------------------------
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``[W, *]``: the values of all ranks, which have one shape and dtype."""
+        values = values.contiguous()
+        out = values.new_empty(len(self.sizes), *values.shape)
+        dist.all_gather_into_tensor(out.view(-1), values.view(-1), group=self.group)
+        return out
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Replace values by their sum over the ranks."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def start_sum_(self, values: Tensor) -> Any:
+        """As :meth:`sum_`, beside other work: the values are valid after ``wait()`` of what is returned."""
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def merge_(self, values: Mapping[str, Tensor], labels: Tensor, class_weight: Tensor | None = None) -> None:
+        """Replace the statistics of this rank's columns by those of the whole vocabulary; see :func:`merge`."""
+        rows = [value.t() if value.dim() == 2 else value[None] for value in values.values()]
+        gathered = self.gather(torch.cat([row.to(values["lse"].dtype) for row in rows]))
+        parts = dict(zip(values, gathered.split([len(row) for row in rows], dim=1), strict=True))
+        parts = {name: part.mT if values[name].dim() == 2 else part[:, 0] for name, part in parts.items()}
+        for name, value in merge(parts, self.sizes, self.owners(labels), class_weight).items():
+            values[name].copy_(value)
+
+
+def merge(
+    parts: Mapping[str, Tensor], sizes: tuple[int, ...], owners: Tensor, class_weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The statistics of a softmax from those of its parts.
+
+    Args:
+        parts: ``[W, R]`` each: the statistics of each rank's columns, by name, ``lse`` among them. ``logp`` is read
+            from the label's owner alone. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are logits
+            here, 0 for the columns of other ranks.
+        sizes: the number of columns of each rank.
+        owners: ``[R]``, the rank that has each label.
+        class_weight: ``[V]``, the weights in ``mean_logp``.
+
+    Returns:
+        ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
+    """
+    local_lse = parts["lse"]
+    lse = local_lse.logsumexp(0)
+    log_share, found = local_lse.log_softmax(0), {"lse": lse}
+    fractions = lse.new_tensor(sizes)[:, None] / sum(sizes)
+    if "logp" in parts:
+        # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
+        owner = owners[None]
+        owner_lse = local_lse.gather(0, owner)
+        others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
+        safe = others <= _LARGEST_SUM
+        found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
+    if "entropy" in parts:
+        found["entropy"] = (log_share.exp() * (parts["entropy"] - log_share)).sum(0)
+    if "log_sum_sq_probs" in parts:
+        found["log_sum_sq_probs"] = (parts["log_sum_sq_probs"] + 2 * log_share).logsumexp(0)
+    if "mean_logit" in parts:
+        found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
+    if "mean_logp" in parts:
+        weights = fractions
+        if class_weight is not None:
+            sums = torch.stack([part.sum() for part in class_weight.to(lse.dtype).split(sizes)])
+            weights = sums[:, None] / sum(sizes)
+        found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
+    if "argmax" in parts:
+        starts = torch.tensor(sizes, device=lse.device).cumsum(0) - torch.tensor(sizes, device=lse.device)
+        columns, tops = parts["argmax"].long() + starts[:, None], parts["max_logit"]
+        found["max_logit"] = tops.amax(0)
+        found["argmax"] = torch.where(tops == found["max_logit"], columns, sum(sizes)).amin(0)
+    if "selected_logps" in parts:
+        found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
+    return found
+
+
+def merge_logps(logps: Tensor) -> Tensor:
+    """The label's log-probability ``[R]``, from its ``[W, R]`` in softmaxes over one rank's columns and the label.
+
+    With ``a_r`` the negative of these, ``-logp = log(1 + sum_r (exp(a_r) - 1))``.
+    """
+    nll, ranks = -logps, len(logps)
+    top = nll.amax(0)
+    large = top + ((nll - top).exp().sum(0) - (ranks - 1) * (-top).exp()).log()
+    return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
+
+
+class Agreement:
+    """What a rank is about to do, in words that all ranks must share."""
+
+    facts = ""
+
+
+@contextmanager
+def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreement]:
+    """Within this context each rank makes its checks; at the end all ranks go on, or each raises an error.
+
+    Without it, a rank that raises would leave the others waiting in their next collective.
+
+    Raises:
+        RuntimeError: another rank has raised.
+        ValueError: the ranks' ``facts`` differ.
+    """
+    found, error = Agreement(), None
+    try:
+        yield found
+    except Exception as raised:
+        error = raised
+    digest = -1 if error is not None else zlib.crc32(found.facts.encode())
+    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    out = mine.new_empty(group.size())
+    dist.all_gather_into_tensor(out, mine, group=group)
+    digests = out.tolist()
+    if error is not None:
+        raise error
+    if -1 in digests:
+        raise RuntimeError(
+            f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, which names the "
+            "reason; this rank stops with it."
+        )
+    if len(set(digests)) > 1:
+        facts: list[Any] = [None] * group.size()
+        dist.all_gather_object(facts, found.facts, group=group)
+        listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(facts))
+        raise ValueError(
+            "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with the "
+            f"same options; they differ:\n{listed}"
+        )
+
+
+@torch.compiler.disable
+def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None) -> VocabularyShard:
+    """Check this rank's rows, and learn how many the others have.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
+    """
+    check_tensor("weight", weight)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}.")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is no rank of the group that shares the vocabulary; give a group that has it.")
+    with agreement(group, weight.device) as found:
+        check_weight(weight, bias)
+        biased = "with" if bias is not None else "without"
+        found.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
+    rows = torch.tensor([len(weight)], dtype=torch.int64, device=weight.device)
+    sizes = rows.new_empty(group.size())
+    dist.all_gather_into_tensor(sizes, rows, group=group)
+    return VocabularyShard(group, rank, tuple(sizes.tolist()))

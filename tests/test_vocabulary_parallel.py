@@ -1,0 +1,541 @@
+"""Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
+
+import faulthandler
+import gc
+import itertools
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from liger_losses import (
+    Completions,
+    DistillationLoss,
+    Divergence,
+    EngineOptions,
+    Head,
+    LigerFusedLinearAlphaBetaLoss,
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearMiniLLMLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearReverseKLLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+    LogitTransform,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine.shard import merge, merge_logps
+from tests.reference import NAMES, plain_statistics, relative_error
+
+WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
+#: How many rows each rank of a group has.
+CUTS = {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
+
+
+# --- The statistics of a softmax from those of its parts --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_statistics_of_parts_make_those_of_the_whole(dtype, scale, weighted):
+    sizes, tokens = (9, 1, 12, 8), 200
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, VOCAB, generator=g, dtype=torch.float64) * scale
+    logits = logits.to(dtype).double()
+    labels = torch.randint(VOCAB, (tokens,), generator=g)
+    c = torch.rand(VOCAB, generator=g, dtype=torch.float64) if weighted else None
+    unit = torch.eye(VOCAB, dtype=torch.float64)
+    expected = plain_statistics(logits, unit, labels, class_weight=c)
+    owners = torch.bucketize(labels, torch.tensor(sizes).cumsum(0), right=True)
+    starts = [0, 9, 10, 22]
+    parts = {name: [] for name in (*NAMES, "argmax", "max_logit")}
+    for rank, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        columns = slice(start, start + size)
+        local = torch.where(owners == rank, labels - start, 0)
+        found = plain_statistics(
+            logits[:, columns], unit[:size, :size], local, class_weight=None if c is None else c[columns]
+        )
+        found["max_logit"], found["argmax"] = logits[:, columns].max(-1)
+        for name, values in parts.items():
+            values.append(found[name].to(dtype))
+    merged = merge({name: torch.stack(values) for name, values in parts.items()}, sizes, owners, c)
+    assert torch.equal(merged["argmax"], logits.argmax(-1))
+    for name in NAMES:
+        assert merged[name].dtype == dtype
+        # Log-sum-exps of 1000 are rounded to 3e-5 in fp32, as the logits are.
+        bound = 1e-12 if dtype == torch.float64 else 2e-6 if scale < 300 else 5e-5
+        assert relative_error(merged[name], expected[name]) < bound, name
+
+
+def test_confident_tokens_keep_their_digits():
+    """Where 1 - p is far below fp32's rounding of 1."""
+    others = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+    lse = torch.stack([torch.full((20,), 1000.0), 960 + others[:, 0], 970 + others[:, 1]])
+    parts = {"lse": lse, "logp": torch.tensor([[0.0], [-3.0], [-4.0]]).expand(3, 20)}
+    found = merge(parts, (1, 7, 9), torch.zeros(20, dtype=torch.int64))["logp"]
+    exact = -(lse[1:].double() - 1000).exp().sum(0).log1p()
+    assert found.abs().max() < 1e-11
+    assert relative_error(found, exact) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 200.0])
+def test_log_probabilities_beside_parts_of_the_vocabulary(scale):
+    g = torch.Generator().manual_seed(0)
+    nll = torch.rand(4, 100, generator=g, dtype=torch.float64) * scale
+    exact = -(1 + nll.expm1().sum(0)).log() if scale > 1e-3 else -nll.expm1().sum(0).log1p()
+    assert relative_error(merge_logps(-nll), exact) < 1e-13
+    assert relative_error(merge_logps(-nll.float()), exact) < 1e-6
+    assert merge_logps(torch.full((3, 1), -1e4)).isfinite().all()
+
+
+# --- Every loss and every operation -----------------------------------------------------------------------------------
+
+
+def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, vocab_size=VOCAB, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    labels = torch.randint(vocab_size, (rows, length), generator=g)
+    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
+    return {
+        "h": tensor(rows, length, hidden_size),
+        "other": tensor(rows, length, hidden_size),
+        "y": labels,
+        "signs": torch.tensor([1.0, -0.5, 0.3, -1.0])[:rows],
+        "logps": -3.4 + 0.2 * torch.randn(rows, length, generator=g),
+        "weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
+        "bias": tensor(vocab_size) / 2,
+        "ref_weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
+    }
+
+
+def pairs(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], None, *((d["other"], ref) if loss.use_ref_model else ()))
+
+
+def completions(loss, head, ref, d):
+    groups = [Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in (slice(2), slice(2, 4))]
+    return loss(head, *groups, ref_weight=ref)
+
+
+def marked(loss, head, ref, d):
+    extra = {"kl": 0.3} if loss.loss_type == "kto" else {}
+    if loss.use_ref_model:
+        extra |= {"ref_input": d["other"], "ref_weight": ref}
+    return loss(d["h"], head, d["y"], preference_labels=d["signs"] > 0, **extra)
+
+
+def policy(loss, head, ref, d):
+    extra = {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
+    mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
+    return loss(d["h"], head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
+
+
+def distilled(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], ref))
+
+
+def from_whole_teacher(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"]))
+
+
+def from_logits(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], TeacherLogits(d["other"] @ d["ref_weight"].t()))
+
+
+def from_smaller_teacher(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"][:25]))
+
+
+def from_top_k(loss, head, ref, d):
+    logps, indices = (d["other"] @ d["ref_weight"].t()).log_softmax(-1).topk(4)
+    return loss(head, d["h"], d["y"], TeacherTopK(logps, indices))
+
+
+def plain_call(loss, head, ref, d):
+    return loss(head, d["h"], d["y"])
+
+
+CE = LigerFusedLinearCrossEntropyLoss
+LOSSES = {
+    "cross entropy": (CE, plain_call),
+    "cross entropy, options": (
+        lambda: CE(
+            torch.linspace(0.5, 1.5, VOCAB, dtype=torch.float64),
+            label_smoothing=0.1,
+            lse_square_scale=1e-2,
+            return_z_loss=True,
+            return_token_accuracy=True,
+            return_predicted_tokens=True,
+        ),
+        plain_call,
+    ),
+    "cross entropy, per token": (lambda: CE(reduction="none"), plain_call),
+    "DPO": (lambda: LigerFusedLinearDPOLoss(beta=0.3, compute_nll_loss=True), pairs),
+    "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
+    "CPO": (LigerFusedLinearCPOLoss, pairs),
+    "SimPO": (LigerFusedLinearSimPOLoss, pairs),
+    "ORPO": (LigerFusedLinearORPOLoss, pairs),
+    "KTO": (LigerFusedLinearKTOLoss, marked),
+    "BCO": (LigerFusedLinearBCOLoss, marked),
+    "GRPO": (lambda: LigerFusedLinearGRPOLoss(beta=0.1), policy),
+    "GRPO, two passes": (
+        lambda: LigerFusedLinearGRPOLoss(
+            beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.43, entropy_coef=0.1
+        ),
+        policy,
+    ),
+    "JSD": (lambda: LigerFusedLinearJSDLoss(beta=0.3, temperature=1.5), distilled),
+    "JSD, whole teacher": (LigerFusedLinearJSDLoss, from_whole_teacher),
+    "JSD, smaller teacher": (lambda: LigerFusedLinearJSDLoss(temperature=1.5), from_smaller_teacher),
+    "soft loss of a smaller teacher": (lambda: LigerFusedLinearJSDLoss(weight_hard_loss=0.0), from_smaller_teacher),
+    "KL": (LigerFusedLinearKLLoss, distilled),
+    "KL, top-k": (LigerFusedLinearKLLoss, from_top_k),
+    "KL, logits": (LigerFusedLinearKLLoss, from_logits),
+    "reverse KL": (LigerFusedLinearReverseKLLoss, distilled),
+    "TVD": (LigerFusedLinearTVDLoss, distilled),
+    "alpha-beta": (lambda: LigerFusedLinearAlphaBetaLoss(0.3, 0.6), distilled),
+    "cosine": (LigerFusedLinearCosineSimilarityLoss, distilled),
+    "mixture": (lambda: DistillationLoss(Divergence.mixture(0.2, 0.7, 0.6)), distilled),
+    "MiniLLM": (LigerFusedLinearMiniLLMLoss, distilled),
+}
+
+
+def of_statistics(statistics, labels, w):
+    return -w * statistics.logp + 0.01 * statistics.lse.square()
+
+
+def columns(d):
+    """Some columns twice, and the label's among them."""
+    return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19])) % VOCAB
+
+
+OPERATIONS = {
+    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
+    "statistics": lambda head, ref, d: linear_statistics(
+        d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
+    ),
+    "mean logit": lambda head, ref, d: linear_statistics(d["h"], head, d["y"], ("mean_logit", "lse")),
+    "statistics of several": lambda head, ref, d: linear_statistics(
+        [d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]
+    ),
+    "statistics of columns": lambda head, ref, d: linear_statistics(
+        d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d)
+    ),
+    "statistics of columns, two passes": lambda head, ref, d: linear_statistics(
+        d["h"], head, d["y"], "selected_logps", selected=columns(d), options=EngineOptions(chunk_size=5, compact=False)
+    ),
+    "resident": lambda head, ref, d: linear_logps(d["h"], head, d["y"], workspace=2**24),
+    "two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], chunk_size=3),
+    "not compact": lambda head, ref, d: linear_logps(d["h"], head, d["y"], compact=False, shift=True),
+    "divergence": lambda head, ref, d: linear_divergence(
+        d["h"], head, d["y"], Teacher(d["other"], ref), Divergence.reverse_kl(), logp=True, temperature=1.5
+    ),
+    "divergence loss": lambda head, ref, d: linear_divergence_loss(
+        d["h"],
+        head,
+        d["y"],
+        Teacher(d["other"], ref),
+        Divergence.reverse_kl(),
+        {"divergence": d["logps"].abs(), "logp": -d["logps"].exp()},
+        metrics=("entropy",),
+        options=EngineOptions(chunk_size=5),
+    ),
+    "token loss": lambda head, ref, d: linear_token_loss(
+        d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
+    ),
+    "no token": lambda head, ref, d: linear_logps(d["h"], head, torch.full_like(d["y"], -100)),
+}
+
+
+def case_of(name):
+    if name in OPERATIONS:
+        return OPERATIONS[name]
+    build, call = LOSSES[name]
+    return lambda head, ref, d: call(build(), head, ref, d)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the head is like."""
+
+    bias: bool = False
+    frozen: bool = False
+    transform: LogitTransform = LogitTransform()
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "frozen": Variant(frozen=True),
+    "bias": Variant(bias=True),
+    "soft-cap and scale": Variant(bias=True, transform=LogitTransform(logit_scale=1.3, softcap=2.0)),
+}
+
+
+# --- What each process does -------------------------------------------------------------------------------------------
+
+
+def flat(result):
+    if result is None or isinstance(result, torch.Tensor):
+        return [] if result is None else [result]
+    return [tensor for part in result for tensor in flat(part)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's rows of a vocabulary."""
+
+    group: dist.ProcessGroup
+    rows: slice
+
+    @classmethod
+    def of(cls, group, sizes):
+        start = sum(sizes[: dist.get_rank(group)])
+        return cls(group, slice(start, start + sizes[dist.get_rank(group)]))
+
+
+def run(call, d, variant, part=None):
+    """Results, and gradients of hidden states, weight and bias, of a whole head or of one that is shared."""
+    rows, group = (slice(None), None) if part is None else (part.rows, part.group)
+    hidden = d["h"].clone().requires_grad_()
+    weight = d["weight"][rows].clone().requires_grad_(not variant.frozen)
+    bias = d["bias"][rows].clone().requires_grad_(not variant.frozen) if variant.bias else None
+    head = Head(weight, bias, variant.transform, group)
+    ref = Head(d["ref_weight"][rows], None, variant.transform, group)
+    found = flat(call(head, ref, {**d, "h": hidden}))
+    outputs = [tensor for tensor in found if tensor.requires_grad]
+    upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None and leaf.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, retain_graph=True)
+    again = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    for first, second in zip(grads, again, strict=True):
+        # A second backward computes again what the first one had in memory.
+        assert relative_error(first, second) < (1e-6 if hidden.dtype == torch.float64 else 2e-2)
+    return found, [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
+
+
+def compare(call, d, variant, part):
+    found, grads = run(call, d, variant, part)
+    expected, expected_grads = run(call, d, variant)
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(a, b, msg=lambda m, i=i: f"result {i}: {m}")
+        assert a.requires_grad == b.requires_grad
+    for name, a, b in zip(("hidden states", "weight", "bias"), grads, expected_grads, strict=False):
+        torch.testing.assert_close(a, b if name == "hidden states" else b[part.rows], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def all_cases(parts):
+    """The variants of each case take turns with the ways to cut the vocabulary, so that each meets each."""
+    d = batch()
+    for cut, part in parts.items():
+        for i, name in enumerate([*LOSSES, *OPERATIONS]):
+            for j in range(2) if cut == "four" else (2,):
+                variant = list(VARIANTS)[(i + j) % len(VARIANTS)]
+                with raising(f"{name}, {variant}, {cut}"):
+                    compare(case_of(name), d, VARIANTS[variant], part)
+
+
+class raising:
+    """Names the case that fails."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, (Exception, pytest.fail.Exception)):
+            raise RuntimeError(f"the case {self.name!r} fails") from error
+
+
+def random_shapes(parts):
+    draw = random.Random(0)
+    for i in range(12):
+        vocab = draw.randint(WORLD, 90)
+        ends = sorted(draw.sample(range(1, vocab), WORLD - 1))
+        sizes = [b - a for a, b in itertools.pairwise([0, *ends, vocab])]
+        d = batch(
+            rows=draw.randint(1, 4),
+            length=draw.randint(1, 30),
+            hidden_size=draw.randint(1, 40),
+            vocab_size=vocab,
+            seed=i,
+        )
+        options = EngineOptions(compact=draw.random() < 0.5, chunk_size=draw.choice([None, 1, 7]))
+        names = draw.sample(NAMES, draw.randint(1, 4))
+        variant = draw.choice(list(VARIANTS.values()))
+
+        def call(head, ref, d, names=names, options=options):
+            return linear_statistics(d["h"], head, d["y"], names, metrics=["argmax"], options=options)
+
+        with raising(f"{names} with {options}, {variant}, {sizes}"):
+            compare(call, d, variant, Part.of(dist.group.WORLD, sizes))
+
+
+def triton(head, ref, d):
+    return {"backend": "triton" if d["h"].dtype == torch.bfloat16 else "torch"}
+
+
+def of_kernels(loss, **options):
+    """A distillation loss."""
+    return lambda head, ref, d: loss(**triton(head, ref, d), **options)(head, d["h"], d["y"], Teacher(d["other"], ref))
+
+
+#: Calls in half precision, through the Triton kernels.
+KERNELS = {
+    "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
+    "logps, entropy": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, **triton(head, ref, d)),
+    "JSD": of_kernels(LigerFusedLinearJSDLoss),
+    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(head, d["h"], d["y"]),
+    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d)),
+    "logps, two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d), chunk_size=4),
+    "argmax": lambda head, ref, d: linear_statistics(
+        d["h"],
+        head,
+        d["y"],
+        "logp",
+        metrics=("argmax", "mean_logp"),
+        options=EngineOptions(**triton(head, ref, d)),
+    ),
+    "KL": of_kernels(LigerFusedLinearKLLoss),
+    "cosine": of_kernels(LigerFusedLinearCosineSimilarityLoss),
+}
+
+
+def half_precision(parts, some=True):
+    """The Triton kernels, against float64."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    d = batch(torch.bfloat16)
+    d["h"][0, 0] *= 80  # a label so unlikely that exponentials relative to it overflow
+    d["y"][0, 0] = int((d["h"][0, 0] @ d["weight"].t()).argmin())
+    exact = {name: value.double() if value.dtype == torch.bfloat16 else value for name, value in d.items()}
+    cases = itertools.product(list(KERNELS)[: 3 if some else None], list(VARIANTS)[: 1 if some else None])
+    for (name, kind), cut in itertools.product(cases, ["four"] if some else parts):
+        with raising(f"{name}, {kind}, {cut}, bf16"):
+            part = parts[cut]
+            found, grads = run(KERNELS[name], d, VARIANTS[kind], part)
+            expected, expected_grads = run(KERNELS[name], exact, VARIANTS[kind])
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                if a.is_floating_point():
+                    assert relative_error(a, b) < 1e-3, f"result {i}"
+            for i, (a, b) in enumerate(zip(grads, expected_grads, strict=True)):
+                assert relative_error(a if i == 0 else gathered(a, part.group), b) < 1e-2, f"gradient {i}"
+
+
+def gathered(rows, group):
+    """The rows of all ranks."""
+    found = [None] * group.size()
+    dist.all_gather_object(found, rows, group=group)
+    return torch.cat(found)
+
+
+def errors(parts):
+    """Every rank raises; none waits for another."""
+    rank, d = dist.get_rank(), batch()
+    part = parts["four"]
+    rows, group = part.rows, part.group
+    weight, bias, hidden, labels = d["weight"], d["bias"], d["h"], d["y"]
+    head = Head(weight[rows], group=group)
+
+    def expect(one, others, call, only=1):
+        """What the rank ``only`` gets, and what the others get."""
+        with (
+            raising(f"error {one!r}"),
+            pytest.raises((ValueError, RuntimeError, TypeError), match=one if rank == only else others),
+        ):
+            call()
+
+    same = "they differ"
+    expect(same, same, lambda: linear_logps(hidden[: 2 + (rank == 1)], head, labels[: 2 + (rank == 1)]))
+    expect(
+        same,
+        same,
+        lambda: linear_logps(hidden, head, labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels),
+    )
+    expect(same, same, lambda: linear_logps(hidden, head, labels, chunk_size=2 + rank))
+    expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
+    expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
+    expect(
+        "must not be empty", "rank 1 .* raised", lambda: Head(weight[:0] if rank == 1 else weight[rows], group=group)
+    )
+    expect("labels must be in", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels + 100 * (rank == 1)))
+    expect(
+        "one entry per hidden state", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels[: 4 - (rank == 1)])
+    )
+    expect("ce_weight must be", "ce_weight must be", lambda: CE(weight[rows, 0])(head, hidden, labels))
+    expect("must be a torch.distributed", "must be a torch.distributed", lambda: Head(weight[rows], group="tp"))
+    teacher = Teacher(d["other"], Head(weight[rows], group=group))
+    expect(
+        "share both", "share both", lambda: linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
+    )
+    other = Part.of(group, (8, 2, 12, 8)).rows
+    teacher = Teacher(d["other"], Head(weight[other], group=group))
+    alike = "must share their common" if rank in (0, 1) else "rank 0 .* raised"
+    expect(alike, alike, lambda: linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()))
+    small = Teacher(d["other"], weight[:20])
+    expect(
+        "has some of these",
+        "rank 3 .* raised",
+        lambda: linear_divergence(hidden, head, labels, small, Divergence.forward_kl()),
+        only=3,
+    )
+    torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
+
+
+CHECKS = (all_cases, random_shapes, half_precision, errors)
+
+
+def all_kernels(parts):
+    half_precision(parts, some=False)
+
+
+def work(rank, rendezvous, checks):
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    cut = ("two even", "two uneven")[rank // 2]
+    parts = {"four": Part.of(dist.group.WORLD, CUTS["four"]), cut: Part.of(pairs[rank // 2], CUTS[cut])}
+    for check in checks:
+        with raising(check.__name__):
+            check(parts)
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_shared_vocabulary_on_four_processes(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    mp.spawn(work, (tmp_path / "rendezvous", CHECKS), nprocs=WORLD)
+
+
+@pytest.mark.slow
+def test_all_kernels_on_four_processes(tmp_path):
+    mp.spawn(work, (tmp_path / "rendezvous", (all_kernels,)), nprocs=WORLD)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from liger_losses import (
     Completions,
@@ -454,6 +456,41 @@ def gathered(rows, group):
     return torch.cat(found)
 
 
+def dtensors(parts):
+    """Weights [Shard(0)], and hidden states that are replicated or sharded along the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    d, variant = batch(), VARIANTS["bias"]
+    for name, placement in itertools.product(
+        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps"), (Replicate(), Shard(1))
+    ):
+        call = case_of(name)
+        expected, expected_grads = run(call, d, variant)
+        hidden, other = (distribute_tensor(d[key], mesh, [placement]) for key in ("h", "other"))
+        hidden.requires_grad_()
+        weight, bias, ref = (distribute_tensor(d[key], mesh, [Shard(0)]) for key in ("weight", "bias", "ref_weight"))
+        for leaf in (weight, bias):
+            leaf.requires_grad_()
+        with raising(f"{name}, DTensors, {placement}"):
+            found = flat(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+            outputs = [tensor for tensor in found if tensor.requires_grad]
+            upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
+            grads = torch.autograd.grad(outputs, (hidden, weight, bias), upstream)
+            placements = [Partial() if placement == Replicate() else placement], [Shard(0)], [Shard(0)]
+            for grad, at, b in zip(grads, placements, expected_grads, strict=True):
+                assert list(grad.placements) == at, (grad.placements, at)
+                torch.testing.assert_close(grad.full_tensor(), b)
+    with pytest.raises(TypeError, match=r"plain tensor.*group=weight.device_mesh.get_group.*full_tensor"):
+        linear_logps(d["h"], weight, d["y"], bias=bias)
+    with pytest.raises(TypeError, match="the weight is a DTensor and bias is not"):
+        Head(weight, d["bias"])
+    with pytest.raises(ValueError, match="Shard\\(dim=1\\)"):
+        Head(distribute_tensor(d["weight"], mesh, [Shard(1)]))
+    with pytest.raises(TypeError, match="hidden_states is a DTensor"):
+        linear_logps(hidden, d["weight"], d["y"])
+
+
 def errors(parts):
     """Every rank raises; none waits for another."""
     rank, d = dist.get_rank(), batch()
@@ -507,7 +544,7 @@ def errors(parts):
     torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
 
 
-CHECKS = (all_cases, random_shapes, half_precision, errors)
+CHECKS = (all_cases, random_shapes, half_precision, dtensors, errors)
 
 
 def all_kernels(parts):

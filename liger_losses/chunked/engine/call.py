@@ -233,7 +233,7 @@ class OpenCall:
             self.owned = (self.labels >= columns.start) & (self.labels < columns.stop)
             self.labels = torch.where(self.owned, self.labels - columns.start, 0)
             class_weight = None if class_weight is None else class_weight[columns]
-            self.sums_over = call.shard if call.shard.sums_hidden_gradients else None
+            self.sums_over = call.shard if call.shard.mesh is None else None
         self.call, self.hidden_states = call, hidden_states
         self.weight = weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
@@ -277,6 +277,8 @@ class CheckedInputs(NamedTuple):
         """
         alone = not isinstance(hidden_states, (list, tuple))
         hidden = (hidden_states,) if alone else tuple(hidden_states)
+        if head.shard is not None:
+            hidden = tuple(head.shard.local(part) for part in hidden)
         if not isinstance(labels, Tokens):
             labels = (labels,) if alone else tuple(labels)
         compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)

@@ -25,12 +25,15 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
             raise ValueError(f"unknown {what} {name!r}; it must be one of {', '.join(known)}.")
 
 
-def check_tensor(name: str, value: Any) -> None:
-    """Raise TypeError unless this is a tensor that is whole and dense."""
+def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
+    """Raise TypeError unless this is a tensor that is whole and dense.
+
+    With ``allow_dtensor``, hidden states may be a DTensor: :class:`liger_losses.Head` says with which weights.
+    """
     if not isinstance(value, Tensor):
         layer = "; a layer such as model.lm_head goes where the weight goes" if isinstance(value, nn.Module) else ""
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{layer}.")
-    if hasattr(value, "full_tensor"):
+    if hasattr(value, "full_tensor") and not allow_dtensor:
         raise TypeError(
             f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
             "computes the loss within the model's forward, where the whole weight is at hand; or, where no gradient "

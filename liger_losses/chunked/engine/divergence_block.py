@@ -76,7 +76,7 @@ class DivergenceBlock(Block):
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
         fused = can_fuse(head.weight, call.work.operand_dtype, call.backend)
         self.teacher = _Model(projection, self.teacher_epilogue, fused)
-        states = comparison.teacher.hidden_states.detach()
+        states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_vector, check_weight
-from liger_losses.chunked.engine.shard import VocabularyShard, share_vocabulary
+from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
@@ -32,7 +32,8 @@ class Head:
     number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
     teacher's columns are those of the whole vocabulary. All ranks make the head, and every call with it, together, on
     the same hidden states and labels. Each gets the same results, the whole gradient of the hidden states, and its own
-    rows of the gradients of weight and bias.
+    rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
+    mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``.
@@ -61,7 +62,13 @@ class Head:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         shard = None
-        if group is None:
+        if is_dtensor(weight):
+            if group is not None:
+                raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
+            mesh = weight.device_mesh  # type: ignore[attr-defined]
+            weight, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+            shard = share_vocabulary(mesh.get_group(), weight, bias, mesh)
+        elif group is None:
             check_weight(weight, bias)
         else:
             shard = share_vocabulary(group, weight, bias)

@@ -248,7 +248,7 @@ def linear_token_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
-    check_tensor("hidden_states", hidden_states)
+    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
         # No operator can call a function, which becomes part of the graph: the loss takes two passes.
         found = linear_statistics(

@@ -14,13 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_tensor, check_weight
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26
@@ -35,14 +38,14 @@ class VocabularyShard:
         group: the process group.
         rank: this rank's number in it.
         sizes: rows of each rank.
-        sums_hidden_gradients: whether the gradients of hidden states, of which each rank computes its columns' part,
-            are summed over the group; with False, they stay this rank's part.
+        mesh: of a weight that is a DTensor. The gradients of the hidden states, of which each rank computes its
+            columns' part, are then ``Partial``: DTensor sums them. Without it, they are summed over the group.
     """
 
     group: dist.ProcessGroup
     rank: int
     sizes: tuple[int, ...]
-    sums_hidden_gradients: bool = True
+    mesh: DeviceMesh | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +68,32 @@ class VocabularyShard:
     def owners(self, labels: Tensor) -> Tensor:
         """The rank ``[N]`` that has the row of each label."""
         return torch.bucketize(labels, self._ends.to(labels.device), right=True)
+
+    def local(self, hidden_states: Tensor) -> Tensor:
+        """This rank's hidden states, of all tokens.
+
+        Raises:
+            TypeError, ValueError: hidden states that are no DTensor on the mesh of a weight that is one.
+        """
+        if self.mesh is None:
+            return hidden_states
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not isinstance(hidden_states, DTensor):
+            raise TypeError(
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. Where "
+                "the ranks share the vocabulary (tensor parallelism), pass hidden_states as a DTensor on the mesh of "
+                "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
+                "tokens of its own (FSDP), patch the model (liger_losses.patch), which computes the loss within the "
+                "model's forward, where the whole weight is at hand, or pass weight.full_tensor()."
+            )
+        if hidden_states.device_mesh != self.mesh:
+            raise ValueError(
+                f"hidden_states must be on the weight's device mesh, {self.mesh}, got {hidden_states.device_mesh}."
+            )
+        if hidden_states.placements != (Replicate(),):  # otherwise the gradient would be summed here already
+            hidden_states = hidden_states.redistribute(placements=[Replicate()])
+        return hidden_states.to_local(grad_placements=[Partial()])
 
     # --- What the ranks exchange --------------------------------------------------------------------------------------
 
@@ -197,8 +226,33 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
         )
 
 
+def is_dtensor(value: Any) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a weight or bias that is a DTensor.
+
+    Raises:
+        TypeError, ValueError: a value that is no DTensor whose rows the ranks of a one-dimensional mesh share.
+    """
+    from torch.distributed.tensor import Shard
+
+    if not is_dtensor(value):
+        raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
+    if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
+        raise ValueError(
+            f"{name} must be a DTensor with placements [Shard(0)] on a one-dimensional mesh, that of the weight, got "
+            f"{list(value.placements)} on {value.device_mesh}. Of a larger mesh, take the dimension whose ranks share "
+            f'the vocabulary, as in mesh["tp"]; or pass {name}.full_tensor().'
+        )
+    return value.to_local()
+
+
 @torch.compiler.disable
-def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None) -> VocabularyShard:
+def share_vocabulary(
+    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh | None = None
+) -> VocabularyShard:
     """Check this rank's rows, and learn how many the others have.
 
     Raises:
@@ -217,4 +271,4 @@ def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | No
     rows = torch.tensor([len(weight)], dtype=torch.int64, device=weight.device)
     sizes = rows.new_empty(group.size())
     dist.all_gather_into_tensor(sizes, rows, group=group)
-    return VocabularyShard(group, rank, tuple(sizes.tolist()))
+    return VocabularyShard(group, rank, tuple(sizes.tolist()), mesh)

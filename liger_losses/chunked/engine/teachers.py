@@ -49,23 +49,29 @@ class Teacher:
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
 
+    @cached_property
+    def local_hidden_states(self) -> Tensor:
+        """The hidden states; of a DTensor, those of all tokens on this rank."""
+        shard = self.head.shard
+        return self.hidden_states if shard is None else shard.local(self.hidden_states)
+
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
-        head = self.head
-        check_tensor("the teacher's hidden_states", self.hidden_states)
-        if self.hidden_states.dim() < 2 or self.hidden_states.shape[-1] != head.hidden_size:
+        head, hidden = self.head, self.local_hidden_states
+        check_tensor("the teacher's hidden_states", hidden)
+        if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
             raise ValueError(
-                f"the teacher's hidden_states {tuple(self.hidden_states.shape)} do not fit its weight "
+                f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight "
                 f"{tuple(head.weight.shape)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
             )
-        if not self.hidden_states.is_floating_point():
-            raise TypeError(f"the teacher's hidden_states must be floating point, got {self.hidden_states.dtype}.")
-        states = {"teacher_hidden_states": self.hidden_states, "teacher_weight": head.weight}
-        _check_fits("hidden_states", self.hidden_states.shape[:-1], tokens, student, **states)
+        if not hidden.is_floating_point():
+            raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")
+        states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
+        _check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
 
 
 @record

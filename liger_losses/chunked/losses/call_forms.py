@@ -47,7 +47,7 @@ class Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
         for name, value in vars(self).items():
             if value is not None or name in ("hidden_states", "labels"):
-                check_tensor(name, value)
+                check_tensor(name, value, allow_dtensor=name.endswith("hidden_states"))
         if self.labels.dim() != 1:
             return self
         ref_hidden, ref_logps = self.ref_hidden_states, self.ref_logps
@@ -149,7 +149,7 @@ class CompletionBatch:
                 "there if the reference model shares it."
             )
         for ref, part in zip(hidden or [], self.labels, strict=False):
-            check_tensor("the reference's hidden states", ref)
+            check_tensor("the reference's hidden states", ref, allow_dtensor=True)
             if ref.shape[:-1] != part.shape:
                 expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
                 raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
@@ -208,7 +208,7 @@ def read_pairs(
     references = {"ref_input": ref_input, "ref_chosen_logps": ref_logps[0], "ref_rejected_logps": ref_logps[1]}
     for name, value in references.items():
         if value is not None:
-            check_tensor(name, value)
+            check_tensor(name, value, allow_dtensor=name == "ref_input")
     if first.dim() != 3 or second.dim() != 2:
         raise ValueError(
             "the stacked form takes hidden states [2 * pairs, tokens, hidden_size] and labels [2 * pairs, tokens], "
@@ -240,7 +240,7 @@ def read_unpaired(
     """
     first, second, third = arguments
     if isinstance(second, (Tensor, nn.Module, Head)):
-        check_tensor("_input", first)
+        check_tensor("_input", first, allow_dtensor=True)
         check_tensor("target", third)
         if first.dim() != 3 or third.dim() != 2:
             expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"

@@ -228,7 +228,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask ``[B, T]`` as bool, if everything fits."""
-        for name, value in (("_input", hidden), ("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
+        check_tensor("_input", hidden, allow_dtensor=True)
+        for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
             check_tensor(name, value)
         if token_ids.dim() != 2 or token_ids.shape != hidden.shape[:-1]:
             raise ValueError(

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph, lazy_linear, traced_linear
+from liger_losses.patching.lazy.shared_linear import local_parameters, match_shared
 from liger_losses.patching.linear_forward import LinearForward, match_forward
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
@@ -51,10 +53,12 @@ class LazyLinear(nn.Linear):
         only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
             the logits before anybody else sees them.
         linear_forward: the forward that was found on the instance, if there was one.
+        shard: this rank's part of the vocabulary, where the ranks of a mesh share the layer's rows.
     """
 
     only_when_forced = False
     linear_forward: LinearForward | None = None
+    shard: VocabularyShard | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if _returns_lazy_logits(self, input):
@@ -86,6 +90,8 @@ def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
 
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     forward = layer.linear_forward or LinearForward(F.linear)
+    if layer.shard is not None:
+        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
     if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
         return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
@@ -275,15 +281,18 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
         restore(module)
         swap(module, LazyTokens.match(module))
     else:
-        linear_forward = getattr(module, "linear_forward", None)
+        linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
             try:
-                linear_forward = match_forward(module)
+                if hasattr(module.weight, "full_tensor"):
+                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
+                else:
+                    linear_forward = match_forward(module)
             except Mismatch as mismatch:
                 return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
             del module.forward
         module.__class__ = LazyLinear
-        vars(module)["linear_forward"] = linear_forward
+        vars(module)["linear_forward"], vars(module)["shard"] = linear_forward, shard
     vars(module)["only_when_forced"] = only_when_forced
     return None
 
@@ -359,6 +368,7 @@ def unpatch_head(model: nn.Module) -> int:
         del module.only_when_forced
         restore(module)
         linear_forward = vars(module).pop("linear_forward", None)
+        vars(module).pop("shard", None)
         if type(module) is LazyLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
         if linear_forward is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, TracedLogits
@@ -195,7 +195,7 @@ def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions)
 
     def recompute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         with deferred.under_forward_autocast():
-            found = linear_statistics(hidden_states, Head(weight, bias, head.transform), labels, names)
+            found = linear_statistics(hidden_states, head.with_fields(weight=weight, bias=bias), labels, names)
         return [getattr(found, name) for name in names]
 
     values = [getattr(statistics, name) for name in names]

@@ -30,6 +30,10 @@ _LARGEST_SUM = 1e26
 _LARGEST_NLL = 20.0
 
 
+#: The older name is deprecated since torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
     """The rows of a head that this rank has, and the group whose ranks have the others, in the order of the ranks.
@@ -101,7 +105,7 @@ class VocabularyShard:
         """``[W, *]``: the values of all ranks, which have one shape and dtype."""
         values = values.contiguous()
         out = values.new_empty(len(self.sizes), *values.shape)
-        dist.all_gather_into_tensor(out.view(-1), values.view(-1), group=self.group)
+        _all_gather(out.view(-1), values.view(-1), group=self.group)
         return out
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
     digest = -1 if error is not None else zlib.crc32(found.facts.encode())
     mine = torch.tensor([digest], dtype=torch.int64, device=device)
     out = mine.new_empty(group.size())
-    dist.all_gather_into_tensor(out, mine, group=group)
+    _all_gather(out, mine, group=group)
     digests = out.tolist()
     if error is not None:
         raise error
@@ -270,5 +274,5 @@ def share_vocabulary(
         found.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
     rows = torch.tensor([len(weight)], dtype=torch.int64, device=weight.device)
     sizes = rows.new_empty(group.size())
-    dist.all_gather_into_tensor(sizes, rows, group=group)
+    _all_gather(sizes, rows, group=group)
     return VocabularyShard(group, rank, tuple(sizes.tolist()), mesh)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
+from liger_losses.patching.lazy.shared_linear import shared_linear
 from liger_losses.patching.lazy.weights import HeadWeights, version_of
 
 
@@ -102,7 +103,8 @@ class DeferredLogits:
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
         with self.under_forward_autocast():
-            logits = F.linear(*self.current().tensors)
+            tensors, shard = self.current().tensors, self.head.shard
+            logits = F.linear(*tensors) if shard is None else shared_linear(*tensors, shard)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
         logits = logits.log_softmax(-1) if self.normalized else logits

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
+from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
@@ -279,13 +280,20 @@ def _materialize_all(arguments: Any, operation: str) -> Any:
 
 
 def lazy_linear(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, gather: Gather | None = None
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gather: Gather | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
 
     Args:
         hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
         gather: returns weight and bias (where there is one) again, should their memory be freed.
+        shard: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
+            read the logits together.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
@@ -295,7 +303,8 @@ def lazy_linear(
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather)
-    deferred = DeferredLogits(hidden_states, Head(weight, bias), autocast=autocast, weights=weights)
+    head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(shard=shard)
+    deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 
 

@@ -100,8 +100,8 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     deferred = lazy.deferred.on_rows(lambda hidden: hidden[rows])
     start, stop, _ = columns.indices(deferred.head.vocab_size)
     if (start, stop) != (0, deferred.head.vocab_size):
-        if deferred.normalized or stop <= start:
-            return NotImplemented  # log-probabilities of some columns depend on all of the head
+        if deferred.normalized or stop <= start or deferred.head.shard is not None:
+            return NotImplemented  # log-probabilities of some columns depend on all of the head, which ranks may share
         deferred = replace(deferred, head=deferred.head.columns(columns))
     # Indexing by tensors copies, by anything else it gives views.
     return lazy.derive(deferred, is_view=not any(isinstance(part, (Tensor, list)) for part in parts))
@@ -184,6 +184,8 @@ def _is_vector(lazy: LazyLogits, other: Any) -> bool:
     deferred = lazy.deferred
     if not isinstance(other, Tensor) or isinstance(other, LazyLogits) or deferred.normalized or deferred.steps:
         return False
+    if deferred.head.shard is not None:  # the head here has some of the columns
+        return False
     vector = other.shape[-1:] == lazy.shape[-1:] and other.numel() == lazy.shape[-1] and other.dim() <= lazy.dim()
     return vector and other.device == lazy.device and other.dtype == deferred.head.weight.dtype
 
@@ -241,6 +243,8 @@ def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
     other.check()
     one, two = lazy.deferred, other.deferred
     if one.normalized or one.steps or one.autocast != two.autocast or lazy.shape != other.shape:
+        return NotImplemented
+    if one.head.shard is not None or two.head.shard is not None:
         return NotImplemented
     if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
         return NotImplemented

@@ -1,0 +1,96 @@
+"""A linear layer whose rows the ranks of a process group share: the logits of all of them, and when it is one.
+
+V columns of the whole vocabulary, V_r of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_vocabulary
+from liger_losses.patching.probing import Mismatch, isolated, random
+
+
+def shared_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard) -> Tensor:
+    """``F.linear`` of all ranks' rows: logits ``[..., V]``, the same on each rank.
+
+    Args:
+        hidden_states: ``[..., H]``, the same on each rank.
+        weight, bias: ``[V_r, H]``, ``[V_r]``, this rank's rows.
+        shard: which rows these are.
+    """
+    logits = F.linear(_Replicated.apply(hidden_states, shard), weight, bias)
+    return _GatheredColumns.apply(logits, shard)
+
+
+class _Replicated(torch.autograd.Function):
+    """Hidden states that are the same on each rank; their gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.shard = shard
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.sum_(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _GatheredColumns(torch.autograd.Function):
+    """``[..., V]`` of all ranks' ``[..., V_r]``; each rank has the same gradient of them, of which it takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.shard = shard
+        padded = F.pad(logits, (0, max(shard.sizes) - logits.shape[-1]))
+        parts = zip(shard.gather(padded), shard.sizes, strict=True)
+        return torch.cat([part[..., :size] for part, size in parts], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[..., ctx.shard.columns(ctx.shard.vocab_size)], None
+
+
+def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+    """This rank's rows of a linear layer's weight and bias, which are DTensors, differentiable."""
+    weight, bias = module.weight, module.bias
+    rows = local_rows("weight", weight, weight.device_mesh)
+    return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
+
+
+def match_shared(module: Any) -> VocabularyShard:
+    """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
+
+    All ranks run it together, on the layer's own parameters.
+    """
+    forward = vars(module)["forward"]
+    try:
+        weight, bias = local_parameters(module)
+    except (TypeError, ValueError) as error:
+        raise Mismatch(f"{error} Patch the model before it is sharded by fully_shard") from None
+    shard = share_vocabulary(module.weight.device_mesh.get_group(), weight, bias)
+    g = torch.Generator().manual_seed(0)
+    hidden, upstream = (
+        random((3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size)
+    )
+    with isolated():
+        found: list[Tensor] = []
+        expected: list[Tensor] = []
+        for results, function in (
+            (found, forward),
+            (expected, lambda hidden: shared_linear(hidden, weight, bias, shard)),
+        ):
+            leaf = hidden.clone().requires_grad_()
+            with torch.enable_grad():
+                logits = function(leaf)
+            if is_dtensor(logits) or logits.shape != upstream.shape:
+                raise Mismatch(f"it returns {type(logits).__name__} {tuple(logits.shape)} and not all logits")
+            results += [logits.detach(), *torch.autograd.grad(logits, [leaf], upstream)]
+    for a, b in zip(found, expected, strict=True):
+        if not torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2 * float(b.abs().max())):
+            raise Mismatch("it computes something else than all ranks' rows times the hidden states")
+    return shard

@@ -81,7 +81,7 @@ def test_statistics_of_parts_make_those_of_the_whole(dtype, scale, weighted):
         found["max_logit"], found["argmax"] = logits[:, columns].max(-1)
         for name, values in parts.items():
             values.append(found[name].to(dtype))
-    merged = merge({name: torch.stack(values) for name, values in parts.items()}, sizes, owners, c)
+    merged = merge({name: torch.stack(values) for name, values in parts.items()}, torch.tensor(sizes), labels, c)
     assert torch.equal(merged["argmax"], logits.argmax(-1))
     for name in NAMES:
         assert merged[name].dtype == dtype
@@ -95,7 +95,7 @@ def test_confident_tokens_keep_their_digits():
     others = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     lse = torch.stack([torch.full((20,), 1000.0), 960 + others[:, 0], 970 + others[:, 1]])
     parts = {"lse": lse, "logp": torch.tensor([[0.0], [-3.0], [-4.0]]).expand(3, 20)}
-    found = merge(parts, (1, 7, 9), torch.zeros(20, dtype=torch.int64))["logp"]
+    found = merge(parts, torch.tensor([1, 7, 9]), torch.zeros(20, dtype=torch.int64))["logp"]
     exact = -(lse[1:].double() - 1000).exp().sum(0).log1p()
     assert found.abs().max() < 1e-11
     assert relative_error(found, exact) < 1e-6

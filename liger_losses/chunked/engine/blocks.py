@@ -235,7 +235,7 @@ class LogitBlock(Block):
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
         if call.shard is not None:
-            self.opened.merge_(computed, part.rows)
+            self.opened.merge_(part.rows, computed)
         for name in computed.keys() & part.values.keys():
             part.values[name].copy_(computed[name])
 

@@ -42,7 +42,7 @@ def problem(rank=None):
         "nll_labels": labels.where(torch.rand(ROWS, LENGTH, generator=g) < 0.8, 1),
         "token_weights": torch.rand(ROWS, LENGTH, generator=g, dtype=torch.float64),
         "logps": -torch.rand(ROWS, LENGTH, generator=g, dtype=torch.float64) * 3,
-        "old_logps": -torch.rand(ROWS, LENGTH, generator=g, dtype=torch.float64) * 3,
+        "old_logps": torch.randn(ROWS, LENGTH, generator=g, dtype=torch.float64) / 4,
         "token_advantages": torch.randn(ROWS, LENGTH, generator=g, dtype=torch.float64),
         "teacher_logps": top.values,
         "teacher_indices": top.indices,
@@ -55,6 +55,9 @@ def problem(rank=None):
         "advantages": torch.randn(ROWS, generator=g, dtype=torch.float64),
         "sums": torch.randn(ROWS, generator=g, dtype=torch.float64),
     }
+    # Close to the policy, whose ratios of whole completions are near 1.
+    logps = (cut["hidden"] @ whole["weight"].t() + whole["bias"]).log_softmax(-1)
+    cut["old_logps"] += logps.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
     if rank is not None:
         cut = {name: value.split([CUT, LENGTH - CUT], 1)[rank].clone() for name, value in cut.items()}
     p = SimpleNamespace(**cut, **whole)

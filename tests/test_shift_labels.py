@@ -46,8 +46,11 @@ def gradients(loss, model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(7)}], ids=["mean", "items"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "options"),
+    [(False, {}), (False, {"num_items_in_batch": torch.tensor(7)}), (True, {})],
+    ids=["mean", "items", "compiled"],
+)
 def test_patched_models(compiled, options):
     model, *_ = tiny_model()
     patched = copy.deepcopy(model)
@@ -177,7 +180,7 @@ def trained(folder):
 
 def context_parallel(rank, folder):
     """SFT with ``ParallelismConfig(cp_size=2)``, TRL's own and enabled; DDP averages where FSDP2 would."""
-    from liger_losses.trl import enable, fused_head
+    from liger_losses.trl import enabled, fused_head
 
     plain = trained(folder)
     seen = []
@@ -187,7 +190,7 @@ def context_parallel(rank, folder):
         seen.append(keywords["shift_labels"].shape[1] if keywords.get("shift_labels") is not None else None)
         return forward(*arguments, **keywords)
 
-    with enable(), mock.patch.object(fused_head, "fused_forward", recorded):
+    with enabled(), mock.patch.object(fused_head, "fused_forward", recorded):
         ours = trained(folder)
     check_close(ours, plain)
     assert len(plain[0]) == len(seen) > 2
@@ -220,7 +223,8 @@ def sequence_parallel(rank, folder):
 def work(rank, folder):
     faulthandler.enable()
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true"}
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in found.items()}  # accelerate reads them, and takes our group
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

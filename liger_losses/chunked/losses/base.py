@@ -87,7 +87,8 @@ class ChunkedLoss(nn.Module):
             the batch's are taken over its ranks. All of them get the loss and the metrics of the whole sequences, and
             the gradient of their own hidden states. The gradient of the ``lm_head`` is this rank's part, and the SUM
             over the group is the whole: where DDP or FSDP average over these ranks too, multiply the loss by the
-            group's size before ``backward()``. Statistics per token stay those of the slice.
+            group's size before ``backward()``. What is one number per sequence (advantages, a reference's sums) is the
+            whole sequence's, the same on all ranks; results per token stay those of the slice.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import gc
 import os
+import socket
 import sys
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -145,56 +146,60 @@ def with_attention(context, **buffers):
         yield
 
 
-def trained(folder):
-    """Losses and metrics of SFT steps of accelerate's context parallelism, and the weights after them."""
+def trained(folder, setup=lambda: None, **options):
+    """Losses and metrics of SFT steps, and the weights after them; ``setup`` runs before the first."""
     import datasets
     import trl
-    from accelerate import Accelerator, ParallelismConfig
 
     from tests.test_trl import settings
+
+    model, tokenizer, text = tiny_model()
+    rows = [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]
+    trainer = trl.SFTTrainer(
+        model,
+        settings(trl.SFTConfig, folder, pad_to_multiple_of=2 * WORLD, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    setup()
+    trainer.train()
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    history = [[step[name] for name in names] for step in trainer.state.log_history if "loss" in step]
+    return history, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def trained_enabled(*arguments, **options):
+    """The same with this library's head, which got shifted labels at every step."""
+    from liger_losses.trl import enabled, fused_head
+
+    seen, forward = [], fused_head.fused_forward
+
+    def recorded(*arguments, **keywords):
+        seen.append(keywords.get("shift_labels") is not None)
+        return forward(*arguments, **keywords)
+
+    with enabled(), mock.patch.object(fused_head, "fused_forward", recorded):
+        found = trained(*arguments, **options)
+    assert all(seen)
+    assert len(seen) == len(found[0]) > 2
+    return found
+
+
+def context_parallel(rank, folder):
+    """``ParallelismConfig(cp_size=2)``; DDP averages where FSDP2 would."""
+    from accelerate import Accelerator, ParallelismConfig
 
     def prepared(self, *arguments, prepare=Accelerator._prepare_cp):
         found = prepare(self, *arguments)
         self._cp_context = functools.partial(with_attention, self._cp_context)
         return found
 
-    model, tokenizer, text = tiny_model()
-    rows = [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]
     with (
         mock.patch.object(ParallelismConfig, "_validate_accelerator", return_value=None),  # which refuses CPUs
         mock.patch.object(Accelerator, "_prepare_cp", prepared),
     ):
-        options = {"parallelism_config": ParallelismConfig(cp_size=WORLD), "pad_to_multiple_of": 2 * WORLD}
-        trainer = trl.SFTTrainer(
-            model,
-            settings(trl.SFTConfig, folder, **options),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
-        trainer.train()
-    assert trainer.accelerator.parallelism_config.cp_size == WORLD
-    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
-    history = [[step[name] for name in names] for step in trainer.state.log_history if "loss" in step]
-    return history, {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def context_parallel(rank, folder):
-    """SFT with ``ParallelismConfig(cp_size=2)``, TRL's own and enabled; DDP averages where FSDP2 would."""
-    from liger_losses.trl import enabled, fused_head
-
-    plain = trained(folder)
-    seen = []
-    forward = fused_head.fused_forward
-
-    def recorded(*arguments, **keywords):
-        seen.append(keywords["shift_labels"].shape[1] if keywords.get("shift_labels") is not None else None)
-        return forward(*arguments, **keywords)
-
-    with enabled(), mock.patch.object(fused_head, "fused_forward", recorded):
-        ours = trained(folder)
-    check_close(ours, plain)
-    assert len(plain[0]) == len(seen) > 2
-    assert all(seen)
+        options = {"parallelism_config": ParallelismConfig(cp_size=WORLD)}
+        check_close(trained_enabled(folder, **options), trained(folder, **options))
 
 
 def sequence_parallel(rank, folder):
@@ -220,11 +225,16 @@ def sequence_parallel(rank, folder):
             assert found[0][0] > 1
 
 
+def environment(rank, port=0):
+    """What accelerate reads."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in found.items()}
+
+
 def work(rank, folder):
     faulthandler.enable()
     torch.set_num_threads(1)
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    os.environ |= {name: str(value) for name, value in found.items()}  # accelerate reads them, and takes our group
+    environment(rank)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -247,3 +257,47 @@ def test_trainers_on_two_processes(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     pytest.importorskip("datasets", reason="datasets is not installed")
     mp.spawn(work, (tmp_path,), nprocs=WORLD)
+
+
+def work_with_deepspeed(rank, folder, port, train):
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    environment(rank, port)
+    os.environ |= {"LOCAL_SIZE": str(WORLD), "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+    from accelerate import ParallelismConfig, PartialState
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    def all_processes():
+        """Without a GPU, accelerate counts one process of those that DeepSpeed started."""
+        PartialState._shared_state.update(num_processes=WORLD, process_index=rank)
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    found = train(
+        folder,
+        all_processes,
+        use_cpu=False,
+        parallelism_config=ParallelismConfig(sp_size=WORLD, sp_backend="deepspeed", sp_handler=handler),
+        deepspeed={
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 1,
+            "train_batch_size": 4,
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    torch.save(found, folder / f"{train.__name__} {rank}.pt")
+
+
+@pytest.mark.slow
+def test_ulysses_on_two_processes(tmp_path):
+    """Sequence parallelism with DeepSpeed's own attention, which it puts into a process once."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for train in (trained, trained_enabled):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        mp.spawn(work_with_deepspeed, (tmp_path, port, train), nprocs=WORLD)
+    for rank in range(WORLD):
+        plain, ours = (torch.load(tmp_path / f"{name} {rank}.pt") for name in ("trained", "trained_enabled"))
+        check_close(ours, plain)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_vector, check_weight
-from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_vocabulary
+from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
@@ -62,10 +62,10 @@ class Head:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         shard = None
-        if is_dtensor(weight):
+        if hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
-            mesh = weight.device_mesh  # type: ignore[attr-defined]
+            mesh = weight.device_mesh
             weight, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
             shard = share_vocabulary(mesh.get_group(), weight, bias, mesh)
         elif group is None:

@@ -65,7 +65,7 @@ class Head:
         if hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
-            mesh = weight.device_mesh
+            mesh = weight.device_mesh  # type: ignore[attr-defined]
             weight, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
             shard = share_vocabulary(mesh.get_group(), weight, bias, mesh)
         elif group is None:

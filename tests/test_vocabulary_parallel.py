@@ -150,8 +150,8 @@ def marked(loss, head, ref, d):
     return loss(d["h"], head, d["y"], preference_labels=d["signs"] > 0, **extra)
 
 
-def policy(loss, head, ref, d):
-    extra = {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
+def policy(loss, head, ref, d, **extra):
+    extra |= {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
     mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
     return loss(d["h"], head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
 
@@ -204,6 +204,11 @@ LOSSES = {
     "KTO": (LigerFusedLinearKTOLoss, marked),
     "BCO": (LigerFusedLinearBCOLoss, marked),
     "GRPO": (lambda: LigerFusedLinearGRPOLoss(beta=0.1), policy),
+    "GRPO, by items": (
+        lambda: LigerFusedLinearGRPOLoss(beta=0.0, loss_type="dapo"),
+        # The ranks of one head have one share of the items; processes with whole heads have one each.
+        lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
+    ),
     "GRPO, two passes": (
         lambda: LigerFusedLinearGRPOLoss(
             beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.43, entropy_coef=0.1

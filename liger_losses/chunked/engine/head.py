@@ -114,6 +114,11 @@ class Head:
         return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
     @property
+    def vocabulary_ranks(self) -> int:
+        """How many ranks share the vocabulary."""
+        return 1 if self.shard is None else len(self.shard.sizes)
+
+    @property
     def hidden_size(self) -> int:
         return self.weight.shape[1]
 

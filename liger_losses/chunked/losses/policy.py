@@ -217,7 +217,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             "vllm_is_ratio": vllm_is_ratio,
         }
         policy_options = self.attributes_as(PolicyOptions)
-        inputs = PolicyInputs(policy_options, mask, advantages, others, num_items_in_batch, self.group)
+        inputs = PolicyInputs(
+            policy_options, mask, advantages, others, num_items_in_batch, self.group, head.vocabulary_ranks
+        )
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)

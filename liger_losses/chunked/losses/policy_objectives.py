@@ -200,6 +200,7 @@ class PolicyInputs:
     ``others`` are ``old_logps``, ``ref_logps``, ``sampling_logps`` and ``is_ratio``, in this order and by the names
     that the caller knows them by. Other arguments as in :func:`grpo_loss`.
 
+    ``vocabulary_ranks`` ranks share the head's rows, and have the same completions.
     ``lengths [B, 1]`` and ``tokens []`` are the completions' numbers of tokens and that of all of them, over the group.
     """
 
@@ -213,6 +214,7 @@ class PolicyInputs:
         others: dict[str, Tensor | None],
         num_items_in_batch: Tensor | float | None,
         group: dist.ProcessGroup | None = None,
+        vocabulary_ranks: int = 1,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
@@ -236,7 +238,10 @@ class PolicyInputs:
         self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
-        items = _items(mask, num_items_in_batch, group) if normalizer == "items" else self.tokens
+        ranks = vocabulary_ranks * (1 if group is None else dist.get_world_size(group))
+        items = self.tokens
+        if normalizer == "items":
+            items = _items(mask, num_items_in_batch, vocabulary_ranks, ranks)
         self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
@@ -402,11 +407,13 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
 
 
-def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, group: dist.ProcessGroup | None) -> Tensor:
-    """This process's share of the tokens that a loss is divided by; the share of its group, if there is one."""
+def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, copies: int, ranks: int) -> Tensor:
+    """The share, of the tokens that a loss is divided by, of the ranks that compute one loss together.
+
+    ``copies`` of these ``ranks`` have the same tokens.
+    """
     if num_items_in_batch is None:
-        total = sum_over_processes(mask.sum().float())
+        total = sum_over_processes(mask.sum().float()) / copies
     else:
         total = checked_items(num_items_in_batch, mask.device)
-    shares = world_size() if group is None else world_size() / dist.get_world_size(group)
-    return (total / shares).clamp(min=1)
+    return (total * ranks / world_size()).clamp(min=1)

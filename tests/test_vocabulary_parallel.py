@@ -486,6 +486,12 @@ def dtensors(parts):
             for grad, at, b in zip(grads, placements, expected_grads, strict=True):
                 assert list(grad.placements) == at, (grad.placements, at)
                 torch.testing.assert_close(grad.full_tensor(), b)
+    with raising("compiled"):
+        loss, head, rows = CE(), Head(weight, bias), (weight.to_local(), bias.to_local())
+        for given in (head, Head(*rows, group=mesh.get_group())):
+            compiled = torch.compile(lambda h, given=given: loss(given, h, d["y"]).sum(), backend="eager")
+            states = hidden if given is head else d["h"]
+            torch.testing.assert_close(compiled(states), loss(d["weight"], d["h"], d["y"], bias=d["bias"]))
     with pytest.raises(TypeError, match=r"plain tensor.*group=weight.device_mesh.get_group.*full_tensor"):
         linear_logps(d["h"], weight, d["y"], bias=bias)
     with pytest.raises(TypeError, match="the weight is a DTensor and bias is not"):

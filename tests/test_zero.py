@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch
 from liger_losses.trl.fused_head import add_fused_lm_head
@@ -47,9 +48,10 @@ def split(model, threshold):
 
 
 def lazy_loss(model, rank):
-    """Of logits that have left the model: DeepSpeed hooks on their gradient see that of the values."""
+    """Of logits that have left the model, with DeepSpeed's hooks on their gradient."""
     ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    assert deferred_logits(logits) is not None
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
 

@@ -1,10 +1,11 @@
-"""DeepSpeed's ZeRO-3 on two processes: the head of TRL must be that of one process with both batches, and TRL's trainers
-train as they do without this library.
+"""DeepSpeed's ZeRO-3 on two processes: the head of TRL must be that of one process with both batches, and TRL's
+trainers must train as they do without this library.
 
 DeepSpeed is not among the project's dependencies: ``make test-zero`` installs it beside them and runs these.
 """
 
 import faulthandler
+import gc
 import itertools
 import os
 import pathlib
@@ -178,6 +179,7 @@ def work(rank, run, port, directory):
 
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
     run(rank, pathlib.Path(directory))
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -81,7 +81,7 @@ class DeferredLogits:
 
     def with_gradient_hook(self, hook: Callable[[list[Tensor]], list[Tensor]]) -> DeferredLogits:
         """The same logits; ``hook`` gets the gradients of all tensors together, and returns those that go on."""
-        tensors = list(self.tensors)
+        tensors: list[Any] = list(self.tensors)
         hooked = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad]
         with torch.inference_mode(False), torch.enable_grad():
             passed = GradientHook.apply(hook, *(tensors[i] for i in hooked))

@@ -418,7 +418,9 @@ KERNELS = {
     "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
     "logps, entropy": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, **triton(head, ref, d)),
     "JSD": of_kernels(LigerFusedLinearJSDLoss),
-    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(head, d["h"], d["y"]),
+    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(
+        head, d["h"].mT.contiguous().mT, d["y"]
+    ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d)),
     "logps, two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d), chunk_size=4),
     "argmax": lambda head, ref, d: linear_statistics(

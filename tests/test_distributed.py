@@ -399,6 +399,16 @@ def lazy_logits_read_after_the_backward(rank):
             outputs.logits.argmax(-1)
 
 
+def forward_on_the_instance(rank):
+    """A head whose forward casts to fp32 is recognized after fully_shard, too."""
+    model = llama()
+    head = model.lm_head
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
+    CASES["root"].spread(model)
+    (entry,) = make_head_lazy(model)
+    assert entry.replaced_by == "LazyLinear", entry
+
+
 def sharded_before(rank):
     model = llama()
     CASES["head, freed"].spread(model)
@@ -444,6 +454,7 @@ CHECKS = (
     checkpoints,
     lazy_logits_outlive_the_forward,
     lazy_logits_read_after_the_backward,
+    forward_on_the_instance,
     sharded_before,
     tensor_parallel,
     first_fsdp,

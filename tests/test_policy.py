@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss
+from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss, functional
+from liger_losses.chunked.losses import policy_objectives
 from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES, PolicyOptions, vespo_weights
 from tests.reference import plain_statistics
 
@@ -299,3 +300,12 @@ def test_a_reference_that_was_declined_is_refused():
         LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
     with pytest.raises(TypeError, match="advantages must be a tensor"):
         LigerFusedLinearGRPOLoss(beta=0.0)(hidden, weight, ids, mask, None)
+
+
+def test_the_quantile_counts_each_token_once(monkeypatch):
+    """Processes that share a vocabulary have the same tokens."""
+    entropy, mask = torch.tensor([[0.1, 0.7, 0.3, 0.9, 0.5]]), torch.ones(1, 5, dtype=torch.bool)
+    expected = functional.high_entropy_mask(entropy, mask, 0.24)
+    monkeypatch.setattr(policy_objectives, "gather_over_processes", lambda values: torch.cat([values, values]))
+    assert torch.equal(functional.high_entropy_mask(entropy, mask, 0.24, copies=2), expected)
+    assert not torch.equal(functional.high_entropy_mask(entropy, mask, 0.24), expected)

@@ -212,7 +212,11 @@ LOSSES = {
     ),
     "GRPO, two passes": (
         lambda: LigerFusedLinearGRPOLoss(
-            beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.43, entropy_coef=0.1
+            # A quantile between two tokens, however many processes have copies of them.
+            beta=0.0,
+            importance_sampling_level="sequence",
+            top_entropy_quantile=0.3,
+            entropy_coef=0.1,
         ),
         policy,
     ),
@@ -538,6 +542,18 @@ def errors(parts):
     expect(
         "one entry per hidden state", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels[: 4 - (rank == 1)])
     )
+    other_labels = labels.flip(0) if rank == 1 else labels
+    expect("other labels", "other labels", lambda: linear_logps(hidden, head, other_labels))
+    at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
+    expect(
+        "selected columns must be",
+        "selected columns must be",
+        lambda: linear_statistics(hidden, head, labels, "selected_logps", selected=at_vocabulary),
+    )
+    teacher = Teacher(d["other"], Head(d["ref_weight"][rows], group=group))
+    forms = Divergence.reverse_kl(), Divergence.forward_kl()
+    expect(same, same, lambda: linear_divergence(hidden, head, labels, teacher, forms[rank == 1]))
+    expect(same, same, lambda: linear_logps(hidden, head, labels, temperature=1.0 + rank))
     expect("ce_weight must be", "ce_weight must be", lambda: CE(weight[rows, 0])(head, hidden, labels))
     expect("must be a torch.distributed", "must be a torch.distributed", lambda: Head(weight[rows], group="tp"))
     teacher = Teacher(d["other"], Head(weight[rows], group=group))

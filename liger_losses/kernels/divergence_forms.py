@@ -200,12 +200,8 @@ def cosine_terms(
     Of a part of the vocabulary, ``squares [2, R]`` (both rows' sums of squares) and ``distance [R]`` are those of the
     whole.
     """
-    norms = [logits.norm(dim=1, keepdim=True) for logits in (student, teacher)]
-    if squares is not None:
-        norms = [
-            norm if square is None else square.sqrt()[:, None] for norm, square in zip(norms, squares, strict=True)
-        ]
-    norms = [norm.clamp(min=_SMALLEST_NORM) for norm in norms]
+    found = [logits.norm(dim=1) for logits in (student, teacher)] if squares is None else squares.sqrt()
+    norms = [norm[:, None].clamp(min=_SMALLEST_NORM) for norm in found]
     unit = student / norms[0]
     difference = unit - teacher / norms[1]
     # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.

@@ -284,10 +284,12 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
         linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
             try:
-                if hasattr(module.weight, "full_tensor"):
-                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
-                else:
+                try:
                     linear_forward = match_forward(module)
+                except Mismatch:
+                    if not hasattr(module.weight, "full_tensor"):
+                        raise
+                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
             except Mismatch as mismatch:
                 return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
             del module.forward

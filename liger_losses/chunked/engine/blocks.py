@@ -5,6 +5,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class HiddenGradients:
 
     def __init__(self, opened: OpenCall, sums_over: VocabularyShard | None) -> None:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
-        self.dtype = opened.hidden_states[0].dtype
+        self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
         self.results = [
             torch.zeros(part.shape, dtype=part.dtype, device=part.device) if need else None
@@ -344,6 +345,8 @@ class ExponentialBlock(Block):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
+        #: ``[N]``, of the whole vocabulary, where ranks share it; else each block computes its own.
+        self.label_logits: Tensor | None = None if opened.call.shard is None else self._label_logits(opened.call.shard)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
@@ -352,12 +355,9 @@ class ExponentialBlock(Block):
         call, opened = self.call, self.opened
         exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
         labels, label_logit = opened.labels[part.rows], None
-        if call.shard is not None and opened.owned is not None:
-            owned = opened.owned[part.rows]
-            hidden = with_contiguous_rows(part.hidden)
-            label_logit = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
-            label_logit = call.shard.sum_(torch.where(owned, label_logit, 0.0))
-            labels = torch.where(owned, labels, -1)
+        if self.label_logits is not None and opened.owned is not None:
+            label_logit = self.label_logits[part.rows]
+            labels = torch.where(opened.owned[part.rows], labels, -1)
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
@@ -368,11 +368,22 @@ class ExponentialBlock(Block):
             label_logit=label_logit,
             backend=call.backend,
         )
+        if any(call.needs_hidden) and call.strategy != "resident":
+            self._start_product(exponentials, part.hidden)
         if call.shard is not None and label_logit is not None:
             self.offsets.logp.copy_(merge_logps(call.shard.gather(self.offsets.logp)))
             torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
-        if any(call.needs_hidden) and call.strategy != "resident":
-            self._start_product(exponentials, part.hidden)
+
+    def _label_logits(self, shard: VocabularyShard) -> Tensor:
+        """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
+        opened, call = self.opened, self.call
+        found = torch.zeros(opened.count, device=opened.weight.device)
+        for rows in blocks(opened.count, call.plan.rows):
+            hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
+            hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
+            found[rows] = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
+        assert opened.owned is not None
+        return shard.sum_(found.masked_fill_(~opened.owned, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""

@@ -143,13 +143,15 @@ class Query:
         linear = "mean_logit" in self.metrics and "mean_logit" not in self.statistics and transform.softcap is None
         return frozenset(["mean_logit"]) if linear else frozenset()
 
-    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype) -> Query:
+    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
         selected, weights = self.selected, self.token_weights
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
             if tokens.mask is not None:
                 selected = selected.masked_fill(~tokens.mask[:, None], 0)  # tokens without loss may hold anything
+            if shard is not None:
+                _check_selected(selected, shard.vocab_size)
         if weights is not None:
             weights = {n: tokens.masked(tokens.gather_like_labels(w.detach())).to(dtype) for n, w in weights.items()}
         return replace(
@@ -204,11 +206,16 @@ class Call:
         work, plan, selected = self.work, self.plan, self.query.selected
         width = "" if selected is None else f" of {selected.shape[-1]} columns"
         needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
+        comparison, compared = self.query.comparison, ""
+        if comparison is not None:
+            columns = comparison.teacher.vocab_size
+            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
         return (
-            f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}, "
+            f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}{compared}, "
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
-            f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns"
+            f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
+            f"{self.transform}"
         )
 
 
@@ -278,8 +285,6 @@ class CheckedInputs(NamedTuple):
         """
         alone = not isinstance(hidden_states, (list, tuple))
         hidden = (hidden_states,) if alone else tuple(hidden_states)
-        if head.shard is not None:
-            hidden = tuple(head.shard.local(part) for part in hidden)
         if not isinstance(labels, Tokens):
             labels = (labels,) if alone else tuple(labels)
         compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
@@ -296,10 +301,23 @@ def make_call(
     """
     if head.shard is None:
         return _make_call(hidden_states, head, labels, query, options)
+    alone = not isinstance(hidden_states, (list, tuple))
+    # Exchanges that all ranks reach, before checks of which one rank alone may fail.
+    hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
+    teacher = None if query.comparison is None else query.comparison.teacher
+    if isinstance(teacher, Teacher):
+        teacher.local_hidden_states  # noqa: B018, which is kept
     with agreement(head.shard.group, head.weight.device) as found:
-        checked, call = _make_call(hidden_states, head, labels, query, options)
-        found.facts = "" if call is None else call.facts
+        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options)
+        if call is not None:
+            found.facts, found.checksum = call.facts, _checksum(call.tokens.labels)
     return checked, call
+
+
+def _checksum(labels: Tensor) -> Tensor:
+    """A number that other labels, or labels in another order, hardly have."""
+    places = torch.arange(1, len(labels) + 1, device=labels.device)
+    return ((labels + 1) * (places % 1009 + 1)).sum()
 
 
 def _make_call(
@@ -366,7 +384,7 @@ def _make_call(
         # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
         grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
     call = Call(
-        query=query.of_active_tokens(tokens, work.logits_dtype),
+        query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
         transform=head.transform,
         shard=head.shard,
         vocab_size=vocab_size,
@@ -465,6 +483,16 @@ def _check_columns(shard: VocabularyShard, comparison: Comparison | None, vocab_
             f"this rank's rows of the head begin at {shard.first_column}, beyond the {common} columns that student and "
             "teacher have in common; share the vocabulary so that each rank has some of these."
         )
+
+
+def _check_selected(selected: Tensor, vocab_size: int) -> None:
+    """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
+    inside = ((selected >= 0) & (selected < vocab_size)).all()
+    if selected.device.type != "cpu":
+        torch._assert_async(inside)
+    elif not inside:
+        found = f"{int(selected.min())} to {int(selected.max())}"
+        raise ValueError(f"selected columns must be in [0, {vocab_size}), the whole vocabulary, found {found}.")
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

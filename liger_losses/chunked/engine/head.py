@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_vector, check_weight
-from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_vocabulary
+from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
@@ -66,8 +66,9 @@ class Head:
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
             mesh = weight.device_mesh  # type: ignore[attr-defined]
-            weight, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
-            shard = share_vocabulary(mesh.get_group(), weight, bias, mesh)
+            rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+            check_weight(rows, bias)
+            weight, shard = rows, share_mesh(weight)
         elif group is None:
             check_weight(weight, bias)
         else:

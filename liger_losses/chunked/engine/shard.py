@@ -194,9 +194,13 @@ def merge_logps(logps: Tensor) -> Tensor:
 
 @dataclass
 class Agreement:
-    """What a rank is about to do, in words that all ranks must share, and a number, of which all get the list."""
+    """What a rank is about to do: words and a checksum of its labels, which all ranks must share.
+
+    Of ``number``, all get the list.
+    """
 
     facts: str = ""
+    checksum: Tensor | int = 0
     number: int = 0
     numbers: tuple[int, ...] = ()
 
@@ -209,7 +213,7 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
 
     Raises:
         RuntimeError: another rank has raised.
-        ValueError: the ranks' ``facts`` differ.
+        ValueError: the ranks' ``facts`` or ``checksum`` differ.
     """
     found, error = Agreement(), None
     try:
@@ -217,11 +221,12 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
     except Exception as raised:
         error = raised
     digest = -1 if error is not None else zlib.crc32(found.facts.encode())
-    mine = torch.tensor([digest, found.number], dtype=torch.int64, device=device)
-    out = mine.new_empty(2 * group.size())
+    mine = torch.tensor([digest, found.number, 0], dtype=torch.int64, device=device)
+    mine[2] = found.checksum
+    out = mine.new_empty(3 * group.size())
     _all_gather(out, mine, group=group)
-    numbers = out.tolist()
-    digests, found.numbers = numbers[::2], tuple(numbers[1::2])
+    gathered = out.tolist()
+    digests, found.numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
     if error is not None:
         raise error
     if -1 in digests:
@@ -236,6 +241,11 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
         raise ValueError(
             "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with the "
             f"same options; they differ:\n{listed}"
+        )
+    if len(set(checksums)) > 1:
+        raise ValueError(
+            "all ranks of the group that shares the vocabulary must make the same call on the same tokens; they have "
+            "other labels. Where each rank has a batch of its own, give all ranks of the group the same one."
         )
 
 
@@ -262,10 +272,23 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     return value.to_local()
 
 
+def share_mesh(weight: Any) -> VocabularyShard:
+    """The shard of a DTensor that :func:`local_rows` has checked: it follows from shape and mesh, without exchange."""
+    mesh, size = weight.device_mesh, weight.shape[0]
+    most = -(-size // mesh.size())
+    sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
+    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh)
+    if 0 in sizes or len(weight.to_local()) != sizes[shard.rank]:
+        raise ValueError(
+            f"a weight of {size} rows must be in parts of {sizes} on the {mesh.size()} ranks of its mesh, none of them "
+            f"empty, as torch.chunk cuts it; this rank has {len(weight.to_local())}. Pad the vocabulary, or use "
+            "Head(rows, group=group), which takes any sizes."
+        )
+    return shard
+
+
 @torch.compiler.disable
-def share_vocabulary(
-    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh | None = None
-) -> VocabularyShard:
+def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None) -> VocabularyShard:
     """Check this rank's rows, and learn how many the others have.
 
     Raises:
@@ -282,4 +305,4 @@ def share_vocabulary(
         biased = "with" if bias is not None else "without"
         found.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
         found.number = len(weight)
-    return VocabularyShard(group, rank, found.numbers, mesh)
+    return VocabularyShard(group, rank, found.numbers)

@@ -101,6 +101,7 @@ class TeacherLogits:
         if self.vocab_size < 1:
             raise ValueError("the teacher's logits have no columns.")
         if isinstance(self.logits, Tensor):
+            check_tensor("the teacher's logits", self.logits)
             if not self.logits.is_floating_point():
                 raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
             _check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)

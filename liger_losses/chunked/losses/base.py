@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_inputs, check_labels
+from liger_losses.chunked.engine.checks import check_inputs, check_labels, checked_items
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
@@ -182,12 +182,14 @@ class ChunkedLoss(nn.Module):
         """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
         return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
 
-    def agreed_tokens(self, hidden: Tensor, head: Head, labels: Tensor) -> Tokens:
+    def agreed_tokens(self, hidden: Tensor, head: Head, labels: Tensor, num_items_in_batch: Any) -> Tokens:
         """The active tokens, once all ranks of :attr:`group` have inputs that fit together."""
         options = self.options
+        if num_items_in_batch is not None:
+            checked_items(num_items_in_batch, labels.device)
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
         check_inputs([hidden], head.weight, head.bias, tokens)
-        agree(self.group)
+        agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:

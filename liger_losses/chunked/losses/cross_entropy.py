@@ -156,7 +156,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
         class_weight = self.ce_weight if self.label_smoothing else None
         spans_ranks = self.group is not None and self.reduction != "none"
-        tokens = self.agreed_tokens(_input, head, labels) if spans_ranks else labels
+        tokens = self.agreed_tokens(_input, head, labels, num_items_in_batch) if spans_ranks else labels
         totals = self._denominators(labels, mask, num_items_in_batch, token_weights)
         z: Tensor | None = None
         if self.reduction == "none":

@@ -232,7 +232,7 @@ class DistillationLoss(ChunkedLoss):
             teacher.check(labels.shape, head)
             if isinstance(teacher, TeacherTopK):
                 teacher.check_active(mask, head.vocab_size)
-            tokens = self.agreed_tokens(hidden, head, labels)
+            tokens = self.agreed_tokens(hidden, head, labels, num_items_in_batch)
         if num_items_in_batch is None:
             number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
         else:

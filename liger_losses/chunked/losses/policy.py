@@ -290,7 +290,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         names, metrics = ("logp",) if coef is None else ("logp", "entropy"), ("entropy",) if share < 1.0 else ()
         (found,) = linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)
         if share < 1.0:
-            acting = objectives.high_entropy_mask(found.entropy, acting, share)
+            acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=head.vocabulary_ranks)
         loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()

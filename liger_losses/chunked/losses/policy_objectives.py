@@ -388,12 +388,13 @@ def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     return inputs.total(clipped.float()) / inputs.tokens.clamp(min=1), ratio
 
 
-def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:
     """The ``share`` of all processes' tokens that have the highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
 
     Args:
         entropy, mask: ``[B, T]``; the mask is bool.
         share: in (0, 1].
+        copies: how many processes have the same tokens, as those that share a vocabulary do.
     """
     if state.shapes_only:
         return mask
@@ -402,7 +403,8 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     if not values.numel():
         return mask
     # The quantile 1 - share; torch.quantile takes no more than 16 million values.
-    ordered, at = values.sort().values, (1 - share) * (values.numel() - 1)
+    ordered = values.sort().values[::copies]
+    at = (1 - share) * (ordered.numel() - 1)
     low, high = math.floor(at), math.ceil(at)
     return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_vocabulary
+from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_mesh
 from liger_losses.patching.probing import Mismatch, isolated, random
 
 
@@ -70,9 +70,9 @@ def match_shared(module: Any) -> VocabularyShard:
     forward = vars(module)["forward"]
     try:
         weight, bias = local_parameters(module)
+        shard = share_mesh(module.weight)
     except (TypeError, ValueError) as error:
         raise Mismatch(f"{error} Patch the model before it is sharded by fully_shard") from None
-    shard = share_vocabulary(module.weight.device_mesh.get_group(), weight, bias)
     g = torch.Generator().manual_seed(0)
     hidden, upstream = (
         random((3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size)
@@ -85,8 +85,11 @@ def match_shared(module: Any) -> VocabularyShard:
             (expected, lambda hidden: shared_linear(hidden, weight, bias, shard)),
         ):
             leaf = hidden.clone().requires_grad_()
-            with torch.enable_grad():
-                logits = function(leaf)
+            try:
+                with torch.enable_grad():
+                    logits = function(leaf)
+            except Exception as error:
+                raise Mismatch(f"it fails on plain hidden states ({type(error).__name__}: {error})") from None
             if is_dtensor(logits) or logits.shape != upstream.shape:
                 raise Mismatch(f"it returns {type(logits).__name__} {tuple(logits.shape)} and not all logits")
             results += [logits.detach(), *torch.autograd.grad(logits, [leaf], upstream)]

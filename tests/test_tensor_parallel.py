@@ -1,0 +1,264 @@
+"""Models that transformers has split over processes (``tp_plan="auto"``): patched, they compute what they did before."""
+
+import contextlib
+import faulthandler
+import gc
+import inspect
+import os
+import warnings
+from datetime import timedelta
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("transformers", minversion="5.20", reason="older releases split models in another way")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.testing import assert_close
+
+from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.patch import patch, unpatch
+
+ROWS, LENGTH = 2, 9
+WORDS = 31  # of the inputs: the smallest vocabulary
+
+
+def tiny_models():
+    """By name, a model of each family, and the classes of its modules that patching must leave alone."""
+    import transformers
+
+    def tiny(family, vocab_size, tied, *left, **options):
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=vocab_size,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.3,
+            tie_word_embeddings=tied,
+            bos_token_id=0,
+            eos_token_id=None,
+            pad_token_id=None,
+            **options,
+        )
+        return lambda: (torch.manual_seed(0), getattr(transformers, f"{family}ForCausalLM")(config))[1], set(left)
+
+    return {
+        "llama": tiny("Llama", 31, False),
+        "llama, tied": tiny("Llama", 40, True),
+        "qwen2": tiny("Qwen2", 40, False),
+        "qwen3, tied": tiny("Qwen3", 40, True, "Qwen3RMSNorm", head_dim=8),
+        "gemma2, tied": tiny("Gemma2", 33, True, head_dim=4, final_logit_softcapping=2.0),
+        "mixtral": tiny(
+            "Mixtral", 40, False, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+        ),
+    }
+
+
+def save(folder):
+    for name, (make, _) in tiny_models().items():
+        model = make()
+        with torch.no_grad():  # norms and biases that are not all ones or zeros
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn(len(parameter)))
+        model.save_pretrained(folder / name)
+
+
+def load(folder, name, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / name, **options)
+
+
+def load_split(folder, name, **options):
+    from transformers.distributed import DistributedConfig
+
+    return load(folder, name, distributed_config=DistributedConfig(tp_plan="auto", **options)).train()
+
+
+def batch(rows=ROWS):
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (rows, LENGTH), generator=g)
+    return ids, ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model):
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@contextlib.contextmanager
+def never_materialized():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*needs the values")
+        yield
+
+
+def close(found, expected, where=""):
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            close(found[name], value, f"{where}, {name}")
+    elif isinstance(expected, (list, tuple)):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            close(one, other, f"{where}, {number}")
+    else:
+        found, expected = (x.materialize() if isinstance(x, LazyLogits) else x for x in (found, expected))
+        atol = 1e-6 + 1e-5 * float(expected.abs().max())
+        assert_close(found, expected, rtol=0, atol=atol, msg=lambda m: f"{where}: {m}")
+
+
+# --- What is computed of a model --------------------------------------------------------------------------------------
+
+
+def training(model):
+    """The model's own loss."""
+    ids, labels = batch()
+    outputs = model(input_ids=ids, labels=labels)
+    outputs.loss.backward()
+    return outputs.loss.detach(), gradients(model)
+
+
+def log_probs(model):
+    """Of the labels, weighted, as preference and policy losses take them."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits[:, :-1]
+    targets = labels[:, 1:].clamp(min=0)
+    logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    lse, selected = logits.logsumexp(-1), logits.gather(-1, torch.stack([targets, targets.flip(0)], -1))
+    weights = torch.linspace(-1, 1, logps.numel()).view_as(logps)
+    (weights * (logps + 0.3 * lse + selected.sum(-1))).sum().backward()
+    return logps.detach(), lse.detach(), gradients(model)
+
+
+def distillation(model):
+    """The cross-entropy of two parts of the sequence, taken of reshaped logits."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits
+    parts = (logits[:, :4].reshape(-1, logits.shape[-1]), labels[:, :4]), (logits[0, 4:], labels[0, 4:])
+    loss = sum(torch.nn.functional.cross_entropy(part.float(), y.flatten(), reduction="sum") for part, y in parts)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def evaluation(model):
+    ids, labels = batch()
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=labels)
+        top = outputs.logits.topk(3)
+        return outputs.loss, outputs.logits.argmax(-1), outputs.logits.max(-1).values, top.values, top.indices
+
+
+def values(model):
+    """The logits themselves, and a loss that needs them, with some of their columns."""
+    ids, _ = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = model(input_ids=ids).logits
+        loss = logits.exp().mean() + logits[:, 2:5, 13:22].square().sum() + logits[..., 20].sum()
+        loss.backward()
+        with torch.no_grad():
+            evaluated = model(input_ids=ids).logits
+        return loss.detach(), logits.detach().clone(), evaluated[:, :, 7], gradients(model)
+
+
+def after_a_step(model):
+    """Logits that an optimizer's step outlive; the weights are put back."""
+    ids, _ = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    logits = model(input_ids=ids).logits
+    logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    after = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    predictions = logits.argmax(-1), logits.logsumexp(-1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            local = getattr(p, "to_local", lambda p=p: p)()
+            full = before[name]
+            if local.shape != full.shape:
+                from torch.distributed.tensor import distribute_tensor
+
+                full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local()
+            local.copy_(full)
+    model.zero_grad()
+    return [p.detach() for p in predictions], after
+
+
+LAZY = (training, log_probs, distillation, evaluation)
+
+
+def run_model(folder, name, left):
+    expected = {check.__name__: check(load(folder, name).train()) for check in LAZY}
+    model = load_split(folder, name)
+    forward = vars(model.lm_head)["forward"]
+    plain = {check.__name__: check(model) for check in (*LAZY, values, after_a_step)}
+    for check in LAZY:
+        close(plain[check.__name__], expected[check.__name__], f"transformers, {check.__name__}")
+    ids, _ = batch()
+    generated = model.generate(ids[:, :3], max_new_tokens=4, do_sample=False)
+
+    report = patch(model)
+    assert {entry.class_name for entry in report.left} == left, str(report)
+    for check in LAZY:
+        with never_materialized():
+            close(check(model), plain[check.__name__], check.__name__)
+    for check in (values, after_a_step):
+        close(check(model), plain[check.__name__], check.__name__)
+    assert isinstance(model(input_ids=ids).logits, LazyLogits)
+    with torch.no_grad():
+        assert isinstance(model(input_ids=ids).logits, LazyLogits)
+    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=4, do_sample=False), generated)
+
+    unpatch(model)
+    assert vars(model.lm_head)["forward"] is forward
+    loss, found = training(model)
+    assert torch.equal(loss, plain["training"][0])
+    assert all(torch.equal(found[key], gradient) for key, gradient in plain["training"][1].items())
+
+
+# --- The processes ----------------------------------------------------------------------------------------------------
+
+
+def work(rank, folder, world, run):
+    faulthandler.enable()  # a process that is killed by a signal says where it was
+    torch.set_num_threads(1)
+    # transformers takes the accelerator that it finds.
+    os.environ.update(CUDA_VISIBLE_DEVICES="", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    import time
+    for name, case in run(folder).items():
+        t = time.time()
+        try:
+            case()
+        except (Exception, pytest.fail.Exception) as error:
+            raise RuntimeError(f"the case {name!r} fails") from error
+        if rank == 0: print(name, time.time() - t, flush=True)
+    gc.collect()
+    dist.barrier()  # the first process to leave would close the other's connections
+    dist.destroy_process_group()
+
+
+def on_two(folder):
+    cases = {name: lambda name=name, left=left: run_model(folder, name, left) for name, (_, left) in tiny_models().items()}
+    return cases
+
+
+def test_split_models_compute_what_they_did(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    save(tmp_path)
+    mp.spawn(work, (tmp_path, 2, on_two), nprocs=2)

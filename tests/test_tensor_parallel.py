@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import inspect
 import os
@@ -116,7 +117,7 @@ def close(found, expected, where=""):
             close(one, other, f"{where}, {number}")
     else:
         found, expected = (x.materialize() if isinstance(x, LazyLogits) else x for x in (found, expected))
-        atol = 1e-6 + 1e-5 * float(expected.abs().max())
+        atol = 1e-6 + 1e-5 * float(expected.double().abs().max())
         assert_close(found, expected, rtol=0, atol=atol, msg=lambda m: f"{where}: {m}")
 
 
@@ -229,6 +230,79 @@ def run_model(folder, name, left):
     assert all(torch.equal(found[key], gradient) for key, gradient in plain["training"][1].items())
 
 
+# --- TRL's fused head -------------------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.7
+
+
+def plain_fused(model):
+    """What TRL's head returns, from logits."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits[:, :-1] / TEMPERATURE
+    labels = labels[:, 1:]
+    mask, logps = labels != -100, logits.log_softmax(-1)
+    log_probs = logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
+    entropy = -(logps.exp() * logps).sum(-1) * mask
+    top = (logits.argmax(-1) == labels) & mask
+    return -log_probs.sum() / mask.sum(), log_probs, entropy, logits.mean(-1) * mask, top
+
+
+def fused(model):
+    ids, labels = batch()
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    return found.loss, found.log_probs, found.entropy, found.mean_logits, found.is_top1
+
+
+def losses_and_gradients(model, function):
+    """With the loss alone, with all that is differentiable, and without gradients."""
+    results = []
+    for weighted in (False, True):
+        loss, log_probs, entropy, mean_logits, top = function(model)
+        weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
+        (loss + weighted * (weights * (log_probs + 0.3 * entropy)).sum()).backward()
+        results.append((*(x.detach() for x in (loss, log_probs, entropy, mean_logits)), top, gradients(model)))
+    with torch.no_grad():
+        return [*results, function(model)]
+
+
+def run_fused(folder, name):
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    model = load_split(folder, name)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    plain = losses_and_gradients(model, plain_fused)
+    for one_pass in (False, True):
+        add_fused_lm_head(
+            model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"), one_pass=one_pass
+        )
+        with never_materialized():
+            close(losses_and_gradients(model, fused), plain, f"one_pass={one_pass}")
+
+
+def run_experimental(folder, name):
+    """The helpers of TRL's experimental trainers, which are given logits."""
+    from trl.trainer import utils
+
+    from liger_losses.trl import experimental
+
+    names = ("selective_log_softmax", "entropy_from_logits")
+    answers = [experimental.with_answer(getattr(experimental, name), getattr(utils, name)) for name in names]
+
+    def logps_and_entropy(model):
+        ids, _ = batch()
+        logits = model(input_ids=ids).logits
+        found = answers[0](logits, ids), answers[1](logits)
+        (found[0] * torch.linspace(-1, 1, ids.numel()).view_as(ids)).sum().backward()
+        return [x.detach() for x in found], gradients(model)
+
+    model = load_split(folder, name)
+    plain = logps_and_entropy(model)
+    patch(model)
+    with never_materialized():
+        close(logps_and_entropy(model), plain)
+
+
 # --- The processes ----------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +328,11 @@ def work(rank, folder, world, run):
 
 
 def on_two(folder):
-    cases = {name: lambda name=name, left=left: run_model(folder, name, left) for name, (_, left) in tiny_models().items()}
+    cases = {name: functools.partial(run_model, folder, name, left) for name, (_, left) in tiny_models().items()}
+    if find_spec("trl"):
+        for name in ("llama", "gemma2, tied", "mixtral"):
+            cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
+        cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
     return cases
 
 

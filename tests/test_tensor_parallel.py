@@ -303,6 +303,61 @@ def run_experimental(folder, name):
         close(logps_and_entropy(model), plain)
 
 
+# --- Data parallelism beside it --------------------------------------------------------------------------------------
+
+
+def split_over(model, mesh):
+    """As transformers does it while it loads a model, which needs all processes for it."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_modules()}
+    plan = model._expand_parallel_plan(model.tp_plan)
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name in names})
+    model.tie_weights()
+    return model
+
+
+def fully_sharded(model, mesh, tail):
+    """``fully_shard`` of the layers, of the last norm and the head if ``tail``, and of the rest."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if tail:
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def run_two_dimensions(folder, name, tail, world):
+    """Each pair of the mesh has a batch of its own; their mean is the loss of both."""
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    rows = world // 2 * ROWS
+    ids, labels = batch(rows)
+    count = (labels[:, 1:] != -100).sum()
+    plain = load(folder, name).train()
+    expected = plain(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+    expected.backward()
+    expected, found = (expected.detach(), gradients(plain)), None
+    mine = mesh["dp"].get_local_rank()
+    ids, labels = (x.split(ROWS)[mine] for x in (ids, labels))
+    for fused_head in (False, True):
+        model = split_over(load(folder, name).train(), mesh["tp"])
+        if fused_head:
+            add_fused_lm_head(model, one_pass=True)
+        else:
+            assert patch(model).replaced
+        fully_sharded(model, mesh["dp"], tail)
+        options = {"fused_lm_head": True} if fused_head else {}
+        with never_materialized():
+            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / mesh["dp"].size(), **options)
+            assert fused_head or isinstance(outputs.logits, LazyLogits)
+            outputs.loss.backward()
+        loss = outputs.loss.detach().clone()
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        found = loss / mesh["dp"].size(), gradients(model)
+        close(found, expected, f"fused_head={fused_head}")
+
+
 # --- The processes ----------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +389,24 @@ def on_two(folder):
             cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
         cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
     return cases
+
+
+def on_a_mesh(folder, world=2):
+    names = {"llama": (False, True), "llama, tied": (False,), "gemma2, tied": (False,), "mixtral": (False,)}
+    return {
+        f"{name}, tail: {tail}": functools.partial(run_two_dimensions, folder, name, tail, world)
+        for name, tails in names.items()
+        for tail in tails
+    }
+
+
+def on_four(folder):
+    return on_a_mesh(folder, 4)
+
+
+def test_mesh(tmp_path):
+    save(tmp_path)
+    mp.spawn(work, (tmp_path, 2, on_a_mesh), nprocs=2)
 
 
 def test_split_models_compute_what_they_did(tmp_path):

@@ -90,12 +90,12 @@ def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
 
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     forward = layer.linear_forward or LinearForward(F.linear)
-    if layer.shard is not None:
-        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
-    if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
+    if layer.shard is None and hasattr(layer.weight, "full_tensor"):  # other processes hold the rest of the logits
         return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
+    if layer.shard is not None:
+        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     dtypes = [None if t is None else t.dtype for t in (weight, bias)]

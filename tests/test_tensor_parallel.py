@@ -19,7 +19,8 @@ pytest.importorskip("transformers", minversion="5.20", reason="older releases sp
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 from liger_losses.patching.lazy import LazyLogits
@@ -78,10 +79,10 @@ def load(folder, name, **options):
     return AutoModelForCausalLM.from_pretrained(folder / name, **options)
 
 
-def load_split(folder, name, **options):
+def load_split(folder, name, plan="auto"):
     from transformers.distributed import DistributedConfig
 
-    return load(folder, name, distributed_config=DistributedConfig(tp_plan="auto", **options)).train()
+    return load(folder, name, distributed_config=DistributedConfig(tp_plan=plan)).train()
 
 
 def batch(rows=ROWS):
@@ -358,6 +359,83 @@ def run_two_dimensions(folder, name, tail, world):
         close(found, expected, f"fused_head={fused_head}")
 
 
+# --- What stays as it is ----------------------------------------------------------------------------------------------
+
+
+def reason_of_head(model):
+    (entry,) = (entry for entry in patch(model).entries if entry.path == "lm_head")
+    assert entry.replaced_by is None
+    return entry.reason
+
+
+def other_styles(folder):
+    """A head whose forward takes or returns something else, or that has columns of the weight."""
+    from transformers.distributed import tensor_parallel as split
+
+    styles = {
+        "returns Tensor (1, 3, 1": split.ColwiseParallel(),
+        "returns Tensor (1, 6, 31)": split.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "returns DTensor (1, 3, 31)": split.ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        "got [Shard(dim=1)]": split.RowwiseParallel(input_layouts=Replicate()),
+    }
+    for reason, style in styles.items():
+        model = load(folder, "llama").train()
+        style.shard_param(model.lm_head, "weight", init_device_mesh("cpu", (2,)))
+        style.install_forward(model.lm_head, init_device_mesh("cpu", (2,)))
+        hidden = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+        before = model.lm_head(hidden)
+        assert reason in reason_of_head(model), reason
+        assert torch.equal(whole(model.lm_head(hidden)), whole(before))
+
+
+def head_that_is_not_split(folder):
+    """The plan of a user leaves it whole on each process."""
+    plan = {"lm_head": "replicate"}
+    plain, model = (load_split(folder, "llama", plan) for _ in range(2))
+    assert patch(model).left == []
+    with never_materialized():
+        for check in LAZY:
+            close(check(model), check(plain), check.__name__)
+
+
+def torchs_own(folder):
+    """A head that parallelize_module has split has hooks, not a forward of its own."""
+    model = load(folder, "llama").train()
+    expected = training(model)
+    plan = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    assert "parallelize_module" in reason_of_head(model)
+    close(training(model), expected)
+
+
+def patched_too_early(folder):
+    """Before transformers splits the model."""
+    model = load(folder, "llama").train()
+    expected, evaluated = training(model), evaluation(model)
+    ids, _ = batch()
+    generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    patch(model)
+    split_over(model, init_device_mesh("cpu", (2,)))
+    with pytest.warns(RuntimeWarning, match="patch the model after it is split"):
+        found = training(model)
+    close(found, expected)
+    close(evaluation(model), evaluated)
+    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), generated)
+
+
+def patched_too_late(folder):
+    """After fully_shard, which has split the head's rows again."""
+    expected = training(load(folder, "llama").train())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for tail, reason in ((False, "shard the model after it is patched"), (True, "shard it afterwards")):
+        model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
+        assert reason in reason_of_head(model)
+        close(training(model), expected)
+
+
+MISFITS = (other_styles, head_that_is_not_split, torchs_own, patched_too_early, patched_too_late)
+
+
 # --- The processes ----------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +466,7 @@ def on_two(folder):
         for name in ("llama", "gemma2, tied", "mixtral"):
             cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
         cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
-    return cases
+    return cases | {case.__name__: functools.partial(case, folder) for case in MISFITS}
 
 
 def on_a_mesh(folder, world=2):
@@ -406,7 +484,7 @@ def on_four(folder):
 
 def test_mesh(tmp_path):
     save(tmp_path)
-    mp.spawn(work, (tmp_path, 2, on_a_mesh), nprocs=2)
+    mp.spawn(work, (tmp_path, 4, on_four), nprocs=4)
 
 
 def test_split_models_compute_what_they_did(tmp_path):

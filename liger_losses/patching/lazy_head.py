@@ -194,6 +194,12 @@ def unsupported_reason(module: nn.Module) -> str | None:
     sharded = hasattr(module.weight, "full_tensor")  # gathered by the time it is used
     if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if sharded and any(getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in hooks):
+        return (
+            "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with the "
+            'tp_plan="auto" of transformers, or take the loss from the last hidden states and a Head with group='
+        )
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
     return None
@@ -283,6 +289,9 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
     else:
         linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
+            if isinstance(module, LazyLinear) and hasattr(module.weight, "full_tensor"):
+                vars(module)["only_when_forced"] = True  # the forward that was put around it expects the layer's own
+                return "its weight was split over processes after patch(): patch the model after it is split"
             try:
                 if hasattr(module.weight, "full_tensor"):
                     shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])

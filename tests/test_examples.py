@@ -15,11 +15,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(name, *arguments):
-    """An example in a process of its own, with this checkout's library."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+def run(name, *arguments, processes=None):
+    """An example in a process of its own, or by torchrun in several, with this checkout's library."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
+    if processes and torch.cuda.device_count() < processes:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
@@ -250,3 +253,14 @@ def test_the_examples_run(dpo, saved_model, name, arguments, expected):
     assert "step   1" in done.stdout
     assert expected in done.stdout
     assert "nan" not in done.stdout
+
+
+def test_tensor_parallel_runs_on_two_processes():
+    pytest.importorskip("transformers", minversion="5.20")
+    done = run("tensor_parallel", "--steps", 3, processes=2)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "SFT loss" in line]
+    assert len(losses) == 3  # one process prints
+    assert losses[2] < losses[0] - 0.3
+    assert "LazyLinear 1" in done.stdout
+    assert "DPO loss 0.6931" in done.stdout  # log 2: the reference is the model itself

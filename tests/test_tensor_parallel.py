@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing import assert_close
 
-from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.lazy import LazyLogits, warning
 from liger_losses.patching.patch import patch, unpatch
 
 ROWS, LENGTH = 2, 9
@@ -103,6 +103,7 @@ def gradients(model):
 
 @contextlib.contextmanager
 def never_materialized():
+    warning._WARNED.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*needs the values")
         yield
@@ -406,6 +407,11 @@ def torchs_own(folder):
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
     assert "parallelize_module" in reason_of_head(model)
     close(training(model), expected)
+    model = load(folder, "llama").train()
+    patch(model)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    with pytest.warns(RuntimeWarning, match="split over processes after patch"):
+        close(training(model), expected)
 
 
 def patched_too_early(folder):

@@ -90,7 +90,13 @@ def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
 
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     forward = layer.linear_forward or LinearForward(F.linear)
-    if layer.shard is None and hasattr(layer.weight, "full_tensor"):  # other processes hold the rest of the logits
+    if layer.shard is None and hasattr(layer.weight, "full_tensor"):
+        warnings.warn(
+            "the head's weight was split over processes after patch(), so that all logits are computed: patch the "
+            "model after transformers has split it, or before fully_shard does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)

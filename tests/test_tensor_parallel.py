@@ -1,14 +1,10 @@
-"""Models that transformers has split over processes (``tp_plan="auto"``): patched, they compute what they did before."""
+"""Models that transformers splits over processes (``tp_plan="auto"``): patched, they compute what they did."""
 
 import contextlib
-import faulthandler
 import functools
-import gc
-import inspect
-import os
 import warnings
-from datetime import timedelta
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -18,110 +14,27 @@ import torch.multiprocessing as mp
 pytest.importorskip("transformers", minversion="5.20", reason="older releases split models in another way")
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing import assert_close
 
-from liger_losses.patching.lazy import LazyLogits, warning
+from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.patch import patch, unpatch
-
-ROWS, LENGTH = 2, 9
-WORDS = 31  # of the inputs: the smallest vocabulary
-
-
-def tiny_models():
-    """By name, a model of each family, and the classes of its modules that patching must leave alone."""
-    import transformers
-
-    def tiny(family, vocab_size, tied, *left, **options):
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=vocab_size,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-            tie_word_embeddings=tied,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=None,
-            **options,
-        )
-        return lambda: (torch.manual_seed(0), getattr(transformers, f"{family}ForCausalLM")(config))[1], set(left)
-
-    return {
-        "llama": tiny("Llama", 31, False),
-        "llama, tied": tiny("Llama", 40, True),
-        "qwen2": tiny("Qwen2", 40, False),
-        "qwen3, tied": tiny("Qwen3", 40, True, "Qwen3RMSNorm", head_dim=8),
-        "gemma2, tied": tiny("Gemma2", 33, True, head_dim=4, final_logit_softcapping=2.0),
-        "mixtral": tiny(
-            "Mixtral", 40, False, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
-        ),
-    }
-
-
-def save(folder):
-    for name, (make, _) in tiny_models().items():
-        model = make()
-        with torch.no_grad():  # norms and biases that are not all ones or zeros
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn(len(parameter)))
-        model.save_pretrained(folder / name)
-
-
-def load(folder, name, **options):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder / name, **options)
-
-
-def load_split(folder, name, plan="auto"):
-    from transformers.distributed import DistributedConfig
-
-    return load(folder, name, distributed_config=DistributedConfig(tp_plan=plan)).train()
-
-
-def batch(rows=ROWS):
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(WORDS, (rows, LENGTH), generator=g)
-    return ids, ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gradients(model):
-    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-@contextlib.contextmanager
-def never_materialized():
-    warning._WARNED.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*needs the values")
-        yield
-
-
-def close(found, expected, where=""):
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for name, value in expected.items():
-            close(found[name], value, f"{where}, {name}")
-    elif isinstance(expected, (list, tuple)):
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            close(one, other, f"{where}, {number}")
-    else:
-        found, expected = (x.materialize() if isinstance(x, LazyLogits) else x for x in (found, expected))
-        atol = 1e-6 + 1e-5 * float(expected.double().abs().max())
-        assert_close(found, expected, rtol=0, atol=atol, msg=lambda m: f"{where}: {m}")
-
+from tests.split_models import (
+    ROWS,
+    WORDS,
+    batch,
+    close,
+    fully_sharded,
+    gradients,
+    load,
+    load_split,
+    never_materialized,
+    save,
+    split_over,
+    tiny_models,
+    whole,
+    work,
+)
 
 # --- What is computed of a model --------------------------------------------------------------------------------------
 
@@ -181,45 +94,34 @@ def after_a_step(model):
     """Logits that an optimizer's step outlive; the weights are put back."""
     ids, _ = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     logits = model(input_ids=ids).logits
     logits.logsumexp(-1).sum().backward()
     optimizer.step()
     after = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
     predictions = logits.argmax(-1), logits.logsumexp(-1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            local = getattr(p, "to_local", lambda p=p: p)()
-            full = before[name]
-            if local.shape != full.shape:
-                from torch.distributed.tensor import distribute_tensor
-
-                full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local()
-            local.copy_(full)
+    model.load_state_dict(before)
     model.zero_grad()
     return [p.detach() for p in predictions], after
 
 
 LAZY = (training, log_probs, distillation, evaluation)
+READING = (values, after_a_step)
 
 
 def run_model(folder, name, left):
-    expected = {check.__name__: check(load(folder, name).train()) for check in LAZY}
     model = load_split(folder, name)
     forward = vars(model.lm_head)["forward"]
-    plain = {check.__name__: check(model) for check in (*LAZY, values, after_a_step)}
-    for check in LAZY:
-        close(plain[check.__name__], expected[check.__name__], f"transformers, {check.__name__}")
+    plain = {check: check(model) for check in LAZY + READING}
+    close(plain[training], training(load(folder, name).train()), "transformers")
     ids, _ = batch()
     generated = model.generate(ids[:, :3], max_new_tokens=4, do_sample=False)
 
     report = patch(model)
     assert {entry.class_name for entry in report.left} == left, str(report)
-    for check in LAZY:
-        with never_materialized():
-            close(check(model), plain[check.__name__], check.__name__)
-    for check in (values, after_a_step):
-        close(check(model), plain[check.__name__], check.__name__)
+    for check in LAZY + READING:
+        with never_materialized() if check in LAZY else contextlib.nullcontext():
+            close(check(model), plain[check], check.__name__)
     assert isinstance(model(input_ids=ids).logits, LazyLogits)
     with torch.no_grad():
         assert isinstance(model(input_ids=ids).logits, LazyLogits)
@@ -228,8 +130,8 @@ def run_model(folder, name, left):
     unpatch(model)
     assert vars(model.lm_head)["forward"] is forward
     loss, found = training(model)
-    assert torch.equal(loss, plain["training"][0])
-    assert all(torch.equal(found[key], gradient) for key, gradient in plain["training"][1].items())
+    assert torch.equal(loss, plain[training][0])
+    assert all(torch.equal(found[key], gradient) for key, gradient in plain[training][1].items())
 
 
 # --- TRL's fused head -------------------------------------------------------------------------------------------------
@@ -308,56 +210,75 @@ def run_experimental(folder, name):
 # --- Data parallelism beside it --------------------------------------------------------------------------------------
 
 
-def split_over(model, mesh):
-    """As transformers does it while it loads a model, which needs all processes for it."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_modules()}
-    plan = model._expand_parallel_plan(model.tp_plan)
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name in names})
-    model.tie_weights()
-    return model
-
-
-def fully_sharded(model, mesh, tail):
-    """``fully_shard`` of the layers, of the last norm and the head if ``tail``, and of the rest."""
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    if tail:
-        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def run_two_dimensions(folder, name, tail, world):
-    """Each pair of the mesh has a batch of its own; their mean is the loss of both."""
+def run_two_dimensions(folder, name, tail, pairs):
+    """Each pair of processes has a batch of its own; their mean is the loss of all."""
     from liger_losses.trl.fused_head import add_fused_lm_head
 
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    rows = world // 2 * ROWS
-    ids, labels = batch(rows)
+    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+    ids, labels = batch(pairs * ROWS)
     count = (labels[:, 1:] != -100).sum()
-    plain = load(folder, name).train()
+    options = {"output_router_logits": False} if name == "mixtral" else {}  # whose loss is not a sum over tokens
+    plain = load(folder, name, **options).train()
     expected = plain(input_ids=ids, labels=labels, num_items_in_batch=count).loss
     expected.backward()
-    expected, found = (expected.detach(), gradients(plain)), None
+    expected = expected.detach(), gradients(plain)
     mine = mesh["dp"].get_local_rank()
     ids, labels = (x.split(ROWS)[mine] for x in (ids, labels))
     for fused_head in (False, True):
-        model = split_over(load(folder, name).train(), mesh["tp"])
+        model = split_over(load(folder, name, **options).train(), mesh["tp"])
         if fused_head:
             add_fused_lm_head(model, one_pass=True)
         else:
             assert patch(model).replaced
         fully_sharded(model, mesh["dp"], tail)
-        options = {"fused_lm_head": True} if fused_head else {}
+        fused_options = {"fused_lm_head": True} if fused_head else {}
         with never_materialized():
-            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / mesh["dp"].size(), **options)
+            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / pairs, **fused_options)
             assert fused_head or isinstance(outputs.logits, LazyLogits)
             outputs.loss.backward()
         loss = outputs.loss.detach().clone()
         dist.all_reduce(loss, group=mesh["dp"].get_group())
-        found = loss / mesh["dp"].size(), gradients(model)
-        close(found, expected, f"fused_head={fused_head}")
+        close((loss / pairs, gradients(model)), expected, f"fused_head={fused_head}")
+
+
+def run_trainer(folder):
+    """TRL's SFT trainer, plain and enabled: losses, metrics and weights."""
+    import accelerate
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    from liger_losses.trl import enabled
+
+    words = {str(i): i for i in range(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="2"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+    ids, labels = batch(8)
+    rows = [
+        {"input_ids": x.tolist(), "completion_mask": (y != -100).long().tolist()}
+        for x, y in zip(ids, labels, strict=True)
+    ]
+    options = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    found = []
+    for context in (contextlib.nullcontext, enabled):
+        model = load_split(folder, "llama")
+        arguments = trl.SFTConfig(str(folder / "output"), gradient_checkpointing=False, optim="sgd", **options)
+        # Accelerate allows tensor parallelism on accelerators only.
+        with context(), mock.patch.object(accelerate.ParallelismConfig, "_validate_accelerator"):
+            data = datasets.Dataset.from_list(rows)
+            trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+            with never_materialized():
+                trainer.train()
+        logs = [
+            {key: torch.tensor(value) for key, value in log.items() if "runtime" not in key and "second" not in key}
+            for log in trainer.state.log_history
+        ]
+        found.append((logs, {name: whole(p).detach() for name, p in model.named_parameters()}))
+    assert len(found[0][0]) == 4
+    assert "entropy" in found[0][0][0]
+    close(*found)
 
 
 # --- What stays as it is ----------------------------------------------------------------------------------------------
@@ -445,55 +366,35 @@ MISFITS = (other_styles, head_that_is_not_split, torchs_own, patched_too_early, 
 # --- The processes ----------------------------------------------------------------------------------------------------
 
 
-def work(rank, folder, world, run):
-    faulthandler.enable()  # a process that is killed by a signal says where it was
-    torch.set_num_threads(1)
-    # transformers takes the accelerator that it finds.
-    os.environ.update(CUDA_VISIBLE_DEVICES="", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    import time
-    for name, case in run(folder).items():
-        t = time.time()
-        try:
-            case()
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the case {name!r} fails") from error
-        if rank == 0: print(name, time.time() - t, flush=True)
-    gc.collect()
-    dist.barrier()  # the first process to leave would close the other's connections
-    dist.destroy_process_group()
-
-
 def on_two(folder):
     cases = {name: functools.partial(run_model, folder, name, left) for name, (_, left) in tiny_models().items()}
     if find_spec("trl"):
         for name in ("llama", "gemma2, tied", "mixtral"):
             cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
+        cases["trainer"] = functools.partial(run_trainer, folder)
         cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
-    return cases | {case.__name__: functools.partial(case, folder) for case in MISFITS}
-
-
-def on_a_mesh(folder, world=2):
-    names = {"llama": (False, True), "llama, tied": (False,), "gemma2, tied": (False,), "mixtral": (False,)}
-    return {
-        f"{name}, tail: {tail}": functools.partial(run_two_dimensions, folder, name, tail, world)
-        for name, tails in names.items()
-        for tail in tails
-    }
+    cases |= {case.__name__: functools.partial(case, folder) for case in MISFITS}
+    for name, tail in (("llama", True), ("gemma2, tied", False)):
+        cases[f"{name}, mesh of one row"] = functools.partial(run_two_dimensions, folder, name, tail, 1)
+    return cases
 
 
 def on_four(folder):
-    return on_a_mesh(folder, 4)
-
-
-def test_mesh(tmp_path):
-    save(tmp_path)
-    mp.spawn(work, (tmp_path, 4, on_four), nprocs=4)
+    tails = {"llama": (False, True), "llama, tied": (False,), "gemma2, tied": (False,), "mixtral": (False, True)}
+    return {
+        f"{name}, tail: {tail}": functools.partial(run_two_dimensions, folder, name, tail, 2)
+        for name, found in tails.items()
+        for tail in found
+    }
 
 
 def test_split_models_compute_what_they_did(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
     save(tmp_path)
     mp.spawn(work, (tmp_path, 2, on_two), nprocs=2)
+
+
+@pytest.mark.slow  # 40 seconds
+def test_data_parallelism_beside_tensor_parallelism(tmp_path):
+    save(tmp_path)
+    mp.spawn(work, (tmp_path, 4, on_four), nprocs=4)

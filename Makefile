@@ -1,10 +1,10 @@
 # `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
-# `make test-newest`: the tests of `make test` on the newest torch.
+# `make test-newest`: the tests of `make test` on the newest torch. `make test-zero`: the tests of DeepSpeed's ZeRO-3.
 # Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test test-slow newest test-newest lint clean
+.PHONY: demo test test-slow newest test-newest zero test-zero lint clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
@@ -26,6 +26,21 @@ newest: .venv/newest/constraints.txt
 .venv/newest/constraints.txt: requirements-tested.txt
 	$(PYTHON) -m venv .venv/newest
 	grep -v "^torch==" $< > $@
+
+test-zero: zero
+	OMP_NUM_THREADS=1 .venv/zero/bin/python -m pytest -q -n 2 -rs tests/test_zero.py $(ARGS)
+
+zero: .venv/zero/ready
+
+# An environment that has DeepSpeed, and everything in .venv/test: with DeepSpeed beside them, accelerate and
+# transformers behave otherwise, so it is not installed there.
+.venv/zero/ready: .venv/test/ready
+	.venv/test/bin/python -m venv --without-pip .venv/zero
+	.venv/test/bin/python -c "from sysconfig import get_path as p; print(f'import site; site.addsitedir({p(\"purelib\")!r})')" \
+		> $$(.venv/zero/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/test.pth
+	.venv/test/bin/python -m pip --python .venv/zero/bin/python install --quiet --disable-pip-version-check \
+		-c requirements-tested.txt --no-build-isolation deepspeed
+	touch $@
 
 lint: .venv/test/ready
 	.venv/test/bin/python -m ruff check .

@@ -26,19 +26,18 @@ PAIRS = pathlib.Path(__file__).parent / "data" / "preferences.jsonl"
 
 
 def load(name):
-    """A model that is split over all processes, and its tokenizer; for the tiny model, a function to bytes."""
+    """A model that is split over all processes, and a function from text to its tokens."""
+    split = DistributedConfig(tp_plan="auto")  # also starts torch.distributed, with NCCL on GPUs and gloo on CPUs
+    if name is not None:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, distributed_config=split)
+        return model.train(), AutoTokenizer.from_pretrained(name).encode
     with tempfile.TemporaryDirectory() as folder:
-        if name is None and dist.get_rank() == 0:  # 257 tokens: the processes' shares of the vocabulary differ
-            torch.manual_seed(0)
-            config = LlamaConfig(vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-            LlamaForCausalLM(config).save_pretrained(folder)
-        source = [name or folder]
-        dist.broadcast_object_list(source)
-        split = DistributedConfig(tp_plan="auto")
-        model = AutoModelForCausalLM.from_pretrained(source[0], dtype=torch.float32, distributed_config=split)
-        dist.barrier()
-    encode = AutoTokenizer.from_pretrained(name).encode if name else lambda text: list(text.encode())
-    return model.train(), encode
+        torch.manual_seed(0)  # each process saves the same model
+        # With 257 tokens, the processes' shares of the vocabulary differ.
+        config = LlamaConfig(vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split)
+    return model.train(), lambda text: list(text.encode())
 
 
 def batch_of(pairs, side, encode, device):
@@ -57,13 +56,10 @@ def main():
     parser.add_argument("--learning-rate", type=float, help="default: 1e-5; for the tiny model 1e-2")
     args = parser.parse_args()
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    say = print if dist.get_rank() == 0 else lambda text: None
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise SystemExit("Start this with torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
     model, encode = load(args.model)
+    say = print if dist.get_rank() == 0 else lambda text: None
     say(liger_losses.patch(model))
     rate = args.learning_rate or (1e-5 if args.model else 1e-2)
     # Some parameters are DTensors and some are not, which foreach implementations do not mix.
@@ -72,19 +68,19 @@ def main():
     pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
     for step in range(args.steps):
         batch = pairs[step * args.batch_size :][: args.batch_size]
-        ids, labels = batch_of(batch, "chosen", encode, device)
+        ids, labels = batch_of(batch, "chosen", encode, model.device)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss  # of lazy logits
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        say(f"step {step}: SFT loss {loss.item():.4f}")
+        say(f"step {step} loss {loss.item():.4f}")
 
     # Every loss takes a head whose rows the processes of a group share.
     weight = model.get_output_embeddings().weight
     head = Head(weight.to_local(), group=weight.device_mesh.get_group())
     completions = []
     for side in ("chosen", "rejected"):
-        ids, labels = batch_of(batch, side, encode, device)
+        ids, labels = batch_of(batch, side, encode, model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         reference = linear_logps(hidden.detach(), head.detach(), labels, shift=True).sum(-1)  # before this step
         completions.append(Completions(hidden, labels, ref_logps=reference))

@@ -6,6 +6,10 @@ draws a plot, and saves the tuned model.
 
     python examples/trl_dpo.py
     python examples/trl_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
+
+On several GPUs, it trains with this library alone, and prints the losses:
+
+    accelerate launch --config_file examples/accelerate_fsdp2.yaml examples/trl_dpo.py
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import resource
 import subprocess
@@ -20,6 +25,7 @@ import sys
 import time
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
@@ -96,6 +102,11 @@ def prepare_model(name: str, target: pathlib.Path) -> str:
     return str(target)
 
 
+def several_processes() -> bool:
+    """Whether `accelerate launch` or torchrun has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 # --- One run -------------------------------------------------------------------------------------------------------
 
 
@@ -147,9 +158,10 @@ def run(args: argparse.Namespace) -> dict:
     tokens = [
         len(row["prompt_ids"]) * 2 + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in trainer.train_dataset
     ]
-    before = trainer.evaluate() if with_library else {}
+    evaluates = with_library and not several_processes()
+    before = trainer.evaluate() if evaluates else {}
     trainer.train()
-    after = trainer.evaluate() if with_library else {}
+    after = trainer.evaluate() if evaluates else {}
     peak = peak_memory()
     history = [row for row in trainer.state.log_history if "loss" in row]
     result = {
@@ -253,12 +265,28 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def train_with_others(args: argparse.Namespace, output: pathlib.Path) -> None:
+    """One of several processes' part of a run with this library; the first one prints the losses."""
+    state = PartialState(cpu=not torch.cuda.is_available())
+    with state.main_process_first():
+        args.model = prepare_model(args.model, output / "base")
+    args.worker = "liger_losses"
+    losses = run(args)["loss"]
+    if state.is_main_process:
+        for step, loss in enumerate(losses, 1):
+            print(f"{f'loss, step {step}':24}{loss:16.6f}")
+        print(f"\nModel: {output / 'model'}")
+
+
 def main() -> None:
     args = parse_arguments()
     output = pathlib.Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     if args.worker:
         (output / f"{args.worker}.json").write_text(json.dumps(run(args), indent=1))
+        return
+    if several_processes():
+        train_with_others(args, output)
         return
     started = time.perf_counter()
     load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)  # a bad file should not cost a training run

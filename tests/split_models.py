@@ -6,10 +6,12 @@ import gc
 import os
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
@@ -133,8 +135,7 @@ def fully_sharded(model, mesh, tail):
 def work(rank, folder, world, run):
     faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
-    # transformers takes the accelerator that it finds.
-    os.environ.update(CUDA_VISIBLE_DEVICES="", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # which accelerate demands, and nobody uses
     dist.init_process_group(
         "gloo",
@@ -151,3 +152,10 @@ def work(rank, folder, world, run):
     gc.collect()
     dist.barrier()  # the first process to leave would close the other's connections
     dist.destroy_process_group()
+
+
+def start(folder, run, world):
+    """Save the models, and run the cases that ``run(folder)`` names on so many processes."""
+    save(folder)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # transformers takes the accelerator that it finds
+        mp.spawn(work, (folder, world, run), nprocs=world)

@@ -1,9 +1,13 @@
 """The head of TRL on two processes: loss, gradients and steps are those of one process with both batches."""
 
+import contextlib
+import copy
 import faulthandler
 import functools
 import gc
 import itertools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +21,15 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -75,11 +86,11 @@ def plain_loss(model, weighted):
     return found.loss + (weights * log_probs).sum() / count
 
 
-def our_loss(model, weighted, rank):
-    """Of this process's batch: the mean over processes, which DDP and FSDP take, is the loss of both."""
-    ids, labels, weights = (part.split(ROWS)[rank] for part in batch())
-    count = (batch()[1][:, 1:] != -100).sum() / WORLD
-    found = model(input_ids=ids, labels=labels, num_items_in_batch=count, fused_lm_head=True)
+def our_loss(model, weighted, rank, rows=ROWS, **options):
+    """Of this process's batch: the mean over processes, which DDP and FSDP take, is the loss of all."""
+    ids, labels, weights = (part.split(rows)[rank] for part in batch())
+    count = (batch()[1][:, 1:] != -100).sum() / len(rows)
+    found = model(input_ids=ids, labels=labels, num_items_in_batch=count, **(options or {"fused_lm_head": True}))
     return found.loss + (weights * found.log_probs).sum() / count if weighted else found.loss
 
 
@@ -206,21 +217,40 @@ def run_case(case, rank):
                 raise RuntimeError(f"with one_pass={one_pass} and log_probs in the loss: {weighted}") from error
 
 
-def check_gradients(ours, plain):
+def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
     for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(whole(ours.get_parameter(key).grad), parameter.grad, rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(whole(ours.get_parameter(key).grad), parameter.grad, rtol=rtol, atol=atol)
+
+
+#: What serves the head of a model: TRL's, in two passes or one, or lazy logits.
+HEADS = {
+    "two passes": add_fused_lm_head,
+    "one pass": functools.partial(add_fused_lm_head, one_pass=True),
+    "lazy": make_head_lazy,
+}
+
+
+def loss_of_head(head, spread, rank, rows=ROWS):
+    """With TRL's head, of log-probabilities too."""
+    return our_loss(spread, head != "lazy", rank, rows, **({"use_cache": False} if head == "lazy" else {}))
 
 
 def accumulated(rank):
     """Gradients are reduced with the last of three backward passes."""
-    plain, ours = llama(), llama()
-    add_fused_lm_head(ours)
-    CASES["head, freed"].spread(ours)
-    for last in (False, False, True):
-        ours.set_requires_gradient_sync(last)
-        (our_loss(ours, True, rank) / 3).backward()
-    plain_loss(plain, True).backward()
-    check_gradients(ours, plain)
+    for name, (head, serve) in itertools.product(("head, freed", "root", "tail, tied, freed", "DDP"), HEADS.items()):
+        case = CASES[name]
+        plain, ours = llama(case.tied), llama(case.tied)
+        serve(ours)
+        spread = case.spread(ours)
+        for last in (False, False, True):
+            if name == "DDP":
+                with contextlib.nullcontext() if last else spread.no_sync():
+                    (loss_of_head(head, spread, rank) / 3).backward()
+            else:
+                spread.set_requires_gradient_sync(last)
+                (loss_of_head(head, spread, rank) / 3).backward()
+        plain_loss(plain, head != "lazy").backward()
+        check_gradients(ours, plain)
 
 
 def log_probs_alone(rank):
@@ -252,13 +282,85 @@ def kernels(rank):
 
 def lazy_logits(rank):
     """The head of :func:`make_head_lazy`, and the model's own loss."""
-    plain, ours = llama(), llama()
-    make_head_lazy(ours)
-    CASES["head, freed"].spread(ours)
-    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-    ours(input_ids=ids, labels=labels, num_items_in_batch=(batch()[1][:, 1:] != -100).sum() / WORLD).loss.backward()
-    plain_loss(plain, False).backward()
-    check_gradients(ours, plain)
+    for name in ("head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"):
+        case = CASES[name]
+        plain, ours = llama(case.tied), llama(case.tied)
+        make_head_lazy(ours)
+        case.spread(ours)
+        found, expected = loss_of_head("lazy", ours, rank), plain_loss(plain, False)
+        assert found.dtype == torch.float32
+        found.backward()
+        expected.backward()
+        check_gradients(ours, plain, case.rtol, case.atol)
+
+
+def offloaded(rank):
+    """Parameters and gradients that ``fully_shard`` keeps on the CPU, where they are gathered as well here."""
+    for head, serve in HEADS.items():
+        plain, ours = llama(), llama()
+        serve(ours)
+        units(ours, layers=True, parts=TAIL, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        loss_of_head(head, ours, rank).backward()
+        plain_loss(plain, head != "lazy").backward()
+        check_gradients(ours, plain)
+
+
+def checkpoints(rank):
+    """``torch.distributed.checkpoint`` of patched models and their optimizers loads into plain ones, and reversed."""
+    directory = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(directory)
+    for tied, from_patched in ((False, True), (True, True), (False, False)):
+        model, optimizer = sharded_and_optimizer(tied, from_patched)
+        train_step(model, optimizer, rank)
+        weights, moments = get_state_dict(model, optimizer)
+        assert weights.keys() == model.state_dict().keys() == llama(tied).state_dict().keys()
+        whole_weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{directory[0]}/{tied} {from_patched}")
+        train_step(model, optimizer, rank)
+        for to_patched in (True, False):
+            place = {"checkpoint_id": f"{directory[0]}/{tied} {from_patched}"}
+            other, optimizer = sharded_and_optimizer(tied, to_patched)
+            weights, moments = get_state_dict(other, optimizer)
+            checkpoint.load({"model": weights, "optimizer": moments}, **place)
+            set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            train_step(other, optimizer, rank)
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(whole(other.state_dict()[key]), whole(value), rtol=1e-4, atol=1e-5, msg=key)
+            other = patched_llama(tied) if to_patched else llama(tied)  # whole
+            weights = other.state_dict()
+            checkpoint.load({"model": weights}, **place)
+            other.load_state_dict(weights)
+            if rank == 0:  # the others have no whole_weights
+                plain = llama(tied)
+                plain.load_state_dict(whole_weights)
+                assert all(torch.equal(value, whole_weights[key]) for key, value in other.state_dict().items())
+                torch.testing.assert_close(plain_loss(other, False), plain_loss(plain, False))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory[0])
+
+
+@functools.cache
+def patched_once(tied):
+    model = llama(tied)
+    assert patch(model).counts
+    return model
+
+
+def patched_llama(tied):
+    return copy.deepcopy(patched_once(tied))
+
+
+def sharded_and_optimizer(tied, patched):
+    model = patched_llama(tied) if patched else llama(tied)
+    CASES["tail, tied, freed" if tied else "head, freed"].spread(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model, optimizer, rank):
+    loss_of_head("lazy", model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def lazy_logits_outlive_the_forward(rank):
@@ -338,6 +440,8 @@ CHECKS = (
     log_probs_alone,
     kernels,
     lazy_logits,
+    offloaded,
+    checkpoints,
     lazy_logits_outlive_the_forward,
     lazy_logits_read_after_the_backward,
     sharded_before,

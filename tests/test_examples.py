@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,14 +16,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(name, *arguments, processes=None):
-    """An example in a process of its own, or by torchrun in several, with this checkout's library."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+def run(name, *arguments):
+    """An example in a process of its own, with this checkout's library."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
-    if processes and torch.cuda.device_count() < processes:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
@@ -255,12 +253,72 @@ def test_the_examples_run(dpo, saved_model, name, arguments, expected):
     assert "nan" not in done.stdout
 
 
-def test_tensor_parallel_runs_on_two_processes():
-    pytest.importorskip("transformers", minversion="5.20")
-    done = run("tensor_parallel", "--steps", 3, processes=2)
+def torchrun(name, *arguments, **variables):
+    """What two CPU processes of an example print."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "SFT loss" in line]
+    return done.stdout
+
+
+def losses_in(printed):
+    """Of each step."""
+    return [float(loss) for loss in re.findall(r"^(?:loss, )?step +\d+ +(?:loss )? *(\S+)$", printed, re.MULTILINE)]
+
+
+def test_dpo_with_fsdp2_on_two_processes(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    losses = losses_in(torchrun("fsdp2", "--output", tmp_path))
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
+    assert losses[-1] < 0.45
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+
+
+@pytest.mark.slow
+def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
+    files = ("--model", saved_model / "model", "--dataset", saved_model / "pairs.jsonl")
+    losses = losses_in(torchrun("fsdp2", *files, "--steps=3", "--learning-rate=1e-2"))
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_demo_on_two_processes(saved_model):
+    """They train with DDP on a CPU, where accelerate has no FSDP."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    files = (f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}")
+    steps = ("--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2", f"--output={saved_model / 'out'}")
+    losses = losses_in(torchrun("trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
+    assert len(losses) == 4
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+    assert losses[0] != losses[-1]
+    assert (saved_model / "out" / "model" / "config.json").is_file()
+
+
+def test_the_configuration_of_accelerate_is_one_of_fsdp2():
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config = config_args.load_config_from_file(str(EXAMPLES / "accelerate_fsdp2.yaml"))
+    assert config.distributed_type.value == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
+
+
+def test_tensor_parallelism_on_two_processes():
+    pytest.importorskip("transformers", minversion="5.20")
+    printed = torchrun("tensor_parallel", "--steps=3")
+    losses = losses_in(printed)
     assert len(losses) == 3  # one process prints
     assert losses[2] < losses[0] - 0.3
-    assert "LazyLinear 1" in done.stdout
-    assert "DPO loss 0.6931" in done.stdout  # log 2: the reference is the model itself
+    assert "LazyLinear 1" in printed
+    assert "DPO loss 0.6931" in printed  # the model is its own reference
+
+
+def test_tensor_parallelism_needs_several_processes():
+    pytest.importorskip("transformers", minversion="5.20")
+    assert "torchrun --nproc-per-node 2" in run("tensor_parallel").stderr

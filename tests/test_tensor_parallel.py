@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("transformers", minversion="5.20", reason="older releases split models in another way")
 
@@ -29,11 +28,10 @@ from tests.split_models import (
     load,
     load_split,
     never_materialized,
-    save,
     split_over,
+    start,
     tiny_models,
     whole,
-    work,
 )
 
 # --- What is computed of a model --------------------------------------------------------------------------------------
@@ -390,11 +388,9 @@ def on_four(folder):
 
 def test_split_models_compute_what_they_did(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
-    save(tmp_path)
-    mp.spawn(work, (tmp_path, 2, on_two), nprocs=2)
+    start(tmp_path, on_two, 2)
 
 
 @pytest.mark.slow  # 40 seconds
 def test_data_parallelism_beside_tensor_parallelism(tmp_path):
-    save(tmp_path)
-    mp.spawn(work, (tmp_path, 4, on_four), nprocs=4)
+    start(tmp_path, on_four, 4)

@@ -81,7 +81,7 @@ def test_statistics_of_parts_make_those_of_the_whole(dtype, scale, weighted):
         found["max_logit"], found["argmax"] = logits[:, columns].max(-1)
         for name, values in parts.items():
             values.append(found[name].to(dtype))
-    merged = merge({name: torch.stack(values) for name, values in parts.items()}, sizes, owners, c)
+    merged = merge({name: torch.stack(values) for name, values in parts.items()}, torch.tensor(sizes), labels, c)
     assert torch.equal(merged["argmax"], logits.argmax(-1))
     for name in NAMES:
         assert merged[name].dtype == dtype
@@ -95,7 +95,7 @@ def test_confident_tokens_keep_their_digits():
     others = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     lse = torch.stack([torch.full((20,), 1000.0), 960 + others[:, 0], 970 + others[:, 1]])
     parts = {"lse": lse, "logp": torch.tensor([[0.0], [-3.0], [-4.0]]).expand(3, 20)}
-    found = merge(parts, (1, 7, 9), torch.zeros(20, dtype=torch.int64))["logp"]
+    found = merge(parts, torch.tensor([1, 7, 9]), torch.zeros(20, dtype=torch.int64))["logp"]
     exact = -(lse[1:].double() - 1000).exp().sum(0).log1p()
     assert found.abs().max() < 1e-11
     assert relative_error(found, exact) < 1e-6
@@ -118,20 +118,21 @@ def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, voc
     g = torch.Generator().manual_seed(seed)
 
     def tensor(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
 
-    labels = torch.randint(vocab_size, (rows, length), generator=g)
-    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
-    return {
+    labels = torch.randint(vocab_size, (rows, length), generator=g, device="cpu")
+    labels[torch.rand(rows, length, generator=g, device="cpu") < 0.3] = -100
+    found = {
         "h": tensor(rows, length, hidden_size),
         "other": tensor(rows, length, hidden_size),
         "y": labels,
         "signs": torch.tensor([1.0, -0.5, 0.3, -1.0])[:rows],
-        "logps": -3.4 + 0.2 * torch.randn(rows, length, generator=g),
+        "logps": -3.4 + 0.2 * tensor(rows, length).float(),
         "weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
         "bias": tensor(vocab_size) / 2,
         "ref_weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
     }
+    return {name: value.to(torch.get_default_device()) for name, value in found.items()}
 
 
 def pairs(loss, head, ref, d):
@@ -150,8 +151,8 @@ def marked(loss, head, ref, d):
     return loss(d["h"], head, d["y"], preference_labels=d["signs"] > 0, **extra)
 
 
-def policy(loss, head, ref, d):
-    extra = {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
+def policy(loss, head, ref, d, **extra):
+    extra |= {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
     mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
     return loss(d["h"], head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
 
@@ -204,6 +205,11 @@ LOSSES = {
     "KTO": (LigerFusedLinearKTOLoss, marked),
     "BCO": (LigerFusedLinearBCOLoss, marked),
     "GRPO": (lambda: LigerFusedLinearGRPOLoss(beta=0.1), policy),
+    "GRPO, by items": (
+        lambda: LigerFusedLinearGRPOLoss(beta=0.0, loss_type="dapo"),
+        # The ranks of one head have one share of the items; processes with whole heads have one each.
+        lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
+    ),
     "GRPO, two passes": (
         lambda: LigerFusedLinearGRPOLoss(
             beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.43, entropy_coef=0.1
@@ -378,8 +384,9 @@ class raising:
 def random_shapes(parts):
     draw = random.Random(0)
     for i in range(12):
-        vocab = draw.randint(WORLD, 90)
-        ends = sorted(draw.sample(range(1, vocab), WORLD - 1))
+        ranks = dist.get_world_size()
+        vocab = draw.randint(ranks, 90)
+        ends = sorted(draw.sample(range(1, vocab), ranks - 1))
         sizes = [b - a for a, b in itertools.pairwise([0, *ends, vocab])]
         d = batch(
             rows=draw.randint(1, 4),
@@ -413,7 +420,9 @@ KERNELS = {
     "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
     "logps, entropy": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, **triton(head, ref, d)),
     "JSD": of_kernels(LigerFusedLinearJSDLoss),
-    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(head, d["h"], d["y"]),
+    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(
+        head, d["h"].mT.contiguous().mT, d["y"]
+    ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d)),
     "logps, two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d), chunk_size=4),
     "argmax": lambda head, ref, d: linear_statistics(
@@ -431,13 +440,12 @@ KERNELS = {
 
 def half_precision(parts, some=True):
     """The Triton kernels, against float64."""
-    os.environ["TRITON_INTERPRET"] = "1"
     d = batch(torch.bfloat16)
     d["h"][0, 0] *= 80  # a label so unlikely that exponentials relative to it overflow
     d["y"][0, 0] = int((d["h"][0, 0] @ d["weight"].t()).argmin())
     exact = {name: value.double() if value.dtype == torch.bfloat16 else value for name, value in d.items()}
     cases = itertools.product(list(KERNELS)[: 3 if some else None], list(VARIANTS)[: 1 if some else None])
-    for (name, kind), cut in itertools.product(cases, ["four"] if some else parts):
+    for (name, kind), cut in itertools.product(cases, list(parts)[:1] if some else parts):
         with raising(f"{name}, {kind}, {cut}, bf16"):
             part = parts[cut]
             found, grads = run(KERNELS[name], d, VARIANTS[kind], part)
@@ -481,6 +489,12 @@ def dtensors(parts):
             for grad, at, b in zip(grads, placements, expected_grads, strict=True):
                 assert list(grad.placements) == at, (grad.placements, at)
                 torch.testing.assert_close(grad.full_tensor(), b)
+    with raising("compiled"):
+        loss, head, rows = CE(), Head(weight, bias), (weight.to_local(), bias.to_local())
+        for given in (head, Head(*rows, group=mesh.get_group())):
+            compiled = torch.compile(lambda h, given=given: loss(given, h, d["y"]).sum(), backend="eager")
+            states = hidden if given is head else d["h"]
+            torch.testing.assert_close(compiled(states), loss(d["weight"], d["h"], d["y"], bias=d["bias"]))
     with pytest.raises(TypeError, match=r"plain tensor.*group=weight.device_mesh.get_group.*full_tensor"):
         linear_logps(d["h"], weight, d["y"], bias=bias)
     with pytest.raises(TypeError, match="the weight is a DTensor and bias is not"):
@@ -553,6 +567,7 @@ def all_kernels(parts):
 
 def work(rank, rendezvous, checks):
     faulthandler.enable()
+    os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -576,3 +591,20 @@ def test_a_shared_vocabulary_on_four_processes(tmp_path):
 @pytest.mark.slow
 def test_all_kernels_on_four_processes(tmp_path):
     mp.spawn(work, (tmp_path / "rendezvous", (all_kernels,)), nprocs=WORLD)
+
+
+def work_on_gpu(rank, rendezvous):
+    faulthandler.enable()
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
+    for check in (all_cases, random_shapes, all_kernels):
+        with raising(check.__name__):
+            check(parts)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_shared_vocabulary_on_two_gpus(tmp_path):
+    mp.spawn(work_on_gpu, (tmp_path / "rendezvous",), nprocs=2)

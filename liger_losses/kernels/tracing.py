@@ -69,6 +69,8 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     torch.compile traces this function.
     """
     if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):  # a DTensor: an operator's gradients would not know their placements
+            return None
         tensors.append(value)
         return "('tensor',)"
     if value is None or isinstance(value, (bool, str)):

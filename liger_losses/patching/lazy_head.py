@@ -103,7 +103,7 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     if layer.shard is not None:
         return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
     # DeepSpeed's parameters have a ds_id.
-    weight, bias = (_Gathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
+    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     dtypes = [None if t is None else t.dtype for t in (weight, bias)]
     linear = partial(lazy_linear, gather=partial(_gather_again, weakref.ref(layer), dtypes))
     return forward.compute(linear, hidden_states, weight, bias)
@@ -127,7 +127,7 @@ def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None
     return [tensor.detach().full_tensor().to(dtype) for tensor, dtype in given]
 
 
-class _Gathered(torch.autograd.Function):
+class KeepGathered(torch.autograd.Function):
     """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
 
     DeepSpeed gathers a module's weights again for its backward, but lazy logits use them earlier, and no backward of

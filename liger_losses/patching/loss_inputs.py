@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head
+from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
-from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 
@@ -22,7 +21,12 @@ class LossInputs(NamedTuple):
 
 
 def loss_inputs(
-    model: nn.Module, *, labels: Tensor | None = None, ignore_index: int = -100, **batch: Any
+    model: nn.Module,
+    *,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **batch: Any,
 ) -> LossInputs:
     """Run a causal language model without computing its logits, and return what a loss needs.
 
@@ -38,6 +42,8 @@ def loss_inputs(
         model: of transformers, with or without wrappers. Its head stays able to give lazy logits from then on; the
             logits of ordinary forwards do not change.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
+        shift_labels: ``[B, T]`` int64, in place of ``labels``: shifted by the caller, as it must be before sequences
+            are cut for context parallelism; returned as they are.
         ignore_index: the label of tokens that carry no loss: that of the last position, and those that are padding or
             would be predicted from padding, where ``attention_mask [B, T]`` is 0.
         batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
@@ -52,7 +58,8 @@ def loss_inputs(
     name, inner = type(model).__name__, _unwrapped(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
-    targets = batch.get("input_ids") if labels is None else labels
+    given = labels if shift_labels is None else shift_labels
+    targets = batch.get("input_ids") if given is None else given
     if targets is None:
         raise ValueError("there are neither labels nor input_ids; give labels= [batch, tokens].")
     check_labels(targets)
@@ -74,7 +81,9 @@ def loss_inputs(
             f"{tuple(targets.shape)}; give labels= for each of the logits, with ignore_index={ignore_index} for tokens "
             "that the model inserts, and leave out logits_to_keep."
         )
-    shifted = shift_labels(targets, ignore_index)
+    if shift_labels is not None:
+        return LossInputs(deferred.head, hidden_states, targets.to(hidden_states.device))
+    shifted = tokens.shift_labels(targets, ignore_index)
     if mask is not None and mask.shape == targets.shape:
         active = mask.to(targets.device) != 0
         shifted = shifted.where(active & active.roll(-1, -1), ignore_index)

@@ -14,6 +14,7 @@ from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_diverg
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.patching.lazy_head import KeepGathered
 
 #: The label of tokens without loss, in TRL as in PyTorch.
 IGNORE_INDEX = -100
@@ -143,5 +144,10 @@ def chunked_jsd_loss(
 
 
 def _gathered(parameter: Any, dtype: torch.dtype) -> Any:
-    """A parameter that FSDP may have sharded: gathered, in the hidden states' dtype as by FSDP's own all-gather."""
+    """A parameter that FSDP or ZeRO-3 may have sharded: gathered, in the dtype in which the model's forward has it."""
+    if hasattr(parameter, "ds_id"):
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        with maybe_gather_lm_head_ctx(parameter):
+            return KeepGathered.apply(parameter)
     return parameter.full_tensor().to(dtype) if hasattr(parameter, "full_tensor") else parameter

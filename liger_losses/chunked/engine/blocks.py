@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
+from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.matmul import matmul_into, start_beside
@@ -235,7 +236,7 @@ class LogitBlock(Block):
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
         if call.shard is not None:
-            self.opened.merge_(computed, part.rows)
+            self.opened.merge_(part.rows, computed)
         for name in computed.keys() & part.values.keys():
             part.values[name].copy_(computed[name])
 
@@ -353,7 +354,8 @@ class ExponentialBlock(Block):
         labels, label_logit = opened.labels[part.rows], None
         if call.shard is not None and opened.owned is not None:
             owned = opened.owned[part.rows]
-            label_logit = label_logits(part.hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
+            hidden = with_contiguous_rows(part.hidden)
+            label_logit = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
             label_logit = call.shard.sum_(torch.where(owned, label_logit, 0.0))
             labels = torch.where(owned, labels, -1)
         self.offsets = linear_exponentials(

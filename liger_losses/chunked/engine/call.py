@@ -242,10 +242,11 @@ class OpenCall:
         self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
 
-    def merge_(self, values: Mapping[str, Tensor], rows: slice) -> None:
+    def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
         assert self.call.shard is not None
-        self.call.shard.merge_(values, self.call.tokens.labels[rows], self.call.query.class_weight)
+        labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
+        self.call.shard.merge_(labels, *softmaxes, class_weight=class_weight)
 
 
 def _flat(hidden_states: Tensor) -> Tensor:

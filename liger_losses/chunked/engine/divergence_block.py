@@ -130,8 +130,8 @@ class DivergenceBlock(Block):
         self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels)
         if call.shard is not None and self.opened.owned is not None:
             soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
-            for part_values in [*([soft, found] if self.separate else [soft | found]), {"lse": teacher_lse}]:
-                self.opened.merge_(part_values, rows)
+            of_student = [soft, found] if self.separate else [soft | found]
+            self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
             labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
         coefficients, g = None, None
         if upstream is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_vector, check_weight
-from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_vocabulary
+from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
@@ -62,7 +62,7 @@ class Head:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         shard = None
-        if is_dtensor(weight):
+        if hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
             mesh = weight.device_mesh  # type: ignore[attr-defined]
@@ -112,6 +112,11 @@ class Head:
     def vocab_size(self) -> int:
         """V, of all ranks."""
         return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def vocabulary_ranks(self) -> int:
+        """How many ranks share the vocabulary."""
+        return 1 if self.shard is None else len(self.shard.sizes)
 
     @property
     def hidden_size(self) -> int:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,14 +65,6 @@ class VocabularyShard:
         first = min(self.first_column, vocab_size)
         return slice(first, min(first + self.sizes[self.rank], vocab_size))
 
-    @cached_property
-    def _ends(self) -> Tensor:
-        return torch.tensor(self.sizes).cumsum(0)
-
-    def owners(self, labels: Tensor) -> Tensor:
-        """The rank ``[N]`` that has the row of each label."""
-        return torch.bucketize(labels, self._ends.to(labels.device), right=True)
-
     def local(self, hidden_states: Tensor) -> Tensor:
         """This rank's hidden states, of all tokens.
 
@@ -117,27 +109,40 @@ class VocabularyShard:
         """As :meth:`sum_`, beside other work: the values are valid after ``wait()`` of what is returned."""
         return dist.all_reduce(values, group=self.group, async_op=True)
 
-    def merge_(self, values: Mapping[str, Tensor], labels: Tensor, class_weight: Tensor | None = None) -> None:
-        """Replace the statistics of this rank's columns by those of the whole vocabulary; see :func:`merge`."""
-        rows = [value.t() if value.dim() == 2 else value[None] for value in values.values()]
-        gathered = self.gather(torch.cat([row.to(values["lse"].dtype) for row in rows]))
-        parts = dict(zip(values, gathered.split([len(row) for row in rows], dim=1), strict=True))
-        parts = {name: part.mT if values[name].dim() == 2 else part[:, 0] for name, part in parts.items()}
-        for name, value in merge(parts, self.sizes, self.owners(labels), class_weight).items():
-            values[name].copy_(value)
+    def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
+        """Replace the statistics of this rank's columns by those of the whole vocabulary; see :func:`merge`.
+
+        Those of several softmaxes are exchanged at once.
+        """
+        named = [(i, name, value) for i, values in enumerate(softmaxes) for name, value in values.items()]
+        rows = [value.t() if value.dim() == 2 else value[None] for _, _, value in named]
+        gathered = self.gather(torch.cat([row.to(softmaxes[0]["lse"].dtype) for row in rows]))
+        parts: list[dict[str, Tensor]] = [{} for _ in softmaxes]
+        for (i, name, value), part in zip(named, gathered.split([len(row) for row in rows], dim=1), strict=True):
+            parts[i][name] = part.mT if value.dim() == 2 else part[:, 0]
+        sizes = _on_device(self.sizes, labels.device)
+        for values, parts_of_one in zip(softmaxes, parts, strict=True):
+            for name, value in merge(parts_of_one, sizes, labels, class_weight).items():
+                values[name].copy_(value)
+
+
+@lru_cache(64)
+def _on_device(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because the host waits for a copy to a GPU."""
+    return torch.tensor(sizes, device=device)
 
 
 def merge(
-    parts: Mapping[str, Tensor], sizes: tuple[int, ...], owners: Tensor, class_weight: Tensor | None = None
+    parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The statistics of a softmax from those of its parts.
 
     Args:
         parts: ``[W, R]`` each: the statistics of each rank's columns, by name, ``lse`` among them. ``logp`` is read
-            from the label's owner alone. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are logits
-            here, 0 for the columns of other ranks.
-        sizes: the number of columns of each rank.
-        owners: ``[R]``, the rank that has each label.
+            from the rank that has the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
+            logits here, 0 for the columns of other ranks.
+        sizes: ``[W]`` int64, the number of columns of each rank.
+        labels: ``[R]`` int64, columns of the whole vocabulary.
         class_weight: ``[V]``, the weights in ``mean_logp``.
 
     Returns:
@@ -146,10 +151,11 @@ def merge(
     local_lse = parts["lse"]
     lse = local_lse.logsumexp(0)
     log_share, found = local_lse.log_softmax(0), {"lse": lse}
-    fractions = lse.new_tensor(sizes)[:, None] / sum(sizes)
+    ends = sizes.cumsum(0)
+    fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
     if "logp" in parts:
         # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
-        owner = owners[None]
+        owner = torch.bucketize(labels, ends, right=True)[None]
         owner_lse = local_lse.gather(0, owner)
         others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
         safe = others <= _LARGEST_SUM
@@ -163,14 +169,13 @@ def merge(
     if "mean_logp" in parts:
         weights = fractions
         if class_weight is not None:
-            sums = torch.stack([part.sum() for part in class_weight.to(lse.dtype).split(sizes)])
-            weights = sums[:, None] / sum(sizes)
+            totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
+            weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
         found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
     if "argmax" in parts:
-        starts = torch.tensor(sizes, device=lse.device).cumsum(0) - torch.tensor(sizes, device=lse.device)
-        columns, tops = parts["argmax"].long() + starts[:, None], parts["max_logit"]
+        columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
         found["max_logit"] = tops.amax(0)
-        found["argmax"] = torch.where(tops == found["max_logit"], columns, sum(sizes)).amin(0)
+        found["argmax"] = torch.where(tops == found["max_logit"], columns, ends[-1]).amin(0)
     if "selected_logps" in parts:
         found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
     return found
@@ -187,10 +192,13 @@ def merge_logps(logps: Tensor) -> Tensor:
     return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
+@dataclass
 class Agreement:
-    """What a rank is about to do, in words that all ranks must share."""
+    """What a rank is about to do, in words that all ranks must share, and a number, of which all get the list."""
 
-    facts = ""
+    facts: str = ""
+    number: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -209,10 +217,11 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
     except Exception as raised:
         error = raised
     digest = -1 if error is not None else zlib.crc32(found.facts.encode())
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    out = mine.new_empty(group.size())
+    mine = torch.tensor([digest, found.number], dtype=torch.int64, device=device)
+    out = mine.new_empty(2 * group.size())
     _all_gather(out, mine, group=group)
-    digests = out.tolist()
+    numbers = out.tolist()
+    digests, found.numbers = numbers[::2], tuple(numbers[1::2])
     if error is not None:
         raise error
     if -1 in digests:
@@ -272,7 +281,5 @@ def share_vocabulary(
         check_weight(weight, bias)
         biased = "with" if bias is not None else "without"
         found.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
-    rows = torch.tensor([len(weight)], dtype=torch.int64, device=weight.device)
-    sizes = rows.new_empty(group.size())
-    _all_gather(sizes, rows, group=group)
-    return VocabularyShard(group, rank, tuple(sizes.tolist()), mesh)
+        found.number = len(weight)
+    return VocabularyShard(group, rank, found.numbers, mesh)

@@ -207,13 +207,13 @@ class Stream:
             found = Exponentials.into(part.values)
             linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
             if self.call.shard is not None:
-                opened.merge_({"lse": found.lse, "logp": found.logp}, part.rows)
+                opened.merge_(part.rows, {"lse": found.lse, "logp": found.logp})
             return
         computed = linear_softmax_statistics(
             part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend
         )
         if self.call.shard is not None:
-            opened.merge_(computed, part.rows)
+            opened.merge_(part.rows, computed)
         for name in names & part.values.keys():
             part.values[name].copy_(computed[name])
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_labels
+from liger_losses.chunked.engine.checks import check_inputs, check_labels
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
-from liger_losses.chunked.engine.tokens import shift_labels
+from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
+from liger_losses.chunked.losses.context_parallel import agree, check_group, on_slices, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import state
 
@@ -40,6 +41,8 @@ def operator(forward: F) -> F:
 
     @functools.wraps(forward)
     def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
+        if self.group is not None:
+            return on_slices(self.group, forward, self, *arguments, **keywords)
         if torch.compiler.is_dynamo_compiling():
             parameters = dict(self.named_parameters())
             return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
@@ -79,6 +82,13 @@ class ChunkedLoss(nn.Module):
         chunk_size: upper bound for the tokens of a block in the forward pass.
         accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton``; chosen from the device by default.
+        group: a ``torch.distributed`` process group each of whose ranks passes a slice of every sequence (context
+            parallelism), with labels that were shifted before they were cut. Sums over a sequence's tokens and over
+            the batch's are taken over its ranks. All of them get the loss and the metrics of the whole sequences, and
+            the gradient of their own hidden states. The gradient of the ``lm_head`` is this rank's part, and the SUM
+            over the group is the whole: where DDP or FSDP average over these ranks too, multiply the loss by the
+            group's size before ``backward()``. What is one number per sequence (advantages, a reference's sums) is the
+            whole sequence's, the same on all ranks; results per token stay those of the slice.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
@@ -107,8 +117,10 @@ class ChunkedLoss(nn.Module):
         chunk_size: int | None = None,
         accum_dtype: torch.dtype | None = None,
         backend: str | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self.group = group
         self.ignore_index, self.shift, self.compact = ignore_index, shift, compact
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
         self.workspace, self.chunk_size, self.accum_dtype, self.backend = workspace, chunk_size, accum_dtype, backend
@@ -138,6 +150,13 @@ class ChunkedLoss(nn.Module):
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
         _ = self.transform, self.options  # both check themselves when they are made
+        if self.group is not None:
+            check_group(self.group, self.shift, self.reads_order)
+
+    @property
+    def reads_order(self) -> str | None:
+        """What depends on the order of a sequence's tokens, so that :attr:`group` cannot be given."""
+        return None
 
     @property
     def transform(self) -> LogitTransform:
@@ -158,6 +177,18 @@ class ChunkedLoss(nn.Module):
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
         check_labels(labels)
         return shift_labels(labels, self.ignore_index) if self.shift else labels
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
+        return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
+
+    def agreed_tokens(self, hidden: Tensor, head: Head, labels: Tensor) -> Tokens:
+        """The active tokens, once all ranks of :attr:`group` have inputs that fit together."""
+        options = self.options
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
+        check_inputs([hidden], head.weight, head.bias, tokens)
+        agree(self.group)
+        return tokens
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
         """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
@@ -184,6 +215,11 @@ class ChunkedLoss(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together (in subclasses too).
         """
+        if self.group is not None:
+            raise ValueError(
+                f"{type(self).__name__} has a loss(statistics, mask) of its own, which sees this rank's tokens alone: "
+                "leave out group=, and sum over the ranks there."
+            )
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         return self.loss(found, labels != self.ignore_index, **inputs)
@@ -194,7 +230,14 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weights: Tensor | None = None) -> Tensor:
+def sequence_logps(
+    logps: Tensor,
+    mask: Tensor,
+    *,
+    average: bool = False,
+    weights: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
 
     Args:
@@ -202,6 +245,8 @@ def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weight
         mask: ``[B, T]`` bool, true for tokens that count.
         average: divide by their number.
         weights: ``[B, T]``, the ``w_t``; 1 by default.
+        group: the ranks that hold the slices of these sequences, over which both sums go; every rank must compute the
+            same from the result.
 
     Returns:
         ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
@@ -209,6 +254,9 @@ def sequence_logps(logps: Tensor, mask: Tensor, *, average: bool = False, weight
     """
     logps = torch.where(mask, logps, 0.0)
     total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
+    if group is not None:
+        total, lengths = sum_over_group(group, total, mask.sum(-1))
+        return total / lengths.clamp(min=1) if average else total
     return total / mask.sum(-1).clamp(min=1) if average else total
 
 
@@ -285,16 +333,21 @@ class CompletionLoss(ChunkedLoss):
         tokens = batch.select(options, [other.labels for other in others])
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
+        if self.group is not None:
+            check_inputs(hidden, batch.head.weight, batch.head.bias, tokens)
+            ref_dims = [None if logps is None else logps.dim() for logps in reference]
+            sequences = [len(part) for part in batch.labels]
+            agree(self.group, completions=batch.names, sequences=sequences, dimensions_of_ref_logps=ref_dims)
         found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
-        average, groups = self.averages, list[Scored]()
+        average, group, groups = self.averages, self.group, list[Scored]()
         for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
-            logps = sequence_logps(part.logp, mask, average=average, weights=weights)
+            logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
             if ref_logps is None:
                 ref_logps = torch.zeros_like(logps)
             elif ref_logps.dim() == 2:
-                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights)
+                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights, group=group)
             groups.append(Scored(part, mask, logps, ref_logps))
         return groups, found[-1] if others else None
 

@@ -155,6 +155,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
         statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
         class_weight = self.ce_weight if self.label_smoothing else None
+        spans_ranks = self.group is not None and self.reduction != "none"
+        tokens = self.agreed_tokens(_input, head, labels) if spans_ranks else labels
         totals = self._denominators(labels, mask, num_items_in_batch, token_weights)
         z: Tensor | None = None
         if self.reduction == "none":
@@ -172,7 +174,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             loss, found = linear_token_loss(
                 _input,
                 head,
-                labels,
+                tokens,
                 token_loss,
                 statistics,
                 metrics=metrics,
@@ -182,13 +184,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             )
             if self.return_z_loss:
                 z = self._terms(found, labels.where(mask, 0), totals, token_weights).z
+        if spans_ranks:
+            loss = self.total(loss)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         z_loss = torch.where(mask, z.detach(), 0.0) if self.return_z_loss and z is not None else None
         accuracy = ((found.argmax == labels) & mask).float() if self.return_token_accuracy else None
         if self.reduction != "none":
-            z_loss = None if z_loss is None else z_loss.sum()
-            accuracy = None if accuracy is None else accuracy.sum() / mask.sum().clamp(min=1)
+            z_loss = None if z_loss is None else self.total(z_loss)
+            accuracy = None if accuracy is None else self.total(accuracy) / self.total(mask).clamp(min=1)
         predicted = torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None
         return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
 
@@ -229,4 +233,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 # The engine reports labels outside the vocabulary.
                 classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
                 ce_total = (weights * self.ce_weight[classes]).sum()
+            if self.group is not None:
+                ce_total, z_total = self.total(ce_total), self.total(z_total)
         return torch.where(ce_total == 0, one, ce_total), torch.where(z_total == 0, one, z_total)

@@ -227,8 +227,14 @@ class DistillationLoss(ChunkedLoss):
         head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
         labels, factor = self.labels(labels), self.factor
         mask = labels != self.ignore_index
+        tokens: Tensor | Tokens = labels
+        if self.group is not None:
+            teacher.check(labels.shape, head)
+            if isinstance(teacher, TeacherTopK):
+                teacher.check_active(mask, head.vocab_size)
+            tokens = self.agreed_tokens(hidden, head, labels)
         if num_items_in_batch is None:
-            number = mask.sum().clamp(min=1)
+            number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
         else:
             number = checked_items(num_items_in_batch, labels.device)
             number = torch.where(number == 0, 1, number)
@@ -241,10 +247,13 @@ class DistillationLoss(ChunkedLoss):
         else:
             which, t = self.divergence, self.temperature
             loss, found = linear_divergence_loss(
-                hidden, head, labels, teacher, which, weights, temperature=t, options=self.options
+                hidden, head, tokens, teacher, which, weights, temperature=t, options=self.options
             )
         hard_loss = -(per_token * found.logp).sum() if "logp" in weights else None
         soft_loss = factor * (per_token * found.divergence).sum()
+        if self.group is not None:
+            loss, soft_loss = self.total(loss), self.total(soft_loss)
+            hard_loss = None if hard_loss is None else self.total(hard_loss)
         if not like_liger:
             return loss, DistillationMetrics(soft_loss, hard_loss)
         return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss

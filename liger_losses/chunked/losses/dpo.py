@@ -252,6 +252,10 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: average_log_prob=True would do it twice.")
 
     @property
+    def reads_order(self) -> str | None:
+        return None if self.ld_alpha is None else "ld_alpha"
+
+    @property
     def loss_options(self) -> DPOOptions:
         """The options of :func:`dpo_loss`."""
         return self.attributes_as(DPOOptions)
@@ -275,4 +279,5 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         if not self.use_weighting:
             return None
-        return sequence_logps(statistics.logp - statistics.log_sum_sq_probs, mask, average=True).exp()
+        log_weights = statistics.logp - statistics.log_sum_sq_probs
+        return sequence_logps(log_weights, mask, average=True, group=self.group).exp()

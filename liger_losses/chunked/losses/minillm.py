@@ -48,6 +48,10 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
             raise ValueError("MiniLLM has no cross-entropy: weight_hard_loss and weight_soft_loss are 0 and 1.")
 
+    @property
+    def reads_order(self) -> str | None:
+        return "MiniLLM's sum of later tokens' rewards"
+
     @operator
     def forward(  # type: ignore[override]
         self,

@@ -13,6 +13,7 @@ from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.losses.base import CompletionLoss, operator
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
+from liger_losses.chunked.losses.context_parallel import sum_over_group
 
 
 class PreferenceMetrics(NamedTuple):
@@ -171,10 +172,16 @@ class PreferenceLoss(CompletionLoss):
         nll_logps = sides[0].statistics.logp.where(nll_mask & (nll_labels == chosen_labels), 0.0)
         if found is not None:
             nll_logps = nll_logps + found.logp
-        chosen_nll = -nll_logps.sum() / nll_mask.sum().clamp(min=1)
         chosen, rejected = sides
-        lengths = chosen.mask.sum(-1), rejected.mask.sum(-1)
-        pairs = Pairs(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, *lengths, chosen_nll)
+        nll, nll_tokens, lengths = -nll_logps.sum(), nll_mask.sum(), [side.mask.sum(-1) for side in sides]
+        logits = [side.statistics.mean_logit.sum() for side in sides]
+        if self.group is not None:
+            nll, nll_tokens, *sums = sum_over_group(self.group, nll, nll_tokens, *lengths, *logits)
+            lengths, logits = sums[:2], sums[2:]
+        chosen_nll = nll / nll_tokens.clamp(min=1)
+        pairs = Pairs(
+            chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, lengths[0], lengths[1], chosen_nll
+        )
         losses = self.pair_loss(pairs)
         for side in sides:
             weight = self.sequence_weight(side.statistics, side.mask)
@@ -182,7 +189,7 @@ class PreferenceLoss(CompletionLoss):
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:
             loss = loss + self.alpha * chosen_nll
-        means = [side.statistics.mean_logit.sum() / side.mask.sum().clamp(min=1) for side in sides]
+        means = [total / count.sum().clamp(min=1) for total, count in zip(logits, lengths, strict=True)]
         values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
         metrics = PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.chunked.engine.checks import check_device, check_inputs, check_range, check_tensor
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
@@ -206,6 +206,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = self.prepare(batch, ref_weight, ref_bias)
         options = self.options
         tokens = batch.select(options)
+        if self.group is not None:
+            check_inputs([_input], head.weight, head.bias, tokens)
         if self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
         others = {
@@ -214,7 +216,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             "sampling_per_token_logps": sampling_per_token_logps,
             "vllm_is_ratio": vllm_is_ratio,
         }
-        inputs = PolicyInputs(self.attributes_as(PolicyOptions), mask, advantages, others, num_items_in_batch)
+        policy_options = self.attributes_as(PolicyOptions)
+        inputs = PolicyInputs(
+            policy_options, mask, advantages, others, num_items_in_batch, self.group, head.vocabulary_ranks
+        )
         separable = inputs.options.separable and self.top_entropy_quantile == 1.0
         compute = self._one_pass if separable else self._two_passes
         loss, logps = compute(head, _input, tokens, inputs, options)
@@ -224,7 +229,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
         kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps)
         kl = kl * ratio if self.use_bias_correction_kl else kl
-        return loss.float(), PolicyMetrics(torch.where(mask, kl, 0.0).sum() / mask.sum().clamp(min=1), clip_ratio)
+        kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.tokens.clamp(min=1)
+        return loss.float(), PolicyMetrics(kl, clip_ratio)
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask ``[B, T]`` as bool, if everything fits."""
@@ -256,7 +262,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
         coef = self._coef
-        entropy_weight = None if coef is None else coef / inputs.mask.sum().clamp(min=1)
+        entropy_weight = None if coef is None else coef / inputs.tokens.clamp(min=1)
 
         def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
             log_ratio = s.logp - given.get("old", s.logp.detach())
@@ -272,6 +278,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         )
         if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum())
+        if self.group is not None:
+            loss = self.total(loss)
         return loss, found.logp
 
     def _two_passes(
@@ -286,6 +294,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()
-            loss = loss - coef * total / count.clamp(min=1)
             self._observe(total, count)
+            loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
         return loss, found.logp.detach()

@@ -13,10 +13,12 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, checked_items
 from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
 from liger_losses.kernels.tracing import state
 
 
@@ -83,17 +85,13 @@ class PolicyOptions:
         return self.importance_sampling_level == "token" and self.loss_type != "vespo" and not masks
 
 
-def _lengths(mask: Tensor) -> Tensor:
-    return mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, mask) to ``[B, T]`` or ``[B, 1]``.
-RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": lambda log_ratio, mask: log_ratio,
+#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
+RATIOS: dict[str, Callable[[Tensor, PolicyInputs], Tensor]] = {
+    "token": lambda log_ratio, inputs: log_ratio,
     # the geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)
-    "sequence": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True) / _lengths(mask),
+    "sequence": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio) / inputs.lengths,
     # the completion's own probability ratio: RLOO (arXiv:2402.14740)
-    "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True),
+    "sequence_sum": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio),
 }
 
 
@@ -136,7 +134,12 @@ _CUT: dict[str, Callable[[Tensor, Tensor, PolicyOptions], Tensor]] = {
 
 @torch.no_grad()
 def vespo_weights(
-    log_ratio: Tensor, mask: Tensor, advantages: Tensor, is_ratio: Tensor | None, o: PolicyOptions
+    log_ratio: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    is_ratio: Tensor | None,
+    o: PolicyOptions,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """``phi(w) = e^lambda w^k e^(-lambda w)`` of the completion's importance ratio ``w``, ``[B, 1]`` or ``[B, T]``.
 
@@ -145,14 +148,19 @@ def vespo_weights(
         advantages: ``[B, 1]`` or ``[B, T]``; their sign selects k and lambda.
         is_ratio: correction of the sampler's probabilities, ``[B, 1]`` or ``[B, T]``, or ``None``.
         o: the options, whose ``vespo_`` fields are k and lambda.
+        group: the ranks that hold slices of these completions.
     """
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
+    if group is not None:
+        (total,) = sum_over_group(group, total)
     if is_ratio is not None:
         correction = is_ratio.log().clamp(lowest, highest)
         # One factor per token, or one for the whole completion.
         if is_ratio.shape[1] > 1:
             correction = torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True)
+            if group is not None:
+                (correction,) = sum_over_group(group, correction)
         total = total + correction
     log_w = total.clamp(lowest, highest)
     k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
@@ -160,13 +168,14 @@ def vespo_weights(
     return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
-#: What tokens are divided by: (mask ``[B, T]``, completions' token limit, items) to weights ``[B, T]``.
-NORMALIZERS: dict[str, Callable[[Tensor, int | None, Tensor], Tensor]] = {
-    "sequence_mean": lambda mask, limit, items: mask / _lengths(mask) / max(len(mask), 1),
-    "sequence_sum": lambda mask, limit, items: mask / max(len(mask), 1),
-    "token_mean": lambda mask, limit, items: mask / mask.sum().clamp(min=1),
-    "limit": lambda mask, limit, items: mask / (max(len(mask), 1) * (limit or 1)),
-    "items": lambda mask, limit, items: mask / items,
+#: What tokens are divided by: (mask ``[B, T]``, lengths ``[B, 1]``, completions' token limit, items) to weights
+#: ``[B, T]``. Items are the tokens of all completions for ``token_mean``.
+NORMALIZERS: dict[str, Callable[[Tensor, Tensor, int | None, Tensor], Tensor]] = {
+    "sequence_mean": lambda mask, lengths, limit, items: mask / lengths / max(len(mask), 1),
+    "sequence_sum": lambda mask, lengths, limit, items: mask / max(len(mask), 1),
+    "token_mean": lambda mask, lengths, limit, items: mask / items.clamp(min=1),
+    "limit": lambda mask, lengths, limit, items: mask / (max(len(mask), 1) * (limit or 1)),
+    "items": lambda mask, lengths, limit, items: mask / items,
 }
 
 #: Objective and normalizer of each loss.
@@ -190,7 +199,12 @@ class PolicyInputs:
     Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool,
     ``others`` are ``old_logps``, ``ref_logps``, ``sampling_logps`` and ``is_ratio``, in this order and by the names
     that the caller knows them by. Other arguments as in :func:`grpo_loss`.
+
+    ``vocabulary_ranks`` ranks share the head's rows, and have the same completions.
+    ``lengths [B, 1]`` and ``tokens []`` are the completions' numbers of tokens and that of all of them, over the group.
     """
+
+    lengths: Tensor
 
     def __init__(
         self,
@@ -199,27 +213,49 @@ class PolicyInputs:
         advantages: Tensor,
         others: dict[str, Tensor | None],
         num_items_in_batch: Tensor | float | None,
+        group: dist.ProcessGroup | None = None,
+        vocabulary_ranks: int = 1,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
             return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
 
         check_tensor("advantages", advantages)
-        self.options, self.mask = options, mask
+        self.options, self.mask, self.group = options, mask, group
         self.advantages = masked("advantages", advantages, column=True)
         *logps, is_ratio = others.items()
         self.old_logps, self.ref_logps, self.sampling_logps = (masked(*named) for named in logps)
         self.token_is_ratio = masked(*is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token(*is_ratio, mask, column=True)
+        lengths = mask.sum(-1, keepdim=True)
+        if group is not None:
+            if num_items_in_batch is not None:
+                checked_items(num_items_in_batch, mask.device)
+            whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
+            agree(group, sequences=len(mask), is_ratio_of_whole_sequences=whole)
+            (lengths,) = sum_over_group(group, lengths)
+        self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
-        items = _items(mask, num_items_in_batch) if normalizer == "items" else mask.sum()
-        self.weights = NORMALIZERS[normalizer](mask.float(), options.max_completion_length, items)
+        ranks = vocabulary_ranks * (1 if group is None else dist.get_world_size(group))
+        items = self.tokens
+        if normalizer == "items":
+            items = _items(mask, num_items_in_batch, vocabulary_ranks, ranks)
+        self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""
         return logps - (logps.detach() if self.old_logps is None else self.old_logps)
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``, for functions of each token."""
+        total = (values * self.mask).sum(-1, keepdim=True)
+        return total if self.group is None else sum_over_group(self.group, total, sum_gradients=True)[0]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of values ``[B, T]`` over all tokens, 0-dim, for what is the same on all ranks."""
+        return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
 
 
 def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = False) -> Tensor | None:
@@ -282,13 +318,14 @@ def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = No
     if o.off_policy_mask_threshold is not None:
         sampler = next(x for x in (inputs.sampling_logps, inputs.old_logps, logps.detach()) if x is not None)
         drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * number
-        drift = drift.sum(-1, keepdim=True) / _lengths(number)
+        drift = inputs.sequence_sums(drift) / inputs.lengths
         acting = acting & ((inputs.advantages >= 0) | (drift <= o.off_policy_mask_threshold))
     advantages = inputs.advantages * acting
     if o.loss_type == "vespo":
-        advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o)
-    level = RATIOS[o.importance_sampling_level](log_ratio, number)
-    return (inputs.weights * policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)).sum()
+        advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
+    level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
+    terms = policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)
+    return inputs.total(inputs.weights * terms)
 
 
 def grpo_loss(
@@ -302,6 +339,7 @@ def grpo_loss(
     is_ratio: Tensor | None = None,
     acting: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Tensor:
     """GRPO and its variants: ``sum_t weight_t (-objective_t + beta kl_t)``.
@@ -321,6 +359,8 @@ def grpo_loss(
         acting: ``[B, T]`` bool, tokens that have an objective (:func:`high_entropy_mask`); all by default.
         num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: completion tokens over all processes and
             accumulated batches; this batch's by default.
+        group: ranks that hold slices ``[B, T]`` of the same completions: all get the loss of the whole completions,
+            and the gradient by their own log-probabilities. Backward is a collective for ratios of completions.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
 
     Returns:
@@ -334,18 +374,18 @@ def grpo_loss(
     if logps.dim() != 2 or logps.shape != mask.shape:
         raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
     others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps, "is_ratio": is_ratio}
-    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, num_items_in_batch)
+    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, num_items_in_batch, group)
     return coupled_loss(logps, inputs, acting)
 
 
 @torch.no_grad()
 def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
-    o, number = inputs.options, inputs.mask.float()
-    ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), number))
+    o = inputs.options
+    ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), inputs))
     cut = _CUT.get(LOSS_TYPES[o.loss_type][0])
     clipped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask
-    return clipped.sum() / number.sum().clamp(min=1), ratio
+    return inputs.total(clipped.float()) / inputs.tokens.clamp(min=1), ratio
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -367,10 +407,13 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
 
 
-def _items(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
-    """This process's share of the tokens that a loss is divided by."""
+def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, copies: int, ranks: int) -> Tensor:
+    """The share, of the tokens that a loss is divided by, of the ranks that compute one loss together.
+
+    ``copies`` of these ``ranks`` have the same tokens.
+    """
     if num_items_in_batch is None:
-        total = sum_over_processes(mask.sum().float())
+        total = sum_over_processes(mask.sum().float()) / copies
     else:
         total = checked_items(num_items_in_batch, mask.device)
-    return (total / world_size()).clamp(min=1)
+    return (total * ranks / world_size()).clamp(min=1)

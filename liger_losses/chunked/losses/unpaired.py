@@ -19,6 +19,7 @@ from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
+from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
@@ -216,6 +217,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         groups, _ = self.score(batch, metrics=self.metrics)
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
+        if self.group is not None:
+            (logits,) = sum_over_group(self.group, logits)
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
         weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}

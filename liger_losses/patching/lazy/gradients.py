@@ -17,6 +17,21 @@ from torch.autograd.graph import GradientEdge, Node
 _MARK = "lazy logits"
 
 
+class GradientHook(torch.autograd.Function):
+    """The tensors themselves; ``hook`` gets their gradients, all at once, and returns those that go on."""
+
+    @staticmethod
+    def forward(ctx: Any, hook: Callable[[list[Tensor]], list[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hook = hook
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        changed = iter(ctx.hook([gradient for gradient in gradients if gradient is not None]))
+        return None, *(None if gradient is None else next(changed) for gradient in gradients)
+
+
 @dataclass(frozen=True, eq=False)
 class Origin:
     """The operation on lazy logits that a tensor comes from; it keeps neither of them alive.

@@ -44,8 +44,10 @@ _IN_PLACE = frozenset(
 )
 _IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 _ONE_OF_SEVERAL = "one of several views that an operation returned"
+#: Names of DeepSpeed's autograd functions that gather a module's weights for its backward.
+_GATHER_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction")
 #: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
-_IDENTITY_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction", "_DDPSink")
+_IDENTITY_FUNCTIONS = (*_GATHER_FUNCTIONS, "_DDPSink")
 
 
 def implements(*names: str) -> Callable[[Any], Any]:
@@ -168,20 +170,24 @@ class LazyLogits(Tensor):
     def _find_gradient(self) -> None:
         """Connect logits that an autograd function returned, and made without gradients, with the graph.
 
-        If the function only passes gradients back, these are the logits of the tensors before it; if it may do anything
-        else, gradients have to pass through it: the values are computed from this tensor.
+        If the function only passes gradients back, these are the logits of the tensors before it, and what DeepSpeed
+        does in it is done when their gradients come; if it may do anything else, gradients have to pass through it: the
+        values are computed from this tensor.
         """
-        self.made_without_grad = False
+        self.made_without_grad, gathers = False, []
         if self.grad_fn is not None and not self.own_version.count:
             self.materialized = None  # values that were kept have no gradient
         node, output = self.grad_fn, self.output_nr
         while node is not None and _passes_gradient_back(node):
+            gathers += [node] if _forward_name(node) in _GATHER_FUNCTIONS else []
             node, output = node.next_functions[output]
         if getattr(node, "_forward_cls", None) is _LazyLinear:
             deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
             try:
                 found = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
                 self.deferred = replace(found.with_version(), weights=deferred.weights)
+                if gathers:
+                    self.deferred = self.deferred.with_gradient_hook(partial(_gather, gathers))
             except RuntimeError:  # a backward has freed them; the values remain
                 self.deferred = deferred
         elif self.materialized is None:
@@ -360,9 +366,21 @@ class WithGradientOf(torch.autograd.Function):
         return None, gradient
 
 
+def _forward_name(node: Any) -> str:
+    """The name of the autograd function whose backward a node is."""
+    return getattr(getattr(node, "_forward_cls", None), "__name__", "")
+
+
+def _gather(nodes: list[Any], gradients: list[Tensor]) -> list[Tensor]:
+    """Do what DeepSpeed's functions do when the gradient comes, which they pass back."""
+    for node in nodes:
+        node._forward_cls.backward(node, *gradients)
+    return gradients
+
+
 def _passes_gradient_back(node: Any) -> bool:
     """Whether an autograd node gives its inputs the gradients of its outputs and does nothing else."""
-    if getattr(getattr(node, "_forward_cls", None), "__name__", "") not in _IDENTITY_FUNCTIONS:
+    if _forward_name(node) not in _IDENTITY_FUNCTIONS:
         return False
     if len(getattr(node, "_input_metadata", ())) != len(node.next_functions):
         return False  # it returned more than tensors, so that outputs cannot be matched with inputs by number
@@ -388,18 +406,24 @@ def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: 
     """``register_hook`` and ``retain_grad``.
 
     The engine's gradients go from the loss to the hidden states, past this tensor. FSDP's hooks only wait for backward
-    to arrive, so they are registered on the hidden states as well; all others get values computed from this tensor.
+    to arrive, so they are registered on the hidden states as well. DeepSpeed's must run before any parameter gets its
+    gradient, and may divide the gradient by a number, so it gets those of hidden states, weight and bias instead. All
+    others get values computed from this tensor.
     """
     hook = args[1] if len(args) > 1 else kwargs.get("hook")
     hidden_states, function = lazy.deferred.hidden_states, hook
     while isinstance(function, partial):
         function = function.func
-    if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
+    module, place = (getattr(function, key, None) or "" for key in ("__module__", "__qualname__"))
+    if module.startswith("torch.distributed"):
         if hidden_states.requires_grad:
             hidden_states.register_hook(hook)
     elif lazy.requires_grad and lazy.materialized is None:
-        warn_materialized(name, lazy)
-        lazy._materialize_for_hooks()
+        if module.startswith("deepspeed.") and place.startswith("OutputBackwardHookManager."):
+            lazy.deferred = lazy.deferred.with_gradient_hook(lambda gradients: [hook(g) for g in gradients])
+        else:
+            warn_materialized(name, lazy)
+            lazy._materialize_for_hooks()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

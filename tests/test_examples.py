@@ -310,7 +310,7 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
 
 
 def test_tensor_parallelism_on_two_processes():
-    pytest.importorskip("transformers", minversion="5.20")
+    pytest.importorskip("transformers", minversion="5.23")
     printed = torchrun("tensor_parallel", "--steps=3")
     losses = losses_in(printed)
     assert len(losses) == 3  # one process prints
@@ -320,5 +320,5 @@ def test_tensor_parallelism_on_two_processes():
 
 
 def test_tensor_parallelism_needs_several_processes():
-    pytest.importorskip("transformers", minversion="5.20")
+    pytest.importorskip("transformers", minversion="5.23")
     assert "torchrun --nproc-per-node 2" in run("tensor_parallel").stderr

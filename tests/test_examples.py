@@ -254,20 +254,25 @@ def test_the_examples_run(dpo, saved_model, name, arguments, expected):
 
 
 def torchrun(name, *arguments, **variables):
-    """The losses that two CPU processes of an example print."""
+    """What two CPU processes of an example print."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^(?:loss, )?step +\d+ +(?:loss )? *(\S+)$", done.stdout, re.MULTILINE)]
+    return done.stdout
+
+
+def losses_in(printed):
+    """Of each step."""
+    return [float(loss) for loss in re.findall(r"^(?:loss, )?step +\d+ +(?:loss )? *(\S+)$", printed, re.MULTILINE)]
 
 
 def test_dpo_with_fsdp2_on_two_processes(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    losses = torchrun("fsdp2", "--output", tmp_path)
+    losses = losses_in(torchrun("fsdp2", "--output", tmp_path))
     assert len(losses) == 20
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
     assert losses[-1] < 0.45
@@ -279,7 +284,7 @@ def test_dpo_with_fsdp2_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
     files = ("--model", saved_model / "model", "--dataset", saved_model / "pairs.jsonl")
-    losses = torchrun("fsdp2", *files, "--steps=3", "--learning-rate=1e-2")
+    losses = losses_in(torchrun("fsdp2", *files, "--steps=3", "--learning-rate=1e-2"))
     assert len(losses) == 3
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
 
@@ -290,7 +295,7 @@ def test_the_demo_on_two_processes(saved_model):
     pytest.importorskip("trl", reason="TRL is not installed")
     files = (f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}")
     steps = ("--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2", f"--output={saved_model / 'out'}")
-    losses = torchrun("trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true")
+    losses = losses_in(torchrun("trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
     assert len(losses) == 4
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
     assert losses[0] != losses[-1]
@@ -302,3 +307,18 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
     config = config_args.load_config_from_file(str(EXAMPLES / "accelerate_fsdp2.yaml"))
     assert config.distributed_type.value == "FSDP"
     assert config.fsdp_config["fsdp_version"] == 2
+
+
+def test_tensor_parallelism_on_two_processes():
+    pytest.importorskip("transformers", minversion="5.23")
+    printed = torchrun("tensor_parallel", "--steps=3")
+    losses = losses_in(printed)
+    assert len(losses) == 3  # one process prints
+    assert losses[2] < losses[0] - 0.3
+    assert "LazyLinear 1" in printed
+    assert "DPO loss 0.6931" in printed  # the model is its own reference
+
+
+def test_tensor_parallelism_needs_several_processes():
+    pytest.importorskip("transformers", minversion="5.23")
+    assert "torchrun --nproc-per-node 2" in run("tensor_parallel").stderr

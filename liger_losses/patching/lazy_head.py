@@ -90,12 +90,18 @@ def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
 
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     forward = layer.linear_forward or LinearForward(F.linear)
-    if layer.shard is not None:
-        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
-    if hasattr(layer.weight, "full_tensor"):  # still a DTensor: other processes hold the rest of the logits
+    if layer.shard is None and hasattr(layer.weight, "full_tensor"):
+        warnings.warn(
+            "the head's weight was split over processes after patch(), so that all logits are computed: patch the "
+            "model after transformers has split it, or before fully_shard does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
+    if layer.shard is not None:
+        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     dtypes = [None if t is None else t.dtype for t in (weight, bias)]
@@ -194,6 +200,12 @@ def unsupported_reason(module: nn.Module) -> str | None:
     sharded = hasattr(module.weight, "full_tensor")  # gathered by the time it is used
     if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if sharded and any(getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in hooks):
+        return (
+            "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with the "
+            'tp_plan="auto" of transformers, or take the loss from the last hidden states and a Head with group='
+        )
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
     return None
@@ -283,6 +295,9 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
     else:
         linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
+            if isinstance(module, LazyLinear) and hasattr(module.weight, "full_tensor"):
+                vars(module)["only_when_forced"] = True  # the forward that was put around it expects the layer's own
+                return "its weight was split over processes after patch(): patch the model after it is split"
             try:
                 try:
                     linear_forward = match_forward(module)

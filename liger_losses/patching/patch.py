@@ -162,7 +162,7 @@ def _patch_module(
         return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None
     if not kind.is_candidate(module):
         return None
-    reason = reason_not_to_swap(module, kind.bypassed(module))
+    reason = reason_not_to_swap(module, kind.bypassed(module), kind.method)
     if reason is None and filter_fn is not None and not filter_fn(module, path):
         reason = LEFT_OUT
     if reason is None:

@@ -84,12 +84,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_liger_original", type(module))
 
 
-def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module]) -> str | None:
+def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module], method: str = "forward") -> str | None:
     """Why a module, or one of the submodules that would no longer be called, must stay as it is, or ``None``."""
     for name, part in {"": module, **bypassed}.items():
-        if "forward" in vars(part):
+        called = "forward" if name else method
+        if called in vars(part):
             owner = f"its {name}'s" if name else "its"
-            return f"{owner} forward was replaced on the instance"
+            return f"{owner} {called} was replaced on the instance"
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:

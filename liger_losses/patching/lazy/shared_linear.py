@@ -72,10 +72,12 @@ def match_shared(module: Any) -> VocabularyShard:
         weight, bias = local_parameters(module)
         shard = share_mesh(module.weight)
     except (TypeError, ValueError) as error:
-        raise Mismatch(f"{error} Patch the model before it is sharded by fully_shard") from None
+        both = module.weight.device_mesh.ndim > 1
+        reason = "fully_shard has split it too: shard the model after it is patched" if both else str(error)
+        raise Mismatch(reason) from None
     g = torch.Generator().manual_seed(0)
     hidden, upstream = (
-        random((3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size)
+        random((1, 3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size)
     )
     with isolated():
         found: list[Tensor] = []
@@ -89,7 +91,8 @@ def match_shared(module: Any) -> VocabularyShard:
                 with torch.enable_grad():
                     logits = function(leaf)
             except Exception as error:
-                raise Mismatch(f"it fails on plain hidden states ({type(error).__name__}: {error})") from None
+                reason = f"it fails on hidden states {list(leaf.shape)} ({type(error).__name__}: {str(error)[:160]})"
+                raise Mismatch(reason) from error
             if is_dtensor(logits) or logits.shape != upstream.shape:
                 raise Mismatch(f"it returns {type(logits).__name__} {tuple(logits.shape)} and not all logits")
             results += [logits.detach(), *torch.autograd.grad(logits, [leaf], upstream)]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from liger_losses.chunked.engine.shard import VocabularyShard
+
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
@@ -30,9 +32,18 @@ class HeadWeights:
     Changes by anybody else are noticed: from the in-place version and, as writes to ``parameter.data`` do not count
     there, from some of the values. On a GPU the host would wait for these, so they are compared only after a loss, an
     optimizer's step or another forward.
+
+    With ``shard``, weight and bias are views of this rank's part of parameters whose rows the ranks share.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int, gather: Gather | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: int,
+        gather: Gather | None = None,
+        shard: VocabularyShard | None = None,
+    ) -> None:
         self.tokens, self.gather = tokens, gather
         self.parameters = [t for t in (weight, bias) if t is not None]
         self.tensors = [t.detach() for t in self.parameters]  # their memory, which a new .data would not share
@@ -43,7 +54,7 @@ class HeadWeights:
         self.was_read = False
         _EVENTS[0] += 1
         self.made_at = _EVENTS[0]
-        trained = any(t.requires_grad and t.is_leaf for t in self.parameters)
+        trained = any(t.requires_grad and (t.is_leaf or shard is not None) for t in self.parameters)
         if trained:
             if self.with_gradients:
                 for other in _ALIVE:

@@ -5,6 +5,7 @@ V columns of the whole vocabulary, V_r of this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def match_shared(module: Any) -> VocabularyShard:
     forward = vars(module)["forward"]
     try:
         weight, bias = local_parameters(module)
-        shard = share_mesh(module.weight)
+        shard = replace(share_mesh(module.weight), mesh=None)  # its hidden states are plain tensors
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
         reason = "fully_shard has split it too: shard the model after it is patched" if both else str(error)

@@ -12,13 +12,12 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
 from liger_losses.chunked.engine.plan import Plan, Workload, make_plan
-from liger_losses.chunked.engine.shard import VocabularyShard, agreement
+from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
@@ -151,7 +150,7 @@ class Query:
             if tokens.mask is not None:
                 selected = selected.masked_fill(~tokens.mask[:, None], 0)  # tokens without loss may hold anything
             if shard is not None:
-                _check_selected(selected, shard.vocab_size)
+                shard.check_selected(selected)
         if weights is not None:
             weights = {n: tokens.masked(tokens.gather_like_labels(w.detach())).to(dtype) for n, w in weights.items()}
         return replace(
@@ -362,7 +361,8 @@ def _make_call(
         teacher_row_bytes=teacher_row_bytes,
     )
     if head.shard is not None:
-        _check_columns(head.shard, query.comparison, vocab_size)
+        compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
+        head.shard.check_columns(compared)
     plan = make_plan(work, options.workspace, options.chunk_size)
     grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
     strategy = "statistics"
@@ -450,49 +450,11 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
-    _check_shards(heads)
+    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
+    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
+        check_teacher_shard(head.shard, teacher_shard)
     # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
     return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
-
-
-def _check_shards(heads: Mapping[str, Head]) -> None:
-    """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
-    student, teacher = heads["student"].shard, heads["teacher"].shard if "teacher" in heads else None
-    if teacher is None:
-        return  # a whole teacher, of which each rank computes its columns
-    if student is None:
-        raise ValueError(
-            "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
-            "teacher's weight first."
-        )
-    common = min(student.vocab_size, teacher.vocab_size)
-    both = [[dist.get_process_group_ranks(shard.group), shard.columns(common)] for shard in (student, teacher)]
-    if both[0] != both[1]:
-        raise ValueError(
-            f"student and teacher must share their common {common} columns alike, by the same ranks, but student has "
-            f"{both[0][1]} of ranks {both[0][0]} here and teacher {both[1][1]} of ranks {both[1][0]}."
-        )
-
-
-def _check_columns(shard: VocabularyShard, comparison: Comparison | None, vocab_size: int) -> None:
-    """Raise ValueError if this rank has none of the columns that a divergence compares."""
-    common = vocab_size if comparison is None else min(vocab_size, comparison.teacher.vocab_size)
-    columns = shard.columns(common)
-    if columns.start == columns.stop:
-        raise ValueError(
-            f"this rank's rows of the head begin at {shard.first_column}, beyond the {common} columns that student and "
-            "teacher have in common; share the vocabulary so that each rank has some of these."
-        )
-
-
-def _check_selected(selected: Tensor, vocab_size: int) -> None:
-    """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
-    inside = ((selected >= 0) & (selected < vocab_size)).all()
-    if selected.device.type != "cpu":
-        torch._assert_async(inside)
-    elif not inside:
-        found = f"{int(selected.min())} to {int(selected.max())}"
-        raise ValueError(f"selected columns must be in [0, {vocab_size}), the whole vocabulary, found {found}.")
 
 
 def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:

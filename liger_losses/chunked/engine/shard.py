@@ -91,6 +91,26 @@ class VocabularyShard:
             hidden_states = hidden_states.redistribute(placements=[Replicate()])
         return hidden_states.to_local(grad_placements=[Partial()])
 
+    def check_columns(self, vocab_size: int) -> None:
+        """Raise ValueError if this rank has none of the first ``vocab_size`` columns, which a divergence compares."""
+        columns = self.columns(vocab_size)
+        if columns.start == columns.stop:
+            raise ValueError(
+                f"this rank's rows of the head begin at {self.first_column}, beyond the {vocab_size} columns that "
+                "student and teacher have in common; share the vocabulary so that each rank has some of these."
+            )
+
+    def check_selected(self, selected: Tensor) -> None:
+        """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
+        inside = ((selected >= 0) & (selected < self.vocab_size)).all()
+        if selected.device.type != "cpu":
+            torch._assert_async(inside)
+        elif not inside:
+            found = f"{int(selected.min())} to {int(selected.max())}"
+            raise ValueError(
+                f"selected columns must be in [0, {self.vocab_size}), the whole vocabulary, found {found}."
+            )
+
     # --- What the ranks exchange --------------------------------------------------------------------------------------
 
     def gather(self, values: Tensor) -> Tensor:
@@ -246,6 +266,22 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
         raise ValueError(
             "all ranks of the group that shares the vocabulary must make the same call on the same tokens; they have "
             "other labels. Where each rank has a batch of its own, give all ranks of the group the same one."
+        )
+
+
+def check_teacher_shard(student: VocabularyShard | None, teacher: VocabularyShard) -> None:
+    """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
+    if student is None:
+        raise ValueError(
+            "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
+            "teacher's weight first."
+        )
+    common = min(student.vocab_size, teacher.vocab_size)
+    both = [[dist.get_process_group_ranks(shard.group), shard.columns(common)] for shard in (student, teacher)]
+    if both[0] != both[1]:
+        raise ValueError(
+            f"student and teacher must share their common {common} columns alike, by the same ranks, but student has "
+            f"{both[0][1]} of ranks {both[0][0]} here and teacher {both[1][1]} of ranks {both[1][0]}."
         )
 
 

@@ -329,7 +329,7 @@ def torchs_own(folder):
     model = load(folder, "llama").train()
     patch(model)
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
-    with pytest.warns(RuntimeWarning, match="split over processes after patch"):
+    with pytest.warns(RuntimeWarning, match="became a DTensor after patch"):
         close(training(model), expected)
 
 
@@ -341,7 +341,7 @@ def patched_too_early(folder):
     generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
     patch(model)
     split_over(model, init_device_mesh("cpu", (2,)))
-    with pytest.warns(RuntimeWarning, match="patch the model after it is split"):
+    with pytest.warns(RuntimeWarning, match="load the model again"):
         found = training(model)
     close(found, expected)
     close(evaluation(model), evaluated)
@@ -352,7 +352,7 @@ def patched_too_late(folder):
     """After fully_shard, which has split the head's rows again."""
     expected = training(load(folder, "llama").train())
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    for tail, reason in ((False, "shard the model after it is patched"), (True, "shard it afterwards")):
+    for tail, reason in ((False, "then patch(model), then fully_shard"), (True, "shard it afterwards")):
         model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
         assert reason in reason_of_head(model)
         close(training(model), expected)

@@ -543,7 +543,7 @@ def errors(parts):
         "one entry per hidden state", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels[: 4 - (rank == 1)])
     )
     other_labels = labels.flip(0) if rank == 1 else labels
-    expect("other labels", "other labels", lambda: linear_logps(hidden, head, other_labels))
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, other_labels))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",

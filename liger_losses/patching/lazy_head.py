@@ -92,8 +92,9 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     forward = layer.linear_forward or LinearForward(F.linear)
     if layer.shard is None and hasattr(layer.weight, "full_tensor"):
         warnings.warn(
-            "the head's weight was split over processes after patch(), so that all logits are computed: patch the "
-            "model after transformers has split it, or before fully_shard does.",
+            "the head's weight became a DTensor after patch(), so all logits are computed. For tensor parallelism, "
+            'load the model with DistributedConfig(tp_plan="auto") of transformers, and patch it then; '
+            "torch's parallelize_module on the head is not supported.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -203,8 +204,9 @@ def unsupported_reason(module: nn.Module) -> str | None:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     if sharded and any(getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in hooks):
         return (
-            "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with the "
-            'tp_plan="auto" of transformers, or take the loss from the last hidden states and a Head with group='
+            "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
+            'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states and a '
+            "Head with group="
         )
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
@@ -297,16 +299,18 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
         if "forward" in vars(module):
             if isinstance(module, LazyLinear) and hasattr(module.weight, "full_tensor"):
                 vars(module)["only_when_forced"] = True  # the forward that was put around it expects the layer's own
-                return "its weight was split over processes after patch(): patch the model after it is split"
+                return (
+                    "its weight was split over processes after patch(): load the model again, and patch it after that"
+                )
             try:
-                try:
-                    linear_forward = match_forward(module)
-                except Mismatch:
-                    if not hasattr(module.weight, "full_tensor"):
-                        raise
-                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
+                linear_forward = match_forward(module)
             except Mismatch as mismatch:
-                return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
+                if not hasattr(module.weight, "full_tensor"):
+                    return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
+                try:
+                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
+                except Mismatch as reason:
+                    return f"its weight is split over processes, and {reason}"
             del module.forward
         module.__class__ = LazyLinear
         vars(module)["linear_forward"], vars(module)["shard"] = linear_forward, shard

@@ -120,8 +120,8 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     if deferred is None:
         raise TypeError(
             f"the logits of {type(model).__name__} must be LazyLogits here, got {type(logits).__name__}: its forward "
-            "applies an operation to them that needs their values, or its last layer is sharded by tensor "
-            "parallelism. Train it with TRL's own head, outside of liger_losses.trl.enable()."
+            "applies an operation to them that needs their values, or torch's parallelize_module has split its last "
+            "layer (tensor parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
         )
     if shift_labels is None:
         deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]

@@ -36,15 +36,15 @@ class Head:
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
     Args:
-        weight: ``[V, H]``, floating point, as in ``nn.Linear``.
-        bias: ``[V]`` or ``None``.
+        weight: ``[V, H]``, floating point, as in ``nn.Linear``; with ``group``, this rank's rows.
+        bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
         transform: temperature, scale and soft-cap of the logits.
         group: the process group whose ranks share the vocabulary.
 
     Raises:
-        TypeError: not tensors, or not floating point.
-        ValueError: shapes or devices that do not fit together; a group without this process; heads of the ranks that
-            do not fit together.
+        TypeError: not tensors, or not floating point; a group of which this rank is no member.
+        ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
+            with other placements, or beside ``group``.
         RuntimeError: another rank of the group has raised.
     """
 

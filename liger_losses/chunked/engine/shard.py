@@ -80,8 +80,9 @@ class VocabularyShard:
                 "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. Where "
                 "the ranks share the vocabulary (tensor parallelism), pass hidden_states as a DTensor on the mesh of "
                 "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
-                "tokens of its own (FSDP), patch the model (liger_losses.patch), which computes the loss within the "
-                "model's forward, where the whole weight is at hand, or pass weight.full_tensor()."
+                "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
+                "of the root module, where the weight is gathered; where no gradient is needed, pass "
+                "weight.full_tensor()."
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(
@@ -216,7 +217,7 @@ def merge_logps(logps: Tensor) -> Tensor:
 class Agreement:
     """What a rank is about to do: words and a checksum of its labels, which all ranks must share.
 
-    Of ``number``, all get the list.
+    Afterwards ``numbers`` holds the ``number`` of each rank, in their order.
     """
 
     facts: str = ""
@@ -251,8 +252,8 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
         raise error
     if -1 in digests:
         raise RuntimeError(
-            f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, which names the "
-            "reason; this rank stops with it."
+            f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank raises "
+            "too; see that rank's error."
         )
     if len(set(digests)) > 1:
         facts: list[Any] = [None] * group.size()
@@ -264,8 +265,8 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
         )
     if len(set(checksums)) > 1:
         raise ValueError(
-            "all ranks of the group that shares the vocabulary must make the same call on the same tokens; they have "
-            "other labels. Where each rank has a batch of its own, give all ranks of the group the same one."
+            "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but their "
+            "labels differ. Where each rank has a batch of its own, give all ranks of the group the same one."
         )
 
 
@@ -303,7 +304,7 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
         raise ValueError(
             f"{name} must be a DTensor with placements [Shard(0)] on a one-dimensional mesh, that of the weight, got "
             f"{list(value.placements)} on {value.device_mesh}. Of a larger mesh, take the dimension whose ranks share "
-            f'the vocabulary, as in mesh["tp"]; or pass {name}.full_tensor().'
+            f'the vocabulary, as in mesh["tp"]; or, where no gradient is needed, pass {name}.full_tensor().'
         )
     return value.to_local()
 
@@ -331,11 +332,12 @@ def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | No
         TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
     """
     check_tensor("weight", weight)
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}.")
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup of which this rank is a member, got {group!r}; of a "
+            "DeviceMesh, pass mesh['tp'].get_group()."
+        )
     rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this process is no rank of the group that shares the vocabulary; give a group that has it.")
     with agreement(group, weight.device) as found:
         check_weight(weight, bias)
         biased = "with" if bias is not None else "without"

@@ -79,9 +79,9 @@ def agree(group: Any, **facts: Any) -> None:
     wrong = [f"rank {rank}: {fact}" for rank, fact in enumerate(found) if isinstance(fact, str)]
     if not wrong and any(fact != facts for fact in found):
         wrong = [f"rank {rank}: " + ", ".join(f"{k} {v}" for k, v in fact.items()) for rank, fact in enumerate(found)]
-        wrong.insert(0, "each rank must have a slice of the same sequences, in the same order")
+        wrong.insert(0, "all ranks must make the same call, each on its slice of the same sequences; they differ")
     if wrong:
-        error = ValueError(f"on the ranks of group=: {'; '.join(wrong)}.")
+        error = ValueError(f"the ranks of the loss's group= disagree, or one has wrong inputs: {'; '.join(wrong)}.")
         error.ranks_know = True  # type: ignore[attr-defined]
         raise error
 

@@ -1,4 +1,4 @@
-"""A linear layer whose rows the ranks of a process group share: the logits of all of them, and when it is one.
+"""A linear layer whose rows the ranks of a process group share: its logits, and how such a layer is recognized.
 
 V columns of the whole vocabulary, V_r of this rank.
 """
@@ -74,7 +74,8 @@ def match_shared(module: Any) -> VocabularyShard:
         shard = replace(share_mesh(module.weight), mesh=None)  # its hidden states are plain tensors
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
-        reason = "fully_shard has split it too: shard the model after it is patched" if both else str(error)
+        order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
+        reason = order if both else str(error)
         raise Mismatch(reason) from None
     g = torch.Generator().manual_seed(0)
     hidden, upstream = (

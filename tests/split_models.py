@@ -142,7 +142,7 @@ def work(rank, folder, world, run):
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     for name, case in run(folder).items():
         try:

@@ -374,7 +374,7 @@ CHECKS = (
 def work(rank, folder):
     faulthandler.enable()
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=180)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timeout
     )

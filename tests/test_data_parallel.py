@@ -52,7 +52,7 @@ def work(rank, rendezvous):
     faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(ROWS), timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(ROWS), timeout=timedelta(seconds=180)
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for case in itertools.product(LAYOUTS, two.HEADS, (1, 3)):

@@ -465,7 +465,7 @@ def work(rank, rendezvous):
     faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
     )
     possible = {name: case for name, case in CASES.items() if find_spec("peft") or not case.adapter}
     todo = {name: functools.partial(run_case, case) for name, case in possible.items()}

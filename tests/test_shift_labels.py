@@ -240,7 +240,7 @@ def work(rank, folder):
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=WORLD,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     for check in (sequence_parallel, context_parallel):
         try:

@@ -586,7 +586,7 @@ def work(rank, rendezvous, checks):
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
     )
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     cut = ("two even", "two uneven")[rank // 2]

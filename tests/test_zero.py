@@ -177,7 +177,7 @@ def work(rank, run, port, directory):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     import deepspeed
 
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=180))
     run(rank, pathlib.Path(directory))
     gc.collect()
     dist.barrier()

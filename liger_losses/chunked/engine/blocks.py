@@ -287,16 +287,14 @@ class LogitBlock(Block):
         if coefficients.label_coef is not None:
             at_label = columns == call.tokens.labels[part.rows, None]
             total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
-        added = upstream * slope
+        if grad_bias is not None:
+            added = upstream * slope if owned is None else torch.where(owned, upstream * slope, 0.0)
+            # Unlike index_add_, this is the same from run to run.
+            grad_bias.index_put_((local.flatten(),), added.flatten(), accumulate=True)
         if owned is not None:
-            added = torch.where(owned, added, 0.0)
             grad = grad.as_strided((len(grad), self.vocab_size + 1), grad.stride())
             local = torch.where(owned, local, self.vocab_size)
         grad.scatter_(1, local, (total * slope).to(grad.dtype))
-        if grad_bias is not None:
-            # Unlike index_add_, this is the same from run to run.
-            at = local if owned is None else local.clamp(max=self.vocab_size - 1)
-            grad_bias.index_put_((at.flatten(),), added.flatten(), accumulate=True)
 
 
 def _sum_repeated(columns: Tensor, values: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ def make_call(
     hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
     teacher = None if query.comparison is None else query.comparison.teacher
     if isinstance(teacher, Teacher):
-        teacher.local_hidden_states  # noqa: B018, which is kept
+        _ = teacher.local_hidden_states  # the teacher keeps them
     with agreement(head.shard.group, head.weight.device) as found:
         checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options)
         if call is not None:

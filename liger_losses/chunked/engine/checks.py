@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.tokens import Tokens
@@ -41,6 +42,18 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
+
+
+def check_group(group: Any, dimension: str) -> None:
+    """Raise TypeError unless this is a process group of which this rank is a member.
+
+    ``dimension`` is the usual name of its dimension in a DeviceMesh.
+    """
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup of which this rank is a member, got {group!r}; of a "
+            f"DeviceMesh, pass mesh['{dimension}'].get_group()."
+        )
 
 
 def check_labels(labels: Any) -> None:

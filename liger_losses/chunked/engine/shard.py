@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_tensor, check_weight
+from liger_losses.chunked.engine.checks import check_group, check_tensor, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -215,7 +215,7 @@ def merge_logps(logps: Tensor) -> Tensor:
 
 @dataclass
 class Agreement:
-    """What a rank is about to do: words and a checksum of its labels, which all ranks must share.
+    """The call that a rank is about to make: ``facts`` and the labels' ``checksum`` must be the same on all ranks.
 
     Afterwards ``numbers`` holds the ``number`` of each rank, in their order.
     """
@@ -315,10 +315,11 @@ def share_mesh(weight: Any) -> VocabularyShard:
     most = -(-size // mesh.size())
     sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
     shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh)
-    if 0 in sizes or len(weight.to_local()) != sizes[shard.rank]:
+    rows = len(weight.to_local())
+    if 0 in sizes or rows != sizes[shard.rank]:
         raise ValueError(
             f"a weight of {size} rows must be in parts of {sizes} on the {mesh.size()} ranks of its mesh, none of them "
-            f"empty, as torch.chunk cuts it; this rank has {len(weight.to_local())}. Pad the vocabulary, or use "
+            f"empty, as torch.chunk cuts it; this rank has {rows}. Pad the vocabulary, or use "
             "Head(rows, group=group), which takes any sizes."
         )
     return shard
@@ -332,11 +333,7 @@ def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | No
         TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
     """
     check_tensor("weight", weight)
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"group must be a torch.distributed.ProcessGroup of which this rank is a member, got {group!r}; of a "
-            "DeviceMesh, pass mesh['tp'].get_group()."
-        )
+    check_group(group, "tp")
     rank = dist.get_rank(group)
     with agreement(group, weight.device) as found:
         check_weight(weight, bias)

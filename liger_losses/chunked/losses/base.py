@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.checks import check_inputs, check_labels, check
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
-from liger_losses.chunked.losses.context_parallel import agree, check_group, on_slices, sum_over_group
+from liger_losses.chunked.losses.context_parallel import agree, check_sliced, on_slices, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import state
 
@@ -151,7 +151,7 @@ class ChunkedLoss(nn.Module):
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
         _ = self.transform, self.options  # both check themselves when they are made
         if self.group is not None:
-            check_group(self.group, self.shift, self.reads_order)
+            check_sliced(self.group, self.shift, self.reads_order)
 
     @property
     def reads_order(self) -> str | None:

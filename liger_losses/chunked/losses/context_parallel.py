@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.chunked.engine.checks import check_group
+
 
 class _Sum(torch.autograd.Function):
     """All ranks' values, added up. Backward adds up the ranks' gradients, or passes them through."""
@@ -46,18 +48,14 @@ def sum_over_group(group: Any, *values: Tensor, sum_gradients: bool = False) -> 
     return tuple(part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True))
 
 
-def check_group(group: Any, shift: bool, reads_order: str | None) -> None:
-    """Raise TypeError or ValueError unless this is a process group of which this rank is a member.
+def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
+    """Raise TypeError or ValueError unless a loss can be taken of slices that the ranks of this group hold.
 
     Args:
         shift: whether the loss shifts labels, which it cannot.
         reads_order: what in the loss depends on the order of a sequence's tokens, which it does not know.
     """
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"group must be a torch.distributed.ProcessGroup of which this rank is a member, got {group!r}; of a "
-            "DeviceMesh, pass mesh['cp'].get_group()."
-        )
+    check_group(group, "cp")
     if shift:
         raise ValueError(
             "with group=, each rank sees a slice of the sequences, and the label of its last token is on another rank: "

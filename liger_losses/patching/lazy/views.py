@@ -174,7 +174,7 @@ def _tanh(lazy: LazyLogits) -> Any:
 
 @implements("neg", "negative", "__neg__")
 def _neg(lazy: LazyLogits) -> Any:
-    """Negate log-probabilities, as losses do; other logits are not negated lazily."""
+    """Negate log-probabilities, as losses do; to negate other logits, their values are computed."""
     deferred = lazy.deferred
     return lazy.derive(replace(deferred, negated=not deferred.negated)) if deferred.normalized else NotImplemented
 

@@ -400,13 +400,18 @@ def lazy_logits_read_after_the_backward(rank):
 
 
 def forward_on_the_instance(rank):
-    """A head whose forward casts to fp32 is recognized after fully_shard, too."""
-    model = llama()
-    head = model.lm_head
-    head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
-    CASES["root"].spread(model)
-    (entry,) = make_head_lazy(model)
-    assert entry.replaced_by == "LazyLinear", entry
+    """A head whose forward casts to fp32 is recognized after fully_shard, whether it was lazy before or not."""
+    for lazy_before in (False, True):
+        model = llama()
+        head = model.lm_head
+        if lazy_before:
+            make_head_lazy(model)
+            CASES["root"].spread(model)
+        head.forward = lambda hidden, head=head: torch.nn.functional.linear(hidden.float(), head.weight.float())
+        if not lazy_before:
+            CASES["root"].spread(model)
+        (entry,) = make_head_lazy(model)
+        assert entry.replaced_by == "LazyLinear", entry
 
 
 def sharded_before(rank):

@@ -297,16 +297,17 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
     else:
         linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
-            if isinstance(module, LazyLinear) and hasattr(module.weight, "full_tensor"):
-                vars(module)["only_when_forced"] = True  # the forward that was put around it expects the layer's own
-                return (
-                    "its weight was split over processes after patch(): load the model again, and patch it after that"
-                )
             try:
                 linear_forward = match_forward(module)
             except Mismatch as mismatch:
                 if not hasattr(module.weight, "full_tensor"):
                     return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
+                if isinstance(module, LazyLinear):
+                    vars(module)["only_when_forced"] = True  # the forward around it expects the layer's own
+                    return (
+                        "its weight was split over processes after patch(): load the model again, and patch it after "
+                        "that"
+                    )
                 try:
                     shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
                 except Mismatch as reason:

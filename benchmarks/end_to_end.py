@@ -294,9 +294,14 @@ def main() -> None:
     parser.add_argument("--provider", help=argparse.SUPPRESS)
     parser.add_argument("--providers", help="only these, with commas between them")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default="", help="only models whose names contain this")
+    parser.add_argument("--first", type=int, help="only so many cases of a group")
     parser.add_argument("--group", choices=("trainer", "heads"), help="only the model's own loss, or only TRL's heads")
     options = parser.parse_args()
     groups = {"trainer": list(TRAINER), "heads": list(HEADS)}
+    groups = {
+        name: [case for case in cases if options.only in case.model][: options.first] for name, cases in groups.items()
+    }
     if options.tiny:
         groups = {
             name: [Case(c.task, "tiny", 2, 32, c.masked, c.checkpointing) for c in cs] for name, cs in groups.items()
@@ -308,6 +313,8 @@ def main() -> None:
         return
     trainer = ("plain", "liger-kernel", "ours", "plain+compile", "ours+compile")
     providers = {"trainer": trainer, "heads": ("plain", "TRL", "ours", "ours+kernels")}
+    passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]
+    passed_on += ["--first", str(options.first)] if options.first else []
     rows = []
     for group, names in providers.items():
         if options.group not in (None, group):
@@ -316,8 +323,17 @@ def main() -> None:
         for name in [name for i in range(options.rounds) for name in (chosen[::-1] if i % 2 else chosen)]:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rows.json"
-                command = [sys.executable, "-m", "benchmarks.end_to_end", "--provider", name, "--group", group]
-                command += ["--steps", str(options.steps), "--out", str(file), *["--tiny"] * options.tiny]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.end_to_end",
+                    *passed_on,
+                    "--provider",
+                    name,
+                    "--group",
+                    group,
+                ]
+                command += ["--out", str(file)]
                 subprocess.run(command, check=True)
                 rows += json.loads(file.read_text())
     rows = merged(rows)

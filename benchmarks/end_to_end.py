@@ -65,6 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama-3-8B": ("llama", {**_LLAMA_8B, "num_hidden_layers": 32}),
     "Llama-3-8B half": ("llama", {**_LLAMA_8B, "num_hidden_layers": 16}),
+    "Llama-3-8B quarter": ("llama", {**_LLAMA_8B, "num_hidden_layers": 8}),
     "tiny": (
         "llama",
         {

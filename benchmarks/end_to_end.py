@@ -203,11 +203,23 @@ def provide(provider: str, case: Case, model: Any) -> Step:
     return task_loss(case.task, fused_head, True)
 
 
+def attend_without_mask(model: Any) -> None:
+    """Tell transformers that no causal mask is needed, of which it cannot convince itself while it is traced."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)  # no function of that name makes masks
+    model.set_attn_implementation("causal_sdpa")
+
+
 def measure(provider: str, case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     """Tokens per second, peak memory and losses of some steps."""
     model = build(case, device)
-    step = provide(provider.removesuffix("+compile"), case, model)
-    if provider.endswith("+compile"):
+    patched_by, _, compiled = provider.partition("+compile")
+    step = provide(patched_by, case, model)
+    if compiled == "+causal":
+        attend_without_mask(model)
+    if "+compile" in provider:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(0)
@@ -280,7 +292,7 @@ def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     return (
         f"{row['task']:5} {row['model']:15} {row['sequences']} x {row['length']:5} "
-        f"{'checkpointed' if row['checkpointing'] else '':12} {row['provider']:13} "
+        f"{'checkpointed' if row['checkpointing'] else '':12} {row['provider']:22} "
         f"{row.get('tokens_per_second', '-'):>8} tokens/s {row.get('peak_gib', '-'):>7} GiB  "
         f"{row.get('note') or row['losses'][-1]}"
     )
@@ -313,6 +325,7 @@ def main() -> None:
             options.out.write_text(json.dumps(rows))
         return
     trainer = ("plain", "liger-kernel", "ours", "plain+compile", "ours+compile")
+    trainer += ("plain+compile+causal", "ours+compile+causal")
     providers = {"trainer": trainer, "heads": ("plain", "TRL", "ours", "ours+kernels")}
     passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]
     passed_on += ["--first", str(options.first)] if options.first else []

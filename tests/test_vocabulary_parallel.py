@@ -465,7 +465,7 @@ def gathered(rows, group):
     """The rows of all ranks."""
     found = [None] * group.size()
     dist.all_gather_object(found, rows, group=group)
-    return torch.cat(found)
+    return torch.cat([part.to(rows.device) for part in found])
 
 
 def dtensors(parts):

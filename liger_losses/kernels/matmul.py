@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+#: On a GPU, products whose sizes are no multiples of it are slow, unless they are small.
+ALIGNED, LEAST = 8, 1024
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
@@ -25,17 +27,41 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     Returns:
         ``out``.
     """
-    if a.dtype == out.dtype and (a.dtype not in HALF_DTYPES or a.device.type == "cuda"):
-        # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.
+    on_gpu = a.device.type == "cuda" and a.dtype in HALF_DTYPES
+    if on_gpu and out.dtype in (a.dtype, torch.float32):
+        return _aligned(out, a, b, accumulate)
+    if a.dtype == out.dtype and a.dtype not in HALF_DTYPES:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    if a.device.type == "cuda" and a.dtype in HALF_DTYPES and out.dtype == torch.float32:
-        if accumulate:
-            return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
     wide = torch.promote_types(torch.float32, a.dtype)
     product = torch.mm(a.to(wide), b.to(wide))
     return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
+    """The same on a GPU. Where a size is no multiple of :data:`ALIGNED`, the rest is a small product of its own."""
+    (rows, terms), columns = a.shape, b.shape[1]
+    if rows % ALIGNED and rows > LEAST:
+        cut = rows // ALIGNED * ALIGNED
+        _aligned(out[:cut], a[:cut], b, accumulate)
+        _aligned(out[cut:], a[cut:], b, accumulate)
+    elif columns % ALIGNED and columns > LEAST:
+        cut = columns // ALIGNED * ALIGNED
+        _aligned(out[:, :cut], a, b[:, :cut], accumulate)
+        _aligned(out[:, cut:], a, b[:, cut:], accumulate)
+    elif terms % ALIGNED and terms > LEAST:
+        cut = terms // ALIGNED * ALIGNED
+        # The smaller part first: the sum of all is then rounded once, into `out`.
+        _aligned(out, a[:, cut:], b[cut:], accumulate)
+        _aligned(out, a[:, :cut], b[:cut], True)
+    # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.
+    elif a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return out
 
 
 def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:

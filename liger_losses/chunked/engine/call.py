@@ -359,6 +359,7 @@ def _make_call(
         exponentials=exponentials,
         fused_products=fused_products,
         teacher_row_bytes=teacher_row_bytes,
+        ranks=1 if head.shard is None else len(head.shard.sizes),
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)

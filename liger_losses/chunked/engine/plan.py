@@ -5,7 +5,7 @@ N active tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -54,6 +54,7 @@ class Workload:
     exponentials: bool = False  # whether blocks of whole rows hold exponentials in half precision, not fp32 logits
     fused_products: bool = False  # with a teacher, whether the student's product runs in a Triton kernel
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
+    ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -86,7 +87,10 @@ class Workload:
         return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
 
     def default_workspace(self) -> int:
-        """Bytes that keep the device busy."""
+        """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
+        larger blocks."""
+        if self.ranks > 1:
+            return replace(self, vocab_size=self.vocab_size * self.ranks, ranks=1).default_workspace()
         if self.teacher_row_bytes:
             largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
             return min(largest, TEACHER_WORKSPACE)

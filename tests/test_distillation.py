@@ -293,7 +293,9 @@ def test_every_divergence_in_float64(name):
 def test_padded_vocabularies(name, temperature, sizes, backend):
     """Extra columns carry no probability in the divergence; the hard loss is over all columns of the student."""
     dtype, close = (torch.float64, (1e-9, 1e-10)) if backend == "torch" else (torch.float32, (1e-4, 1e-5))
-    hidden, weight, bias, labels, *teacher = problem(dtype, vocab=sizes[0], teacher_vocab=sizes[1])
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    tensors = problem(dtype, vocab=sizes[0], teacher_vocab=sizes[1])
+    hidden, weight, bias, labels, *teacher = (t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors)
     assert sizes[0] == V or (labels >= V).any()
     inputs = (hidden, weight, bias)
     for options in ({}, {"logit_scale": 0.7, "softcap": 3.0}) if name == "JSD" else ({},):
@@ -302,7 +304,11 @@ def test_padded_vocabularies(name, temperature, sizes, backend):
             loss = DistillationLoss(divergence(name), hard, 0.5, **settings)
             value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
             logits = F.linear(hidden, weight, bias)
-            student = (3 * (logits * 0.7 / 3).tanh() if options else logits), torch.eye(sizes[0], dtype=dtype), None
+            student = (
+                (3 * (logits * 0.7 / 3).tanh() if options else logits),
+                torch.eye(sizes[0], dtype=dtype, device=device),
+                None,
+            )
             expected = plain(name, *student, labels, *teacher, hard, 0.5, temperature)
             torch.testing.assert_close(value, expected, rtol=close[0], atol=1e-12)
             grads = torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)

@@ -62,9 +62,9 @@ def test_compiled_losses_give_what_the_uncompiled_give(name, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_kernels_give_what_the_uncompiled_give(mode):
     def function(x, y, weight, bias, q, k, cos, sin):
-        normed = rms_norm(torch.tanh(x), weight)
-        q, k = rope(torch.tanh(q), torch.tanh(k), cos, sin)
-        out = glu(normed, layer_norm(torch.tanh(y), weight, bias))
+        normed = rms_norm.rms_norm(torch.tanh(x), weight)
+        q, k = rope.rope(torch.tanh(q), torch.tanh(k), cos, sin)
+        out = glu.glu(normed, layer_norm.layer_norm(torch.tanh(y), weight, bias))
         return out.float().square().mean() + q.float().square().mean() + (k.float() * 0.3).sin().mean()
 
     compiled = torch.compile(function, mode=mode, fullgraph=True)
@@ -114,7 +114,7 @@ def test_compiled_patched_models_train_as_uncompiled_and_make_no_logits(mode, ch
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses.append([])
         for step in range(5):
-            length = (1024, 1024, 1536, 1024, 1024)[step]
+            length = (1024, 1024, 1536, 1024, 6144)[step]
             g = torch.Generator("cuda").manual_seed(step)
             ids = torch.randint(50257, (4, length), device="cuda", generator=g)
             torch.compiler.cudagraph_mark_step_begin()

@@ -182,7 +182,7 @@ def _gradients(
     else:
         inputs, outputs = (gate, up), (out, grad_up)
     if on_triton:
-        gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part.dtype) for part in inputs)
+        gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part) for part in inputs)
         ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
         _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
     else:
@@ -190,14 +190,14 @@ def _gradients(
     return out, grad_up
 
 
-def _gradient_end(limit: float, dtype: torch.dtype) -> float:
-    """The largest number of a dtype at which clamping to a limit passes a gradient."""
-    if _PASSES_AT_LIMIT:
-        return limit
-    # The number before the limit, which torch rounds to the dtype. Numbers of its binade are `step` apart.
+def _gradient_end(limit: float, like: Tensor) -> float:
+    """The largest number of a tensor's dtype at which clamping to a limit passes a gradient."""
     start = 2.0 ** (math.frexp(limit)[1] - 1)
-    step = start * torch.finfo(dtype).eps
+    step = start * torch.finfo(like.dtype).eps
     rounded = round(limit / step) * step
+    if _PASSES_AT_LIMIT:  # only on GPUs is the limit rounded before it is compared
+        return rounded if like.is_cuda else limit
+    # The number before the limit. Numbers of its binade are `step` apart.
     return rounded - (step / 2 if rounded == start else step)
 
 
@@ -325,8 +325,8 @@ def _backward_torch(
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
     d_up = activation.value(clamped_gate, formula.alpha).mul_(g)
     if limit is not None:
-        d_gate.masked_fill_(gate > _gradient_end(limit, gate.dtype), 0.0)
-        d_up.masked_fill_(up.abs() > _gradient_end(limit, up.dtype), 0.0)
+        d_gate.masked_fill_(gate > _gradient_end(limit, gate), 0.0)
+        d_up.masked_fill_(up.abs() > _gradient_end(limit, up), 0.0)
     grad_gate.copy_(d_gate)
     grad_up.copy_(d_up)
 

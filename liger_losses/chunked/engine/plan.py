@@ -176,7 +176,8 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     resident = tokens * row_bytes <= budget and chunk_size is None and not teacher
     rows = _even(tokens, rows)
     if work.fused and workspace is None:
-        budget = max(min(budget, DEFAULT_TILES - tokens * 32 * item), 16 * MiB)
+        statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
+        budget = max(min(budget, DEFAULT_TILES - tokens * statistics * item), 16 * MiB)
     tile_rows, tile_columns = _tile(tokens, budget, work.tile_hidden_bytes, operand if work.fused else item)
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
-from liger_losses.chunked.engine.plan import Plan, Workload, make_plan
+from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
 from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
@@ -66,7 +66,8 @@ class EngineOptions:
         ignore_index: the label of tokens without loss.
         compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
             they are projected and their results multiplied by 0: their hidden states must be finite.
-        workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
+        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
+            memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
         accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
             costs a buffer of the weight's size.
@@ -214,7 +215,7 @@ class Call:
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
             f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"{self.transform}"
+            f"{self.transform}, default workspace {default_bound()}"
         )
 
 
@@ -300,14 +301,16 @@ def make_call(
     """
     if head.shard is None:
         return _make_call(hidden_states, head, labels, query, options)
+    device = head.weight.device
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
     hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
     teacher = None if query.comparison is None else query.comparison.teacher
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
-    with agreement(head.shard.group, head.weight.device) as found:
-        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options)
+    memory = head.shard.least_memory(device_memory(device), device)
+    with agreement(head.shard.group, device) as found:
+        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options, memory)
         if call is not None:
             found.facts, found.checksum = call.facts, _checksum(call.tokens.labels)
     return checked, call
@@ -320,7 +323,12 @@ def _checksum(labels: Tensor) -> Tensor:
 
 
 def _make_call(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+    hidden_states: Any,
+    head: Head,
+    labels: Any,
+    query: Query,
+    options: EngineOptions,
+    memory: int | None = None,
 ) -> tuple[CheckedInputs, Call | None]:
     checked = CheckedInputs.of(hidden_states, head, labels, query)
     if state.shapes_only:
@@ -359,6 +367,7 @@ def _make_call(
         exponentials=exponentials,
         fused_products=fused_products,
         teacher_row_bytes=teacher_row_bytes,
+        device_memory=memory,
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)

@@ -190,8 +190,9 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     usual = work.default_workspace()
     memory = device_memory(work.device) if work.device_memory is None else work.device_memory
     most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
-    budget = max(most if workspace is not None else min(usual, most), least) - vectors
-    kept = max(most, least) - vectors if work.keeping_pays else budget
+    most = max(most, least) - vectors
+    budget = most if workspace is not None else max(min(usual, most), least - vectors)
+    kept = most if work.keeping_pays else budget
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(budget // 8, scratch_limit), least_scratch) if work.temporaries else 0
     weight_chunk = min(max(1, budget // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size

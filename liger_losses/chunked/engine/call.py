@@ -384,7 +384,9 @@ def _make_call(
         # Those that are exact for these inputs and fit the workspace, the cheapest first.
         allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
         single = [name for name, possible in allowed.items() if possible]
-        possible = [*single, "two_pass"] if plan.tall_blocks or not needs_weight else ["two_pass", *single]
+        # Logits that are kept are one block, of all tokens.
+        tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+        possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
         strategy = possible[0]
         if options.strategy is not None:
             check_names([options.strategy], possible, "strategy for these inputs")

@@ -90,24 +90,27 @@ def linear_exponentials(
     group = _group(row_tiles)
     lanes = max(1, min(programs // group, column_tiles))
     partial = torch.empty(lanes, tokens, device=hidden.device)
-    needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
     arguments |= {"labels": labels, "partial": partial, "group": group, "lanes": lanes, "PROJECTIONS": projections}
     by_row = (triton.cdiv(tokens, 128),)
 
-    def launch(offset: Tensor, only_if: Tensor | None, limit: float | None) -> None:
-        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=only_if)
+    def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
+        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=needed)
+        limit, found = None if needed is not None else _LARGEST_SUM, needed
+        if found is None:  # allocated once the product is queued
+            found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, label_logit, *statistics, needed, lanes, tokens, limit, BLOCK=128, LANES=32
+            partial, label_logit, *statistics, found, lanes, tokens, limit, BLOCK=128, LANES=32
         )
+        return found
 
-    launch(label_logit, None, _LARGEST_SUM)
+    needed = launch(label_logit, None)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
     sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
     splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
         arguments |= {"out": None, "out_stride": None}
-    launch(statistics.offset, needed, None)
+    launch(statistics.offset, needed)
     return statistics
 
 

@@ -218,11 +218,17 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
     labels[1] = (hidden[1].float() @ weight.float().t()).argmin()
     for transform in TRANSFORMS_OF_HEAD:
         logits = transform(hidden.double() @ weight.double().t(), None if bias is None else bias.double())
-        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp"}))
+        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp", "mean_logit"}))
         for backend in ("torch", "triton"):
             out = torch.full((tokens, columns + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :columns]
             for block in (out, None):
-                found = linear_exponentials(hidden, weight, labels, block, Epilogue(transform, bias), backend=backend)
+                values = {name: torch.full((tokens,), float("nan"), device=DEVICE) for name in ("lse", "mean_logit")}
+                if block is not None:
+                    del values["mean_logit"]
+                epilogue, into = Epilogue(transform, bias), Exponentials.into(values)
+                found = linear_exponentials(hidden, weight, labels, block, epilogue, found=into, backend=backend)
+                if found.mean_logit is not None:
+                    torch.testing.assert_close(found.mean_logit.double(), exact["mean_logit"], rtol=1e-5, atol=1e-5)
                 torch.testing.assert_close(found.lse.double(), exact["lse"], rtol=1e-5, atol=1e-4)
                 torch.testing.assert_close(found.logp.double(), exact["logp"], rtol=1e-5, atol=1e-4)
             if dtype == torch.float16:

@@ -134,14 +134,14 @@ class Query:
         return self.token_loss is not None or self.token_weights is not None
 
     @property
+    def of_exponentials(self) -> bool:
+        """Whether exponentials of the logits are enough: for the gradients, and with their sums for the values."""
+        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
+
+    @property
     def needs_logits(self) -> bool:
         """Whether blocks must hold whole rows of fp32 logits."""
         return self.selected is not None or self.comparison is not None
-
-    def linear_metrics(self, transform: LogitTransform) -> frozenset[str]:
-        """The metrics linear in the hidden states: without a soft-cap, the mean logit is ``h . mean_v W_v``."""
-        linear = "mean_logit" in self.metrics and "mean_logit" not in self.statistics and transform.softcap is None
-        return frozenset(["mean_logit"]) if linear else frozenset()
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
@@ -188,17 +188,12 @@ class Call:
         return self.query.statistics + self.query.metrics
 
     @cached_property
-    def linear_metrics(self) -> frozenset[str]:
-        """The metrics that no block has to compute."""
-        return self.query.linear_metrics(self.transform)
-
-    @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
         names = {*self.outputs, "lse"} | (
             {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
         )
-        return frozenset(names) - self.linear_metrics
+        return frozenset(names)
 
     @cached_property
     def facts(self) -> str:
@@ -346,9 +341,8 @@ def _make_call(
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
     fused_products = can_fuse(head.weight, operand, backend)
     fused = fused_products and not needs_bias and not query.needs_logits
-    computed = {*query.statistics, *query.metrics} - query.linear_metrics(head.transform)
     # fp16 cannot hold exponentials of every size.
-    exponentials = fused and operand == torch.bfloat16 and computed <= {"logp", "lse"}
+    exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
     temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
     if query.comparison is not None:
         temporaries = TEMPORARIES if backend == "torch" else 0

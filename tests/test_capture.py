@@ -21,7 +21,7 @@ from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import problem
 
 #: For their results the host waits for a GPU; ``lift_fresh`` is ``torch.tensor`` of numbers, a copy from the host.
-WAITING = "_local_scalar_dense item nonzero masked_select _unique2 unique_dim is_nonzero equal lift_fresh".split()
+WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "lift_fresh")
 
 
 class NothingWaits(TorchDispatchMode):

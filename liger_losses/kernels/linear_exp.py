@@ -91,7 +91,7 @@ def linear_exponentials(
     if not tokens:
         return statistics
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
-    group = _group(row_tiles)
+    group = _group(row_tiles, column_tiles, programs)
     lanes = max(1, min(programs // group, column_tiles))
     partial = torch.empty(lanes, tokens, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
@@ -202,10 +202,19 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
 
 
-def _group(row_tiles: int) -> int:
-    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible."""
-    sizes = range(min(row_tiles, _GROUP // 2 + 1), min(row_tiles, 2 * _GROUP) + 1)
-    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)), default=1)
+def _group(row_tiles: int, column_tiles: int, programs: int) -> int:
+    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible; with few row tiles, the one
+    that leaves the fewest tiles to a program."""
+
+    def tiles_of_program(size: int) -> int:
+        lanes = max(1, min(programs // size, column_tiles))
+        return triton.cdiv(triton.cdiv(row_tiles, size) * column_tiles, lanes)
+
+    if row_tiles <= _GROUP:
+        sizes = range(min(row_tiles, _GROUP // 2), row_tiles + 1)
+        return min(sizes, key=lambda size: (tiles_of_program(size), -size), default=1)
+    sizes = range(_GROUP // 2 + 1, min(row_tiles, 2 * _GROUP) + 1)
+    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)))
 
 
 @jit

@@ -14,6 +14,7 @@ from liger_losses.chunked.engine import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
@@ -99,5 +100,7 @@ __all__ = [
     "linear_token_loss",
     "loss_inputs",
     "patch",
+    "set_default_workspace",
     "unpatch",
+    "workspace",
 ]

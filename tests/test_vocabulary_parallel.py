@@ -45,6 +45,7 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    workspace,
 )
 from liger_losses.chunked.engine.shard import merge, merge_logps
 from tests.reference import NAMES, plain_statistics, relative_error
@@ -577,11 +578,26 @@ def one_part(parts):
     half_precision(dict(list(parts.items())[:1]))
 
 
+def devices(parts):
+    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error."""
+    rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
+    rows = parts["four"].rows
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("liger_losses.chunked.engine.plan.default_workspace", lambda *work: 8000)
+        patched.setattr("liger_losses.chunked.engine.call.device_memory", lambda device: 2**24 if rank == 1 else 0)
+        head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
+        for _ in range(2):  # the second time, nothing is exchanged
+            logps = linear_logps(d["h"], head, d["y"])
+        torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
+        with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
+            linear_logps(d["h"], head, d["y"])
+
+
 def all_kernels(parts):
     half_precision(parts, KERNELS, VARIANTS)
 
 
-CHECKS = (all_cases, random_shapes, one_part, dtensors, errors)
+CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, devices)
 
 
 def work(rank, rendezvous, checks):

@@ -29,21 +29,24 @@ _GROUP = 8
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "p_coef", "label_coef", "at_label_out"]
+_VECTORS = ["offset", "lse", "logp", "mean_logit", "p_coef", "label_coef", "at_label_out"]
 
 
 class Exponentials(NamedTuple):
-    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability: ``[N]`` fp32 each."""
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit (or
+    ``None``): ``[N]`` fp32 each."""
 
     offset: Tensor
     lse: Tensor
     logp: Tensor
+    mean_logit: Tensor | None = None
 
     @classmethod
     def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
-        """Write ``lse`` and ``logp`` into the tensors of these names; the others are new."""
+        """Write ``lse``, ``logp`` and ``mean_logit`` into the tensors of these names; the first two are new if there
+        are none."""
         offset, logp = torch.empty(2, len(values["lse"]), device=values["lse"].device)
-        return cls(offset, values["lse"], values.get("logp", logp))
+        return cls(offset, values["lse"], values.get("logp", logp), values.get("mean_logit"))
 
 
 def linear_exponentials(
@@ -66,7 +69,7 @@ def linear_exponentials(
     Args:
         hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        found: the tensors to write the statistics into; new ones by default.
+        found: the tensors to write the statistics into; new ones by default, without the mean logit.
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
@@ -79,7 +82,8 @@ def linear_exponentials(
     if backend == "torch":
         values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):
-            target.copy_(value)
+            if target is not None and value is not None:
+                target.copy_(value)
         return statistics
     hidden, tokens = with_contiguous_rows(hidden), len(hidden)
     if label_logit is None:
@@ -87,27 +91,33 @@ def linear_exponentials(
     if not tokens:
         return statistics
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
-    group = _group(row_tiles)
+    group = _group(row_tiles, column_tiles, programs)
     lanes = max(1, min(programs // group, column_tiles))
     partial = torch.empty(lanes, tokens, device=hidden.device)
-    needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
-    arguments |= {"labels": labels, "partial": partial, "group": group, "lanes": lanes, "PROJECTIONS": projections}
+    logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group, "lanes": lanes}
+    arguments["PROJECTIONS"] = projections
     by_row = (triton.cdiv(tokens, 128),)
 
-    def launch(offset: Tensor, only_if: Tensor | None, limit: float | None) -> None:
-        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=only_if)
+    def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
+        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=needed)
+        limit, found = None if needed is not None else _LARGEST_SUM, needed
+        if found is None:  # allocated once the product is queued
+            found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, label_logit, *statistics, needed, lanes, tokens, limit, BLOCK=128, LANES=32
-        )
+            partial, logit_sums, label_logit, *statistics, found, lanes, tokens, 1.0 / len(weight), limit,
+            BLOCK=128, LANES=32,
+        )  # fmt: skip
+        return found
 
-    launch(label_logit, None, _LARGEST_SUM)
+    needed = launch(label_logit, None)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
     sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
     splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
         arguments |= {"out": None, "out_stride": None}
-    launch(statistics.offset, needed, None)
+    launch(statistics.offset, needed)
     return statistics
 
 
@@ -142,7 +152,7 @@ def gradient_scales(
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
-        offset, lse, logp = found
+        offset, lse, logp, _ = found
         scale = p_coef * (offset - lse).exp() * transform.factor
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
@@ -155,7 +165,7 @@ def gradient_scales(
     if len(scale):
         _scales_kernel[(len(scale),)](
             scale, at_label, scaled, hidden, *((0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])),
-            p_coef.contiguous(), label_coef.contiguous(), *found, transform.for_kernel(),
+            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel(),
             BLOCK=1024,
         )  # fmt: skip
     return scale, at_label, scaled
@@ -189,13 +199,22 @@ def _exponentials_torch(
         out.copy_(e if transform.softcap is None else e * transform.slope(logits))
     rest = e.sum(1)
     log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
-    return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
+    return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
 
 
-def _group(row_tiles: int) -> int:
-    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible."""
-    sizes = range(min(row_tiles, _GROUP // 2 + 1), min(row_tiles, 2 * _GROUP) + 1)
-    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)), default=1)
+def _group(row_tiles: int, column_tiles: int, programs: int) -> int:
+    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible; with few row tiles, the one
+    that leaves the fewest tiles to a program."""
+
+    def tiles_of_program(size: int) -> int:
+        lanes = max(1, min(programs // size, column_tiles))
+        return triton.cdiv(triton.cdiv(row_tiles, size) * column_tiles, lanes)
+
+    if row_tiles <= _GROUP:
+        sizes = range(min(row_tiles, _GROUP // 2), row_tiles + 1)
+        return min(sizes, key=lambda size: (tiles_of_program(size), -size), default=1)
+    sizes = range(_GROUP // 2 + 1, min(row_tiles, 2 * _GROUP) + 1)
+    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)))
 
 
 @jit
@@ -214,10 +233,10 @@ def expm1(x):
 
 @jit(do_not_specialize=["lanes", "tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
-    partial, label_logit, offset, lse, logp, needed, lanes, tokens, limit,
+    partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, lanes, tokens, inverse_vocab_size, limit,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp and log-probability from the lanes' sums over all columns but the label's.
+    """Log-sum-exp and log-probability from the lanes' sums over all columns but the label's; the mean of all logits.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -228,10 +247,16 @@ def _row_statistics_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     rest = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, lanes, LANES):
         lane = start + tl.arange(0, LANES)
         mask = (lane < lanes)[:, None] & inside[None, :]
-        rest += tl.sum(tl.load(partial + lane[:, None] * tokens + rows[None, :], mask=mask, other=0.0), 0)
+        at = lane[:, None] * tokens + rows[None, :]
+        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+        if logit_sums is not None:
+            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+    if logit_sums is not None:
+        tl.store(mean_logit + rows, total * inverse_vocab_size, mask=inside)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     if limit is None:
         used = tl.load(offset + rows, mask=inside, other=0.0)
@@ -292,11 +317,11 @@ def _scales_kernel(
 
 @jit(
     do_not_specialize=["tokens", "group", "lanes"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "needed", "hidden", "out"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed", "hidden", "out"],
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, needed, group, lanes, transform,
+    bias, labels, offset, partial, logit_sums, needed, group, lanes, transform,
     PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
@@ -311,11 +336,13 @@ def _exponentials_kernel(
     if needed is not None:
         tiles = tiles * tl.load(needed)
     sums = tl.zeros((BLOCK_N,), tl.float32)
+    totals = tl.zeros((BLOCK_N,), tl.float32)
     for tile in tl.range(program, tiles, group * lanes, flatten=True):
         column_tile = tile % in_group // group
         first_row = (tile // in_group * group + program % group) * BLOCK_N
         if column_tile < lanes:  # the first of this program in this group
             sums = tl.zeros((BLOCK_N,), tl.float32)
+            totals = tl.zeros((BLOCK_N,), tl.float32)
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
@@ -332,6 +359,8 @@ def _exponentials_kernel(
             z = x
             if bias is not None or transform.factor is not None:
                 z = transform_block(x, bias, columns, columns < vocab_size, transform)
+            if logit_sums is not None:
+                totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
             e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
@@ -344,4 +373,7 @@ def _exponentials_kernel(
                 e = x
             if out is not None:
                 store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
-        tl.store(partial + program // group * tokens + rows, sums, mask=rows < tokens)
+        at = program // group * tokens + rows
+        tl.store(partial + at, sums, mask=rows < tokens)
+        if logit_sums is not None:
+            tl.store(logit_sums + at, totals, mask=rows < tokens)

@@ -371,6 +371,8 @@ class ExponentialBlock(Block):
         if call.shard is not None and label_logit is not None:
             self.offsets.logp.copy_(merge_logps(call.shard.gather(self.offsets.logp)))
             torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
+            if self.offsets.mean_logit is not None:
+                call.shard.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
     def _label_logits(self, shard: VocabularyShard) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
-from liger_losses.chunked.engine.plan import Plan, Workload, make_plan
+from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
 from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
@@ -66,7 +66,8 @@ class EngineOptions:
         ignore_index: the label of tokens without loss.
         compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
             they are projected and their results multiplied by 0: their hidden states must be finite.
-        workspace: bytes for everything beyond inputs and outputs; chosen from the shapes by default.
+        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
+            memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
         accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
             costs a buffer of the weight's size.
@@ -133,14 +134,14 @@ class Query:
         return self.token_loss is not None or self.token_weights is not None
 
     @property
+    def of_exponentials(self) -> bool:
+        """Whether exponentials of the logits are enough: for the gradients, and with their sums for the values."""
+        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
+
+    @property
     def needs_logits(self) -> bool:
         """Whether blocks must hold whole rows of fp32 logits."""
         return self.selected is not None or self.comparison is not None
-
-    def linear_metrics(self, transform: LogitTransform) -> frozenset[str]:
-        """The metrics linear in the hidden states: without a soft-cap, the mean logit is ``h . mean_v W_v``."""
-        linear = "mean_logit" in self.metrics and "mean_logit" not in self.statistics and transform.softcap is None
-        return frozenset(["mean_logit"]) if linear else frozenset()
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
@@ -187,17 +188,12 @@ class Call:
         return self.query.statistics + self.query.metrics
 
     @cached_property
-    def linear_metrics(self) -> frozenset[str]:
-        """The metrics that no block has to compute."""
-        return self.query.linear_metrics(self.transform)
-
-    @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
         names = {*self.outputs, "lse"} | (
             {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
         )
-        return frozenset(names) - self.linear_metrics
+        return frozenset(names)
 
     @cached_property
     def facts(self) -> str:
@@ -214,7 +210,7 @@ class Call:
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
             f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"{self.transform}"
+            f"{self.transform}, default workspace {default_bound()}"
         )
 
 
@@ -300,14 +296,16 @@ def make_call(
     """
     if head.shard is None:
         return _make_call(hidden_states, head, labels, query, options)
+    device = head.weight.device
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
     hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
     teacher = None if query.comparison is None else query.comparison.teacher
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
-    with agreement(head.shard.group, head.weight.device) as found:
-        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options)
+    memory = head.shard.least_memory(device_memory(device), device)
+    with agreement(head.shard.group, device) as found:
+        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options, memory)
         if call is not None:
             found.facts, found.checksum = call.facts, _checksum(call.tokens.labels)
     return checked, call
@@ -320,7 +318,12 @@ def _checksum(labels: Tensor) -> Tensor:
 
 
 def _make_call(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+    hidden_states: Any,
+    head: Head,
+    labels: Any,
+    query: Query,
+    options: EngineOptions,
+    memory: int | None = None,
 ) -> tuple[CheckedInputs, Call | None]:
     checked = CheckedInputs.of(hidden_states, head, labels, query)
     if state.shapes_only:
@@ -338,9 +341,8 @@ def _make_call(
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
     fused_products = can_fuse(head.weight, operand, backend)
     fused = fused_products and not needs_bias and not query.needs_logits
-    computed = {*query.statistics, *query.metrics} - query.linear_metrics(head.transform)
     # fp16 cannot hold exponentials of every size.
-    exponentials = fused and operand == torch.bfloat16 and computed <= {"logp", "lse"}
+    exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
     temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
     if query.comparison is not None:
         temporaries = TEMPORARIES if backend == "torch" else 0
@@ -360,6 +362,7 @@ def _make_call(
         fused_products=fused_products,
         teacher_row_bytes=teacher_row_bytes,
         ranks=1 if head.shard is None else len(head.shard.sizes),
+        device_memory=memory,
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
@@ -376,7 +379,9 @@ def _make_call(
         # Those that are exact for these inputs and fit the workspace, the cheapest first.
         allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
         single = [name for name, possible in allowed.items() if possible]
-        possible = [*single, "two_pass"] if plan.tall_blocks or not needs_weight else ["two_pass", *single]
+        # Logits that are kept are one block, of all tokens.
+        tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+        possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
         strategy = possible[0]
         if options.strategy is not None:
             check_names([options.strategy], possible, "strategy for these inputs")

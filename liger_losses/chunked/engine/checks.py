@@ -80,12 +80,13 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
     name = "num_items_in_batch"
     if not isinstance(value, Tensor):
         check_range(name, value, 0.0, math.inf)
-    elif value.numel() != 1:
+        return torch.full((), value, dtype=torch.float32, device=device)  # a copy from the host would wait
+    if value.numel() != 1:
         raise ValueError(f"{name} must be one number, the sum over all processes, got shape {tuple(value.shape)}.")
-    elif value.device.type == "cpu" and not (state.shapes_only or torch.compiler.is_compiling()):
+    if value.device.type == "cpu" and not (state.shapes_only or torch.compiler.is_compiling()):
         # Elsewhere it would be a synchronization.
         check_range(name, value.item(), 0.0, math.inf)
-    return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
+    return value.to(device, torch.float32).reshape(())
 
 
 def check_device(weight: Tensor, **tensors: Tensor) -> None:

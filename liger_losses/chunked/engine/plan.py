@@ -6,9 +6,11 @@ N active tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+
+from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 
 MiB = 2**20
 
@@ -19,6 +21,12 @@ FULL_BLOCK_FLOPS = 3e12
 MAX_SMALL_BLOCK = 1024 * MiB
 DEFAULT_TILES = 248 * MiB
 MIN_TILE_COLUMNS = 4096
+
+#: A loss that couples tokens may by default take this part of the device's memory to keep its logits until backward.
+MEMORY_PARTS = 32
+#: It then saves a product. Where the statistics' kernel writes no logits, fp32 logits cost their traffic instead: on an
+#: H200 that is what the product takes at a hidden size of 2048.
+MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times that of plain
 #: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead.
@@ -55,6 +63,7 @@ class Workload:
     fused_products: bool = False  # with a teacher, whether the student's product runs in a Triton kernel
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
+    device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -85,6 +94,11 @@ class Workload:
         """With a teacher, bytes of one token's logits of both models."""
         logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
         return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
+
+    @property
+    def keeping_pays(self) -> bool:
+        """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
+        return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
 
     def default_workspace(self) -> int:
         """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
@@ -133,38 +147,61 @@ def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> i
     return min(max(rows * padded(vocab_size) * itemsize * 5 // 4, 64 * MiB), 1536 * MiB)
 
 
+@cache
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, in use or not; 0 for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def default_bound() -> int | None:
+    """The bytes that the user has set for calls that give no workspace, or ``None``."""
+    within = context.get()
+    size = process.bytes if within is None else within[0]
+    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
+
+
 def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | None = None) -> Plan:
     """Cut the tokens of a workload into blocks.
 
     Args:
         work: what the sizes depend on.
-        workspace: bytes for everything beyond inputs and outputs; chosen from the workload by default.
+        workspace: bytes for everything beyond inputs and outputs. By default, the blocks take what keeps the device
+            busy, and logits are kept until backward if they fit into a part of the device's memory. What the user has
+            set by :func:`liger_losses.set_default_workspace` bounds both.
         chunk_size: the largest number of tokens in a block of whole rows.
 
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
+    bound = default_bound() if workspace is None else workspace
     item, operand, tokens = work.logits_dtype.itemsize, work.operand_dtype.itemsize, work.tokens
     columns, teacher = padded(work.vocab_size), work.teacher_row_bytes > 0
     row_bytes, part_bytes = work.row_bytes, work.part_bytes
     least_scratch = work.temporaries * columns * item
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    vectors = tokens * (32 if work.fused else 16) * item if workspace is not None else 0
+    vectors = tokens * (32 if work.fused else 16) * item if bound is not None else 0
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
     casts = work.operand_dtype != work.weight_dtype
     cast_bytes = (1 + teacher) * casts * work.hidden_size * (operand + item)
     least = row_bytes + part_bytes + least_scratch + vectors + cast_bytes
-    if workspace is not None and workspace < least:
+    if bound is not None and bound < least:
         models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
+        given = f"workspace={bound}" if workspace is not None else f"the default workspace that was set, {bound}"
         raise ValueError(
-            f"workspace={workspace} bytes is too small for {tokens} tokens of {models} a vocabulary of "
+            f"{given} bytes is too small for {tokens} tokens of {models} a vocabulary of "
             f"{work.vocab_size}: give at least {least} bytes, or leave it out."
         )
-    budget = max(workspace or work.default_workspace(), least) - vectors
+    usual = work.default_workspace()
+    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
+    most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
+    most = max(most, least) - vectors
+    budget = most if workspace is not None else max(min(usual, most), least - vectors)
+    kept = most if work.keeping_pays else budget
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(budget // 8, scratch_limit), least_scratch) if work.temporaries else 0
     weight_chunk = min(max(1, budget // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
     budget -= scratch + weight_chunk * cast_bytes
+    kept -= scratch + weight_chunk * cast_bytes
 
     part = 0
     if teacher:
@@ -173,7 +210,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
             part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
     rows = max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1)))
     rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
-    resident = tokens * row_bytes <= budget and chunk_size is None and not teacher
+    resident = tokens * row_bytes <= kept and chunk_size is None and not teacher
     rows = _even(tokens, rows)
     if work.fused and workspace is None:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ _LARGEST_NLL = 20.0
 
 #: The older name is deprecated since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+_least_memory: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +94,12 @@ class VocabularyShard:
         if hidden_states.placements != (Replicate(),):  # otherwise the gradient would be summed here already
             hidden_states = hidden_states.redistribute(placements=[Replicate()])
         return hidden_states.to_local(grad_placements=[Partial()])
+
+    def least_memory(self, own: int, device: torch.device) -> int:
+        """The smallest of the ranks' device memories: exchanged once per group, by whichever head comes first."""
+        if self.group not in _least_memory:
+            _least_memory[self.group] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
+        return _least_memory[self.group]
 
     def check_columns(self, vocab_size: int) -> None:
         """Raise ValueError if this rank has none of the first ``vocab_size`` columns, which a divergence compares."""

@@ -6,7 +6,6 @@ N active tokens, H hidden size, V vocabulary size, R rows and C columns of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from liger_losses.chunked.engine.blocks import (
 )
 from liger_losses.chunked.engine.call import Call, OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
-from liger_losses.chunked.engine.head import MeanLogit
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
@@ -152,19 +150,10 @@ class Stream:
 
     def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
         """Compute all of the part's statistics, without logits in memory where there is no block."""
-        if self.call.linear_metrics:
-            self._mean_logit.into(part.values["mean_logit"], part.hidden)
-            if self.call.shard is not None:
-                self.call.shard.sum_(part.values["mean_logit"].mul_(self.opened.vocab_size / self.call.vocab_size))
         if block is not None:
             block.fill(part, upstream)
         else:
             self._fused_statistics(part)
-
-    @cached_property
-    def _mean_logit(self) -> MeanLogit:
-        work, transform = self.call.work, self.call.transform
-        return MeanLogit(self.opened.weight, self.opened.bias, transform.factor, work.operand_dtype)
 
     def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
         out_view = grads.hidden.out_view(part.rows)
@@ -203,11 +192,11 @@ class Stream:
         """Statistics whose logits never reach memory."""
         opened, names, backend = self.opened, self.call.block_names, self.call.backend
         labels = opened.labels[part.rows]
-        if names <= {"logp", "lse"}:
+        if names <= {"logp", "lse", "mean_logit"}:
             found = Exponentials.into(part.values)
             linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
             if self.call.shard is not None:
-                opened.merge_(part.rows, {"lse": found.lse, "logp": found.logp})
+                opened.merge_(part.rows, {name: getattr(found, name) for name in {*names, "logp"}})
             return
         computed = linear_softmax_statistics(
             part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend

@@ -25,6 +25,11 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignore_index)], -1)
 
 
+def host_checks(device: torch.device) -> bool:
+    """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
+    return device.type == "cpu"
+
+
 def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
     if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
         raise ValueError(
@@ -66,13 +71,18 @@ class Tokens:
             safe = merged.masked_fill(~mask, 0)
             if state.shapes_only:
                 pass
-            elif safe.numel() and safe.device.type == "cpu":
+            elif safe.numel() and host_checks(safe.device):
                 _check_vocabulary([int(safe.amin()), int(safe.amax())], vocab_size, ignore_index)
             elif safe.numel():
                 torch._assert_async(((safe >= 0) & (safe < vocab_size)).all())
             counts = tuple(part.numel() for part in flat)
             return cls(safe, shapes, counts, (None,) * len(flat), mask)
 
+        if flat and flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, so that the host cannot read how many tokens carry loss; give "
+                "compact=False, with which all of them are projected."
+            )
         facts = [mask.sum() for mask in valid]
         for part, mask in zip(flat, valid, strict=True):
             if part.numel():

@@ -78,7 +78,8 @@ class ChunkedLoss(nn.Module):
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
         compact: drop tokens without loss, at the cost of one host synchronization.
-        workspace: upper bound in bytes for all temporary memory; chosen from the shapes by default.
+        workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
+            the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.
         accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton``; chosen from the device by default.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -157,18 +158,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         class_weight = self.ce_weight if self.label_smoothing else None
         spans_ranks = self.group is not None and self.reduction != "none"
         tokens = self.agreed_tokens(_input, head, labels, num_items_in_batch) if spans_ranks else labels
-        totals = self._denominators(labels, mask, num_items_in_batch, token_weights)
+        items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
+        # Read once the first product is queued, so that the device need not wait for them.
+        totals = functools.cache(lambda: self._denominators(labels, mask, items, token_weights))
+        if spans_ranks:
+            totals()
         z: Tensor | None = None
         if self.reduction == "none":
             found = linear_statistics(
                 _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
             )
-            ce, z, _ = self._terms(found, labels.where(mask, 0), totals, token_weights)
+            ce, z, _ = self._terms(found, labels.where(mask, 0), totals(), token_weights)
             loss = torch.where(mask, ce + z, 0.0)
         else:
 
             def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
-                ce, z, derivatives = self._terms(values, active, totals, token_weights)
+                ce, z, derivatives = self._terms(values, active, totals(), token_weights)
                 return ce if values.lse is None else ce + z, derivatives
 
             loss, found = linear_token_loss(
@@ -183,7 +188,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 options=options,
             )
             if self.return_z_loss:
-                z = self._terms(found, labels.where(mask, 0), totals, token_weights).z
+                z = self._terms(found, labels.where(mask, 0), totals(), token_weights).z
         if spans_ranks:
             loss = self.total(loss)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
@@ -218,14 +223,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
 
     def _denominators(
-        self, labels: Tensor, mask: Tensor, num_items_in_batch: Tensor | int | None, token_weights: Tensor | None
+        self, labels: Tensor, mask: Tensor, items: Tensor | None, token_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What cross-entropy and z-loss are divided by: known before any logit."""
-        one = torch.ones((), device=labels.device)
         if self.reduction != "mean":
+            one = torch.ones((), device=labels.device)
             return one, one
-        if num_items_in_batch is not None:
-            ce_total = z_total = checked_items(num_items_in_batch, labels.device)
+        if items is not None:
+            ce_total = z_total = items
         else:
             weights = mask.float() if token_weights is None else token_weights * mask
             ce_total = z_total = weights.sum()
@@ -235,4 +240,5 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 ce_total = (weights * self.ce_weight[classes]).sum()
             if self.group is not None:
                 ce_total, z_total = self.total(ce_total), self.total(z_total)
-        return torch.where(ce_total == 0, one, ce_total), torch.where(z_total == 0, one, z_total)
+        z_total = torch.where(z_total == 0, 1.0, z_total)
+        return (z_total if self.ce_weight is None else torch.where(ce_total == 0, 1.0, ce_total)), z_total

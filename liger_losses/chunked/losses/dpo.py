@@ -269,9 +269,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         if self.ld_alpha is None:
             return super().token_weights(masks)
         dtype, device = wide_dtype(masks[0].device), masks[0].device
-        one, alpha = torch.tensor([1.0, self.ld_alpha], dtype=dtype, device=device)
+        alpha = torch.full((), self.ld_alpha, dtype=dtype, device=device)
         shared = torch.minimum(masks[0].sum(-1), masks[1].sum(-1))[:, None]
-        return [torch.where(mask.cumsum(-1) <= shared, one, alpha) for mask in masks]
+        return [torch.where(mask.cumsum(-1) <= shared, 1.0, alpha) for mask in masks]
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.loss_options)

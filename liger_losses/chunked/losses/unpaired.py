@@ -210,6 +210,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         elif kl is not None:
             if not isinstance(kl, Tensor):
                 check_range("kl", kl, 0.0, math.inf)
+                kl = torch.full((), kl, dtype=torch.float32, device=head.weight.device)
             kl = torch.as_tensor(kl, device=head.weight.device).detach()
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")

@@ -24,7 +24,7 @@ from liger_losses.kernels.tracing import record
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
 #: Logits that are all 0 have no direction.
-_SMALLEST_NORM = 1e-12
+SMALLEST_NORM = 1e-12
 
 
 @record
@@ -201,7 +201,7 @@ def cosine_terms(
     whole.
     """
     found = [logits.norm(dim=1) for logits in (student, teacher)] if squares is None else squares.sqrt()
-    norms = [norm[:, None].clamp(min=_SMALLEST_NORM) for norm in found]
+    norms = [norm[:, None].clamp(min=SMALLEST_NORM) for norm in found]
     unit = student / norms[0]
     difference = unit - teacher / norms[1]
     # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.

@@ -36,6 +36,9 @@ TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
 TILE = 128
+#: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
+#: part reads both heads, and the kernel on its logits has one program per token.
+MIN_PART = 256
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Workload:
     exponentials: bool = False  # whether blocks of whole rows hold exponentials in half precision, not fp32 logits
     fused_products: bool = False  # with a teacher, whether the student's product runs in a Triton kernel
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
+    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
+    fused_divergence: bool = (
+        False  # with a teacher, whether tiles of the vocabulary can do without the student's logits
+    )
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -64,7 +71,8 @@ class Workload:
     def tile_hidden_bytes(self) -> int:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
-        return self.hidden_size * (item + 2 * operand * self.gathers if self.fused else 8 + operand + 2 * item)
+        fused = self.fused or self.fused_divergence
+        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
 
     @property
     def row_bytes(self) -> int:
@@ -110,6 +118,7 @@ class Plan:
     resident: bool  # whether all logits fit the workspace at once
     few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
+    tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
 
 
 def padded(columns: int) -> int:
@@ -145,7 +154,8 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     row_bytes, part_bytes = work.row_bytes, work.part_bytes
     least_scratch = work.temporaries * columns * item
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    vectors = tokens * (32 if work.fused else 16) * item if workspace is not None else 0
+    fused = work.fused or work.fused_divergence
+    vectors = tokens * (32 if fused else 16) * item if workspace is not None else 0
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
     casts = work.operand_dtype != work.weight_dtype
     cast_bytes = (1 + teacher) * casts * work.hidden_size * (operand + item)
@@ -162,18 +172,24 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     weight_chunk = min(max(1, budget // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
     budget -= scratch + weight_chunk * cast_bytes
 
-    part = 0
+    part, tiled = 0, False
     if teacher:
         part = _whole_tiles(budget // (TEACHER_PARTS * row_bytes + part_bytes))
         if part < TILE <= budget // (2 * part_bytes):
             part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+        tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
     rows = max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1)))
     rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
     resident = tokens * row_bytes <= budget and chunk_size is None and not teacher
     rows = _even(tokens, rows)
     if work.fused and workspace is None:
         budget = max(min(budget, DEFAULT_TILES - tokens * 32 * item), 16 * MiB)
-    tile_rows, tile_columns = _tile(tokens, budget, work.tile_hidden_bytes, operand if work.fused else item)
+    hidden_bytes, tile_item = work.tile_hidden_bytes, operand if work.fused else item
+    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
+        hidden_bytes, tile_item = hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
+    tile_rows, tile_columns = _tile(tokens, budget, hidden_bytes, tile_item)
+    if tiled:
+        rows = part = tile_rows
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
@@ -185,6 +201,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         resident=resident,
         few_blocks=tokens <= rows * most_blocks or teacher,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
+        tiled=tiled,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, fast_exp, series_of, terms
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, transform_block, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
@@ -276,7 +276,7 @@ def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
     if series.coefficients is not None:
         d = log_p - log_q
         near = tl.abs(d) < series.radius
-        q = tl.exp(log_q if series.power is None else series.power * log_q)
+        q = fast_exp(log_q if series.power is None else series.power * log_q)
         # f begins with d^2, h with d.
         of_f = tl.load(series.coefficients + 8)
         of_h = tl.load(series.coefficients + 17)
@@ -297,7 +297,7 @@ def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
     """
     hard_p, hard_label, hard_lse = hard
     if hard_p is not None:
-        p1 = tl.exp(s * temperature - hard_lse)
+        p1 = fast_exp(s * temperature - hard_lse)
         grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
     if transform.factor is not None:
         grad = transform_gradient(grad, s, transform)
@@ -374,7 +374,7 @@ def _divergence_kernel(
             if BALANCED:
                 grad = row_coef * h
             else:
-                grad = row_coef * (h - tl.exp(log_p) * total)
+                grad = row_coef * (h - fast_exp(log_p) * total)
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + row, tl.sum(f_sum, 0))

@@ -37,7 +37,7 @@ from liger_losses.kernels.divergence import (
     square_sums,
     terms_block,
 )
-from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence
+from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, fast_exp
 from liger_losses.kernels.linear_exp import group_size
 from liger_losses.kernels.logit_transform import Epilogue, transform_block
 
@@ -258,7 +258,7 @@ def _linear_divergence_kernel(
                 log_p, f, other = terms_block(s, t, s_row, t_row, series, FORM)
                 grad = other
                 if h_sum is not None:
-                    grad = other - tl.exp(log_p) * total
+                    grad = other - fast_exp(log_p) * total
             elif student_rows is None:
                 f = s * s
                 other = t * t

@@ -22,6 +22,7 @@ from liger_losses.kernels._tiles import (
     project_tile,
     split_tile,
     store_tile,
+    tile_position,
     tiles_of,
     with_contiguous_rows,
 )
@@ -38,8 +39,10 @@ from liger_losses.kernels.divergence import (
     terms_block,
 )
 from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, fast_exp
-from liger_losses.kernels.linear_exp import group_size
 from liger_losses.kernels.logit_transform import Epilogue, transform_block
+
+#: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
+_GROUP = 8
 
 
 class Product(NamedTuple):
@@ -145,9 +148,8 @@ def _launch(
     if not tokens:
         return
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
-    group = group_size(row_tiles)
-    lanes = max(1, min(programs // group, column_tiles))
-    partial = torch.empty(2, lanes, tokens, device=hidden.device)
+    programs = min(programs, row_tiles * column_tiles)
+    partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
     for name, matrix in (("teacher", teacher.projected), ("out", out)):
         if matrix is not None and has_tma(matrix.device) and aligned(matrix):
             arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
@@ -163,13 +165,13 @@ def _launch(
     else:
         rows = tuple(square.sqrt().clamp(min=SMALLEST_NORM).reciprocal() for square in sums.squares)
     c = coefficients or Coefficients(totals[0])
-    _linear_divergence_kernel[(lanes * group,)](
+    _linear_divergence_kernel[(programs,)](
         **arguments,
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
         coef=c.divergence.contiguous(), labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
         temperature=float(student.epilogue.transform.temperature), series=series, first_column=first_column,
-        partial=partial, group=group, lanes=lanes, FORM=form,
+        partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
     )  # fmt: skip
     if out is None or balanced:
         for total, part in zip(totals if out is None else totals[:1], partial, strict=False):
@@ -181,35 +183,27 @@ _VECTORS = ["student_rows", "teacher_rows", "h_sum", "coef", "labels", "hard_p",
 
 
 @jit(
-    do_not_specialize=["tokens", "vocab_size", "first_column", "group", "lanes"],
+    do_not_specialize=["tokens", "vocab_size", "first_column", "programs"],
     do_not_specialize_on_alignment=["hidden", "weight", "out", "teacher", *_VECTORS],
 )
 def _linear_divergence_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, transform, teacher, teacher_stride, teacher_bias, teacher_transform,
     student_rows, teacher_rows, h_sum, coef, labels, hard_p, hard_label, hard_lse, temperature, series,
-    first_column, partial, group, lanes,
-    FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    first_column, partial, programs,
+    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
-    """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
+    """Persistent programs. Both models' logits meet in four parts of a tile, as what follows takes many registers.
 
-    Both models' logits meet in four parts of a tile, as what follows takes many registers. ``student_rows`` and
-    ``teacher_rows`` are the rows' log-sum-exps; of the cosine, which has no ``FORM``, the inverse norms, or ``None`` to
-    sum the squares.
+    ``student_rows`` and ``teacher_rows`` are the rows' log-sum-exps; of the cosine, which has no ``FORM``, the inverse
+    norms, or ``None`` to sum the squares.
     """
-    program = tl.program_id(0)
+    row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
-    in_group = group * column_tiles
-    tiles = tl.cdiv(tl.cdiv(tokens, BLOCK_N), group) * in_group
-    f_sum = tl.zeros((BLOCK_N,), tl.float32)
-    other_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for tile in tl.range(program, tiles, group * lanes, flatten=True):
-        column_tile = tile % in_group // group
-        first_row = (tile // in_group * group + program % group) * BLOCK_N
-        if column_tile < lanes:  # the first of this program in this group
-            f_sum = tl.zeros((BLOCK_N,), tl.float32)
-            other_sum = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=True):
+        row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP)
+        first_row = row_tile * BLOCK_N
         first_of_tile = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_of_tile, tokens, vocab_size, hidden_size,
@@ -230,6 +224,8 @@ def _linear_divergence_kernel(
                 label = -1
             if h_sum is not None:
                 total = tl.load(h_sum + rows, mask=valid, other=0.0)[:, None]
+        f_sum = tl.zeros((BLOCK_N,), tl.float32)
+        other_sum = tl.zeros((BLOCK_N,), tl.float32)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         first, second = split_tile(left, BLOCK_N, BLOCK_V // 2)
         third, fourth = split_tile(right, BLOCK_N, BLOCK_V // 2)
@@ -277,7 +273,7 @@ def _linear_divergence_kernel(
                 if out is None:
                     other_sum += tl.sum(other, 1)
         if h_sum is None:
-            at = program // group * tokens + rows
-            tl.store(partial + at, f_sum, mask=valid)
+            at = partial + column_tile * tokens + rows
+            tl.store(at, f_sum, mask=valid)
             if out is None:
-                tl.store(partial + lanes * tokens + at, other_sum, mask=valid)
+                tl.store(at + column_tiles * tokens, other_sum, mask=valid)

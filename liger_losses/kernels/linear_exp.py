@@ -87,7 +87,7 @@ def linear_exponentials(
     if not tokens:
         return statistics
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
-    group = group_size(row_tiles)
+    group = _group(row_tiles)
     lanes = max(1, min(programs // group, column_tiles))
     partial = torch.empty(lanes, tokens, device=hidden.device)
     needed = torch.zeros((), dtype=torch.int32, device=hidden.device)
@@ -192,7 +192,7 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total)
 
 
-def group_size(row_tiles: int) -> int:
+def _group(row_tiles: int) -> int:
     """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible."""
     sizes = range(min(row_tiles, _GROUP // 2 + 1), min(row_tiles, 2 * _GROUP) + 1)
     return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)), default=1)

@@ -37,8 +37,9 @@ def backend(request, monkeypatch):
     return "torch" if request.param == "torch" else "triton"
 
 
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("name", ["forward KL", "JSD", "total variation", "cosine"])
+@pytest.mark.parametrize(
+    ("name", "hard"), [("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)]
+)
 def test_divergence_and_gradient_by_columns(name, hard, backend):
     """Of two slices of the vocabulary, against the same from all logits in float64."""
     g = torch.Generator().manual_seed(0)
@@ -46,9 +47,9 @@ def test_divergence_and_gradient_by_columns(name, hard, backend):
     def normal(*size):
         return (torch.randn(*size, generator=g) / 2).to(DEVICE)
 
-    rows, vocab = 130, 700
+    rows, vocab = 130, 400
     hidden, weight, bias = normal(rows, 40).half(), normal(vocab, 40).half(), normal(vocab) if hard else None
-    projections, teacher_bias = 4 * normal(rows, 704)[:, :vocab], normal(vocab) if hard else None
+    projections, teacher_bias = 4 * normal(rows, 404)[:, :vocab], normal(vocab) if hard else None
     labels = torch.randint(vocab, (rows,), generator=g).to(DEVICE)
     transform = LogitTransform(0.7, 1.2, 8.0) if hard else LogitTransform()
     sides = Epilogue(transform, bias), Epilogue(transform, teacher_bias)
@@ -70,7 +71,7 @@ def test_divergence_and_gradient_by_columns(name, hard, backend):
     value, sums, outs = torch.zeros(rows, device=DEVICE), RowSums(torch.zeros(rows, device=DEVICE)), []
 
     def slices():
-        for columns in (slice(0, 300), slice(300, vocab)):
+        for columns in (slice(0, 260), slice(260, vocab)):
             own, theirs = (side.columns(columns) for side in sides)
             product = Product(hidden, weight[columns], exact[0].lse.float(), own)
             yield columns, product, Logits(projections[:, columns], exact[1].lse.float(), theirs)
@@ -84,7 +85,7 @@ def test_divergence_and_gradient_by_columns(name, hard, backend):
         for _, student, teacher in slices():
             linear_divergence_into(value, student, teacher, which, sums, backend=backend)
     for columns, student, teacher in slices():
-        out = torch.full((rows, 704), float("nan"), dtype=torch.half, device=DEVICE)[:, : columns.stop - columns.start]
+        out = torch.full((rows, 404), float("nan"), dtype=torch.half, device=DEVICE)[:, : columns.stop - columns.start]
         given = {"coefficients": coefficients, "labels": labels if hard else None, "first_column": columns.start}
         linear_divergence_into(value, student, teacher, which, sums, out=out, **given, backend=backend)
         outs.append(out)
@@ -140,42 +141,45 @@ def double(tensors):
 
 
 CASES = {
-    "forward KL": ("forward KL", {}, {}, 0.0),
-    "forward KL, temperature and hard loss": ("forward KL", {}, {"temperature": 2.0}, 0.3),
-    "JSD, hard loss": ("JSD", {"bias": True}, {}, 0.3),
     "JSD, soft-cap": ("JSD", {"bias": True}, {"softcap": 3.0, "logit_scale": 0.7}, 0.3),
+    "forward KL, temperature, fp16": ("forward KL", {"dtype": torch.float16}, {"temperature": 2.0}, 0.3),
+    "reverse KL, a wider student": ("reverse KL", {"vocab": 350}, {}, 0.0),
+}
+MORE = {
+    "forward KL": ("forward KL", {}, {}, 0.0),
+    "JSD, hard loss": ("JSD", {"bias": True}, {}, 0.3),
     "JSD, fp16": ("JSD", {"dtype": torch.float16}, {}, 0.3),
-    "forward KL, fp16": ("forward KL", {"dtype": torch.float16}, {"temperature": 2.0}, 0.3),
-    "reverse KL, a wider student": ("reverse KL", {"vocab": 350}, {}, 0.3),
-    "reverse KL, a wider student, no hard loss": ("reverse KL", {"vocab": 350}, {}, 0.0),
+    "reverse KL, a wider student, hard loss": ("reverse KL", {"vocab": 350}, {}, 0.3),
     "total variation, a wider teacher": ("total variation", {"teacher_vocab": 350}, {}, 0.0),
     "cosine": ("cosine", {}, {}, 0.0),
     "cosine, hard loss": ("cosine", {}, {"temperature": 2.0}, 0.3),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
 def test_loss_and_gradients(case, in_tiles):
-    name, sizes, options, hard = CASES[case]
+    name, sizes, options, hard = (CASES | MORE)[case]
     student, labels, teacher = models(**sizes)
     settings = {"temperature": 1.0, **options}
     wide = double(student), labels, double(teacher)
     rough, exact = plain(name, student, labels, teacher, hard, **settings), plain(name, *wide, hard, **settings)
     loss = DistillationLoss(divergence(name), hard, 0.7, **settings, workspace=SMALL, backend="triton")
     value, metrics = loss(student[1], student[0], labels, Teacher(*teacher), bias=student[2])
-    grads = torch.autograd.grad(value, student[:2], retain_graph=True)
+    grads = torch.autograd.grad(value, student[:2])
     assert len(in_tiles) > 1
     assert relative_error(value, exact) < 1e-6
     torch.testing.assert_close(hard * (metrics.hard_loss or 0) + 0.7 * metrics.soft_loss, value.detach())
     rough_grads, exact_grads = torch.autograd.grad(rough, student[:2]), torch.autograd.grad(exact, wide[0][:2])
     for ours, rounded, right in zip(grads, rough_grads, exact_grads, strict=True):
         assert_as_exact_as_plain(ours, rounded, right)
-    again = torch.autograd.grad(value, student[:2])
-    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["forward KL", "reverse KL", "cosine"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("reverse KL", True)]
+    + [pytest.param(*given, marks=pytest.mark.slow) for given in (("forward KL", True), ("cosine", True))]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("forward KL", "reverse KL", "cosine")],
+)
 def test_any_function_of_the_divergence(name, compiled, in_tiles):
     """Backward takes what forward saved; that of a compiled function computes it again."""
     student, labels, teacher = models()
@@ -200,7 +204,7 @@ def test_any_function_of_the_divergence(name, compiled, in_tiles):
         assert relative_error(a, b) < 4 * rounding(torch.bfloat16)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("frozen", [(0,), pytest.param((1,), marks=pytest.mark.slow), (0, 1)])
 def test_what_needs_no_gradient_gets_none(frozen, in_tiles):
     student, labels, teacher = models()
     inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(student[:2])]
@@ -218,7 +222,7 @@ def test_what_needs_no_gradient_gets_none(frozen, in_tiles):
         assert t.grad is None or relative_error(t.grad, right) < 4 * rounding(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["forward KL", "JSD"])
+@pytest.mark.parametrize("name", [pytest.param("forward KL", marks=pytest.mark.slow), "JSD"])
 def test_close_teachers_keep_their_digits(name, in_tiles):
     """Where the student differs from the teacher in one rounding of one dimension, bf16 logits would be the same."""
     _, labels, teacher = models()

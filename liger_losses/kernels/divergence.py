@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, fast_exp, series_of, terms
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, transform_block, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
@@ -268,28 +268,6 @@ def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
 
 
 @jit
-def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
-    """log p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
-    log_p = tl.maximum(s - s_lse, -1e4)
-    log_q = tl.maximum(t - t_lse, -1e4)
-    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
-    if series.coefficients is not None:
-        d = log_p - log_q
-        near = tl.abs(d) < series.radius
-        q = fast_exp(log_q if series.power is None else series.power * log_q)
-        # f begins with d^2, h with d.
-        of_f = tl.load(series.coefficients + 8)
-        of_h = tl.load(series.coefficients + 17)
-        for n in tl.static_range(6):
-            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
-            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
-        of_h = of_h * d + tl.load(series.coefficients + 10)
-        f = tl.where(near, q * d * d * of_f, f)
-        h = tl.where(near, q * d * of_h, h)
-    return log_p, f, h
-
-
-@jit
 def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
     """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
 
@@ -297,7 +275,7 @@ def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
     """
     hard_p, hard_label, hard_lse = hard
     if hard_p is not None:
-        p1 = fast_exp(s * temperature - hard_lse)
+        p1 = tl.exp(s * temperature - hard_lse)
         grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
     if transform.factor is not None:
         grad = transform_gradient(grad, s, transform)
@@ -350,7 +328,7 @@ def _divergence_kernel(
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
-            log_p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
     total = tl.sum(h_sum, 0)
@@ -368,13 +346,13 @@ def _divergence_kernel(
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
-            log_p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
             if BALANCED or row_sums is not None:
                 f_sum += f
             if BALANCED:
                 grad = row_coef * h
             else:
-                grad = row_coef * (h - fast_exp(log_p) * total)
+                grad = row_coef * (h - p * total)
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + row, tl.sum(f_sum, 0))

@@ -322,3 +322,25 @@ def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
     for coefficient in reversed(coefficients[:-1]):
         total = total.mul_(d).add_(coefficient)
     return total
+
+
+@jit
+def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
+    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
+    log_p = tl.maximum(s - s_lse, -1e4)
+    log_q = tl.maximum(t - t_lse, -1e4)
+    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
+    if series.coefficients is not None:
+        d = log_p - log_q
+        near = tl.abs(d) < series.radius
+        q = fast_exp(log_q if series.power is None else series.power * log_q)
+        # f begins with d^2, h with d.
+        of_f = tl.load(series.coefficients + 8)
+        of_h = tl.load(series.coefficients + 17)
+        for n in tl.static_range(6):
+            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
+            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
+        of_h = of_h * d + tl.load(series.coefficients + 10)
+        f = tl.where(near, q * d * d * of_f, f)
+        h = tl.where(near, q * d * of_h, h)
+    return fast_exp(log_p), f, h

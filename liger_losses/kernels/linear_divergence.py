@@ -36,9 +36,8 @@ from liger_losses.kernels.divergence import (
     projection_gradient_block,
     series_argument,
     square_sums,
-    terms_block,
 )
-from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, fast_exp
+from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
 from liger_losses.kernels.logit_transform import Epilogue, transform_block
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
@@ -251,10 +250,10 @@ def _linear_divergence_kernel(
                 s = tl.where(inside[None, :], s, outside)
                 t = tl.where(inside[None, :], t, outside)
             if FORM is not None:
-                log_p, f, other = terms_block(s, t, s_row, t_row, series, FORM)
+                p, f, other = terms_block(s, t, s_row, t_row, series, FORM)
                 grad = other
                 if h_sum is not None:
-                    grad = other - fast_exp(log_p) * total
+                    grad = other - p * total
             elif student_rows is None:
                 f = s * s
                 other = t * t

@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 
+from liger_losses.kernels._tiles import processors
+
 MiB = 2**20
 
 #: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle; and a block
@@ -31,11 +33,11 @@ MAX_EXPONENTIAL_BLOCKS = 32
 MIN_BLOCK_OUTPUTS = 2**20
 
 #: With a teacher: the default number of tokens whose gradients share a product, the parts that their logits are
-#: computed in, the default workspace, and the tokens of a kernel's tile.
+#: computed in, the default workspace, and the tokens and columns of a kernel's tile.
 TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
-TILE = 128
+TILE, TILE_COLUMNS = 128, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
 #: part reads both heads, and the kernel on its logits has one program per token.
 MIN_PART = 256
@@ -190,6 +192,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     tile_rows, tile_columns = _tile(tokens, budget, hidden_bytes, tile_item)
     if tiled:
         rows = part = tile_rows
+        tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
@@ -224,6 +227,17 @@ def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, 
             # Aligned tiles, and none that is mostly padding.
             return rows, columns // 64 * 64 or columns
         rows = rows * 3 // 4
+
+
+def _full_waves(rows: int, columns: int, programs: int) -> int:
+    """At most ``columns``, in whole tiles of a kernel, of which the last ones leave the fewest programs idle."""
+    row_tiles, most = -(-rows // TILE), columns // TILE_COLUMNS
+
+    def waste(column_tiles: int) -> float:
+        tiles = row_tiles * column_tiles
+        return -tiles % programs / tiles
+
+    return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
 
 
 def _even(total: int, most: int) -> int:

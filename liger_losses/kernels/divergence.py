@@ -283,21 +283,11 @@ def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
 
 
 @jit
-def _label(labels, row):
-    """A row's label; -1 without labels."""
-    label = -1
-    if labels is not None:
-        label = tl.load(labels + row).to(tl.int32)
-    return label
-
-
-@jit
 def load_hard(hard_p, hard_label, hard_lse, rows, valid):
-    """The rows' factors of a hard loss, and its log-sum-exp; ``None`` for each where there is none."""
-    if hard_p is not None:
-        hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
-        hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
-        hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
+    """The rows' factors of a hard loss, and its log-sum-exp."""
+    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
+    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
+    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
     return hard_p, hard_label, hard_lse
 
 
@@ -340,8 +330,12 @@ def _divergence_kernel(
         if row_sums is not None:
             total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
-        hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-        label = _label(labels, row)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
             s = tl.where(inside, s, float("-inf"))
@@ -411,8 +405,12 @@ def _cosine_kernel(
         if row_sums is not None:
             total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
-        hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-        label = _label(labels, row)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             unit = s * s_scale

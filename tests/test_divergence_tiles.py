@@ -143,13 +143,13 @@ def double(tensors):
 CASES = {
     "JSD, soft-cap": ("JSD", {"bias": True}, {"softcap": 3.0, "logit_scale": 0.7}, 0.3),
     "forward KL, temperature, fp16": ("forward KL", {"dtype": torch.float16}, {"temperature": 2.0}, 0.3),
-    "reverse KL, a wider student": ("reverse KL", {"vocab": 350}, {}, 0.0),
+    "reverse KL, a wider student": ("reverse KL", {"vocab": 350}, {}, 0.3),
 }
 MORE = {
     "forward KL": ("forward KL", {}, {}, 0.0),
     "JSD, hard loss": ("JSD", {"bias": True}, {}, 0.3),
     "JSD, fp16": ("JSD", {"dtype": torch.float16}, {}, 0.3),
-    "reverse KL, a wider student, hard loss": ("reverse KL", {"vocab": 350}, {}, 0.3),
+    "reverse KL, a wider student, no hard loss": ("reverse KL", {"vocab": 350}, {}, 0.0),
     "total variation, a wider teacher": ("total variation", {"teacher_vocab": 350}, {}, 0.0),
     "cosine": ("cosine", {}, {}, 0.0),
     "cosine, hard loss": ("cosine", {}, {"temperature": 2.0}, 0.3),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -140,14 +141,21 @@ def cases() -> Iterator[tuple[str, Make]]:
         )
         labels = labels_of(tokens, vocab_size=vocab_size, masked=0.0)
         given, leaves = (weight, hidden, labels, teacher), (hidden, weight)
-        for name in ("JSD", "KL"):
+        named = itertools.product(("JSD", "KL", "ReverseKL", "CosineSimilarity"), (None, 256 * MiB))
+        for name, workspace in named:
+            if workspace is None and name not in ("JSD", "KL"):
+                continue
+            options = {"weight_hard_loss": 0.0, "workspace": workspace}
 
-            def distill(load: Any, given: Any = given, leaves: Any = leaves, name: str = name) -> Call:
+            def distill(
+                load: Any, given: Any = given, leaves: Any = leaves, name: str = name, options: Any = options
+            ) -> Call:
                 weight, hidden, labels, teacher = given
-                loss, teacher = load(f":LigerFusedLinear{name}Loss")(), load(":Teacher")(*teacher)
+                loss, teacher = load(f":LigerFusedLinear{name}Loss")(**options), load(":Teacher")(*teacher)
                 return loss_call(loss, (weight, hidden, labels, teacher), leaves)
 
-            yield f"{name} {tokens} x {hidden_size} x {vocab_size}", distill
+            limit = "" if workspace is None else f", {workspace // MiB} MiB"
+            yield f"{name} {tokens} x {hidden_size} x {vocab_size}{limit}", distill
         del hidden, weight, teacher, labels, given, leaves
 
     x, gate, up = (tensor(16384, size, scale=1.0) for size in (4096, 14336, 14336))

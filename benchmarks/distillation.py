@@ -142,7 +142,7 @@ def benchmark(name: str, title: str, beta: float) -> Benchmark:
         name=name,
         title=f"{title}, forward and backward, the teacher's hidden size {TEACHER} x H",
         shapes={
-            "cuda": (Shape(8192, 2048, 151936),),
+            "cuda": (Shape(8192, 2048, 151936), Shape(6144, 1536, 151936)),
             "cpu": (Shape(1024, 576, 49152, torch.float32),),
         },
         inputs=distillation_inputs,
@@ -152,7 +152,7 @@ def benchmark(name: str, title: str, beta: float) -> Benchmark:
             "liger-kernel": needs_cuda(liger(beta)),
             "TRL": trl(beta),
             "ours": ours(beta),
-            "ours, 300 MiB workspace": ours(beta, workspace=300 * MiB),
+            "ours, 256 MiB workspace": ours(beta, workspace=256 * MiB),
         },
         flops=6 + 2 * TEACHER,
     )
@@ -208,6 +208,7 @@ def errors(device: torch.device, shape: Shape) -> list[dict[str, object]]:
         "TRL": trl(JSD),
         "ours": ours(JSD),
         "ours, 12 blocks": ours(JSD, chunk_size=-(-shape.tokens // 12)),
+        "ours, 64 MiB": ours(JSD, workspace=64 * MiB),
     }
     rows = []
     print(f"{'JSD':>9} {'provider':16} {'found':>10} {'loss':>10} {'grad_hidden':>12} {'grad_weight':>12}")

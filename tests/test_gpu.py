@@ -1,5 +1,6 @@
 """The engine on a GPU: exact in every dtype by every strategy, deterministic, and within its workspace."""
 
+import itertools
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from liger_losses import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
     LigerFusedLinearKTOLoss,
     LogitTransform,
     Teacher,
@@ -409,7 +411,7 @@ def test_distillation(name, bias, dtype):
     rough = cpu.plain(name, *given, 0.3, 0.7, 2.0)
     exact_grads = torch.autograd.grad(exact, exact_in[: len(leaves)])
     rough_grads = torch.autograd.grad(rough, leaves)
-    for options in ({}, {"workspace": 6 * MiB}):
+    for options in ({}, {"workspace": 6 * MiB}, {"workspace": 2 * MiB}):  # the last one in tiles, without a bias
         loss = DistillationLoss(cpu.divergence(name), 0.3, 0.7, temperature=2.0, **options)
         value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=given[2])
         assert abs(value - exact) <= max(2 * abs(rough - exact), 1e-6 * abs(exact))
@@ -424,8 +426,11 @@ def test_distillation_stays_under_its_workspace_and_repeats_itself():
     teacher = Teacher(hidden.detach().roll(1, 0), weight.detach().roll(1, 0))
     labels = torch.randint(50257, (4096,), device="cuda")
     LigerFusedLinearJSDLoss()(weight, hidden, labels, teacher)  # cuBLAS allocates its own workspaces at the first call
-    for workspace in (64 * MiB, 200 * MiB, None):
-        loss, results = LigerFusedLinearJSDLoss(0.0, 1.0, workspace=workspace), []
+    # The smaller ones in tiles of the vocabulary, whose sums are cut by the processors alone.
+    for workspace, kind in itertools.product(
+        (24 * MiB, 64 * MiB, 300 * MiB, None), (LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss)
+    ):
+        loss, results = kind(0.0, 1.0, workspace=workspace), []
         for _ in range(2):
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()

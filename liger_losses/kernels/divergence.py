@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, transform_block, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
@@ -199,7 +199,7 @@ class Side(NamedTuple):
 
 
 class KernelSeries(NamedTuple):
-    """A divergence's parameters and power series in a kernel; see :func:`_series_argument`."""
+    """A divergence's parameters and power series in a kernel; see :func:`series_argument`."""
 
     a: float
     b: float
@@ -210,7 +210,7 @@ class KernelSeries(NamedTuple):
 
 
 @cache
-def _series_argument(divergence: Divergence, device: torch.device) -> KernelSeries:
+def series_argument(divergence: Divergence, device: torch.device) -> KernelSeries:
     """``coefficients`` are nine of f and nine of h in fp32, ``None`` without a series; ``power`` is ``None`` for 1."""
     series = series_of(divergence)
     a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
@@ -248,7 +248,7 @@ def _divergence_triton(
         squares = (None, None) if sums is None or sums.squares is None else sums.squares
         _cosine_kernel[(rows,)](*common, *squares, **launch)
         return
-    form, series = FORMS[divergence.form], _series_argument(divergence, value.device)
+    form, series = FORMS[divergence.form], series_argument(divergence, value.device)
     lses = student.lse, teacher.lse
     _divergence_kernel[(rows,)](*common, *lses, series, FORM=form.triton, BALANCED=form.balanced, **launch)
 
@@ -268,38 +268,27 @@ def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
 
 
 @jit
-def _terms(s, t, inside, s_lse, t_lse, series, FORM: tl.constexpr):
-    """log p, f and h of a block of both models' logits."""
-    log_p = tl.where(inside, tl.maximum(s - s_lse, -1e4), -1e4)
-    log_q = tl.where(inside, tl.maximum(t - t_lse, -1e4), -1e4)
-    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
-    if series.coefficients is not None:
-        d = log_p - log_q
-        near = tl.abs(d) < series.radius
-        q = tl.exp(log_q if series.power is None else series.power * log_q)
-        # f begins with d^2, h with d.
-        of_f = tl.load(series.coefficients + 8)
-        of_h = tl.load(series.coefficients + 17)
-        for n in tl.static_range(6):
-            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
-            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
-        of_h = of_h * d + tl.load(series.coefficients + 10)
-        f = tl.where(near, q * d * d * of_f, f)
-        h = tl.where(near, q * d * of_h, h)
-    return log_p, f, h
+def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
+    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
+
+    ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
+    """
+    hard_p, hard_label, hard_lse = hard
+    if hard_p is not None:
+        p1 = tl.exp(s * temperature - hard_lse)
+        grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
+    if transform.factor is not None:
+        grad = transform_gradient(grad, s, transform)
+    return grad
 
 
 @jit
-def _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, transform):
-    """Add a hard loss's gradient to that with respect to the student's logits s; store it by its projections."""
-    hard_p, hard_label, hard_lse = hard
-    if hard_p is not None:
-        p1 = tl.exp(s * temperature - tl.load(hard_lse + row))
-        at_label = at == tl.load(labels + row).to(tl.int32)
-        grad += temperature * (p1 * tl.load(hard_p + row) + tl.where(at_label, tl.load(hard_label + row), 0.0))
-    if transform.factor is not None:
-        grad = transform_gradient(grad, s, transform)
-    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+def load_hard(hard_p, hard_label, hard_lse, rows, valid):
+    """The rows' factors of a hard loss, and its log-sum-exp."""
+    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
+    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
+    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
+    return hard_p, hard_label, hard_lse
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -327,7 +316,9 @@ def _divergence_kernel(
     if out is None or not (BALANCED or row_sums is not None):
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
-            log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
+            s = tl.where(inside, s, float("-inf"))
+            t = tl.where(inside, t, float("-inf"))
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
     total = tl.sum(h_sum, 0)
@@ -339,17 +330,25 @@ def _divergence_kernel(
         if row_sums is not None:
             total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
-        hard = (hard_p, hard_label, hard_lse)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
-            log_p, f, h = _terms(s, t, inside, s_lse, t_lse, series, FORM)
+            s = tl.where(inside, s, float("-inf"))
+            t = tl.where(inside, t, float("-inf"))
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
             if BALANCED or row_sums is not None:
                 f_sum += f
             if BALANCED:
                 grad = row_coef * h
             else:
-                grad = row_coef * (h - tl.exp(log_p) * total)
-            _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, student.transform)
+                grad = row_coef * (h - p * total)
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + row, tl.sum(f_sum, 0))
 
 
@@ -406,9 +405,15 @@ def _cosine_kernel(
         if row_sums is not None:
             total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
-        hard = (hard_p, hard_label, hard_lse)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
         for i in range(blocks):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
             unit = s * s_scale
             grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
-            _store_gradient(out, grad, s, at, inside, row, labels, hard, temperature, student.transform)
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)

@@ -18,13 +18,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import INTERPRETED, jit, tl
 from liger_losses.kernels.tracing import record
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
+#: Whether there are the fast functions that :func:`fast_exp` and :func:`fast_log` call.
+_FAST = tl is not None and not INTERPRETED and torch.version.hip is None
+if _FAST:
+    from triton.language.extra.cuda.libdevice import fast_expf, fast_logf
+
+    _FAST = tl.constexpr(_FAST)
 #: Logits that are all 0 have no direction.
-_SMALLEST_NORM = 1e-12
+SMALLEST_NORM = 1e-12
 
 
 @record
@@ -78,6 +84,24 @@ class Divergence:
         return cls("alpha_zero", beta) if alpha == 0 else cls("alpha_beta", alpha, beta)
 
 
+@jit
+def fast_exp(x):
+    """exp(x), 0 where it is below the smallest normal number, for which Triton's takes three more instructions."""
+    if _FAST:
+        return fast_expf(x)
+    else:
+        return tl.exp(x)
+
+
+@jit
+def fast_log(x):
+    """log(x) for x > 0, to an absolute error of 2e-7 near 1 and about a relative one elsewhere; Triton's is slower."""
+    if _FAST:
+        return fast_logf(x)
+    else:
+        return tl.log(x)
+
+
 # --- The forms --------------------------------------------------------------------------------------------------------
 
 
@@ -88,8 +112,8 @@ def _forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> t
 
 @jit
 def _forward_kl_t(log_p, log_q, a, b, c):
-    p = tl.exp(log_p)
-    q = tl.exp(log_q)
+    p = fast_exp(log_p)
+    q = fast_exp(log_q)
     return p - q - q * (log_p - log_q), p - q
 
 
@@ -100,9 +124,9 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> t
 
 @jit
 def _reverse_kl_t(log_p, log_q, a, b, c):
-    p = tl.exp(log_p)
+    p = fast_exp(log_p)
     h = p * (log_p - log_q)
-    return tl.exp(log_q) - p + h, h
+    return fast_exp(log_q) - p + h, h
 
 
 def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -117,26 +141,33 @@ def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tupl
 
 
 @jit
+def _mixture_parts(log_p, log_q, a):
+    """p, q, m, log p - log m and log q - log m, from ``log m = max + log(a or 1 - a + the other exp(-|d|))``.
+
+    The argument of this logarithm is between 1 and a or 1 - a, where the fast one has all digits.
+    """
+    d = log_p - log_q
+    p = fast_exp(log_p)
+    q = fast_exp(log_q)
+    ratio = fast_exp(-tl.abs(d))
+    log_m = fast_log(tl.where(d < 0, a + (1 - a) * ratio, a * ratio + (1 - a)))  # less the larger one's
+    return p, q, a * q + (1 - a) * p, tl.minimum(d, 0.0) - log_m, -tl.maximum(d, 0.0) - log_m
+
+
+@jit
 def _mixture_t(log_p, log_q, a, b, c):
-    p = tl.exp(log_p)
-    q = tl.exp(log_q)
-    m = tl.maximum(a * q + (1 - a) * p, 1e-37)
-    log_m = tl.log(m)
-    of_student = p * (log_p - log_m)
-    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
-    return f, c * of_student + (b * (1 - a) - c * a) * (1 - a) * (p - q) * (p / m)
+    p, q, m, of_p, of_q = _mixture_parts(log_p, log_q, a)
+    of_student = p * of_p
+    f = b * (q * of_q + m - q) + c * (of_student + m - p)
+    return f, c * of_student + (b * (1 - a) - c * a) * (1 - a) * (p - q) * (p / tl.maximum(m, 1e-37))
 
 
 @jit
 def _gkd_mixture_t(log_p, log_q, a, b, c):
     """The mixture where ``b (1 - a) = c a``, as in GKD's JSD: one term of h vanishes."""
-    p = tl.exp(log_p)
-    q = tl.exp(log_q)
-    m = tl.maximum(a * q + (1 - a) * p, 1e-37)
-    log_m = tl.log(m)
-    of_student = p * (log_p - log_m)
-    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
-    return f, c * of_student
+    p, q, m, of_p, of_q = _mixture_parts(log_p, log_q, a)
+    of_student = p * of_p
+    return b * (q * of_q + m - q) + c * (of_student + m - p), c * of_student
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -146,9 +177,9 @@ def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float)
 
 @jit
 def _total_variation_t(log_p, log_q, a, b, c):
-    p = tl.exp(log_p)
+    p = fast_exp(log_p)
     d = log_p - log_q
-    return tl.abs(p - tl.exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
+    return tl.abs(p - fast_exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
 
 
 def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -160,9 +191,9 @@ def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> t
 @jit
 def _alpha_beta_t(log_p, log_q, a, b, c):
     s = a + b
-    p_s = tl.exp(s * log_p)
-    both = tl.exp(a * log_q + b * log_p)
-    return (b / s * p_s + a / s * tl.exp(s * log_q) - both) / (a * b), (p_s - both) / a
+    p_s = fast_exp(s * log_p)
+    both = fast_exp(a * log_q + b * log_p)
+    return (b / s * p_s + a / s * fast_exp(s * log_q) - both) / (a * b), (p_s - both) / a
 
 
 def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -172,9 +203,9 @@ def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> t
 
 @jit
 def _alpha_zero_t(log_p, log_q, a, b, c):
-    p_a = tl.exp(a * log_p)
+    p_a = fast_exp(a * log_p)
     d = log_p - log_q
-    return (tl.exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
+    return (fast_exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
 
 
 def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -184,8 +215,8 @@ def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tu
 
 @jit
 def _beta_zero_t(log_p, log_q, a, b, c):
-    p_a = tl.exp(a * log_p)
-    q_a = tl.exp(a * log_q)
+    p_a = fast_exp(a * log_p)
+    q_a = fast_exp(a * log_q)
     return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
 
 
@@ -201,7 +232,7 @@ def cosine_terms(
     whole.
     """
     found = [logits.norm(dim=1) for logits in (student, teacher)] if squares is None else squares.sqrt()
-    norms = [norm[:, None].clamp(min=_SMALLEST_NORM) for norm in found]
+    norms = [norm[:, None].clamp(min=SMALLEST_NORM) for norm in found]
     unit = student / norms[0]
     difference = unit - teacher / norms[1]
     # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.
@@ -291,3 +322,25 @@ def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
     for coefficient in reversed(coefficients[:-1]):
         total = total.mul_(d).add_(coefficient)
     return total
+
+
+@jit
+def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
+    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
+    log_p = tl.maximum(s - s_lse, -1e4)
+    log_q = tl.maximum(t - t_lse, -1e4)
+    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
+    if series.coefficients is not None:
+        d = log_p - log_q
+        near = tl.abs(d) < series.radius
+        q = fast_exp(log_q if series.power is None else series.power * log_q)
+        # f begins with d^2, h with d.
+        of_f = tl.load(series.coefficients + 8)
+        of_h = tl.load(series.coefficients + 17)
+        for n in tl.static_range(6):
+            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
+            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
+        of_h = of_h * d + tl.load(series.coefficients + 10)
+        f = tl.where(near, q * d * d * of_f, f)
+        h = tl.where(near, q * d * of_h, h)
+    return fast_exp(log_p), f, h

@@ -344,9 +344,15 @@ def _make_call(
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
     temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
+    teacher_hidden_bytes, fused_divergence = 0, False
     if query.comparison is not None:
-        temporaries = TEMPORARIES if backend == "torch" else 0
-        teacher_row_bytes = _teacher_row_bytes(query.comparison.teacher, vocab_size, operand)
+        temporaries, teacher = TEMPORARIES if backend == "torch" else 0, query.comparison.teacher
+        teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
+        if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
+            # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
+            fused_divergence = can_fuse(teacher.head.weight, operand, backend)
+            if _gathers([teacher.hidden_states], tokens, operand):
+                teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
     work = Workload(
         tokens=tokens.count,
         hidden_size=head.hidden_size,
@@ -363,6 +369,8 @@ def _make_call(
         teacher_row_bytes=teacher_row_bytes,
         ranks=1 if head.shard is None else len(head.shard.sizes),
         device_memory=memory,
+        teacher_hidden_bytes=teacher_hidden_bytes,
+        fused_divergence=fused_divergence,
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)

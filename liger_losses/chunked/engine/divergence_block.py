@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.blocks import Block, HeadGradients, Part, Upstream
-from liger_losses.chunked.engine.call import OpenCall
+from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.head import Projection, can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.teachers import TeacherLogits
@@ -35,20 +35,14 @@ class _Model:
     fused: bool
 
 
-class DivergenceBlock(Block):
-    """Half-precision gradients ``[R, W]``, from fp32 logits of student and teacher.
-
-    The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
-    products with head and hidden states are taken, so that these are large and grad_weight is rounded few times.
-    """
+class TwoModels(Block):
+    """A block that knows both models: the columns that they share, and how their logits come about."""
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         call, comparison = opened.call, opened.call.query.comparison
         assert comparison is not None
         self.comparison, self.rows = comparison, rows
-        shape = min(call.plan.part_rows, rows), padded(self.vocab_size)
-        self.logits = [opened.weight.new_empty(shape, dtype=call.work.logits_dtype) for _ in range(2)]
         #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
         shared = min(call.vocab_size, comparison.teacher.vocab_size)
         columns = slice(0, shared) if call.shard is None else call.shard.columns(shared)
@@ -56,12 +50,10 @@ class DivergenceBlock(Block):
         self.shared_labels = opened.labels
         if opened.weight_rows > self.shared:
             self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
-        self.gradient: Tensor | None = None
-        self.grad_bias: Tensor | None = None
         soft = replace(call.transform, temperature=comparison.temperature)
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
-        self.separate = "logp" in call.outputs and (comparison.temperature != 1.0 or call.vocab_size > shared)
+        self.separate = has_two_softmaxes(call)
         epilogue = opened.epilogue if self.separate else self.soft_epilogue
         self.student = _Model(opened.projection, epilogue, call.work.fused_products)
         #: The teacher, if its logits are computed here.
@@ -78,6 +70,34 @@ class DivergenceBlock(Block):
         self.teacher = _Model(projection, self.teacher_epilogue, fused)
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
+
+    def teacher_hidden(self, rows: slice) -> Tensor:
+        """The teacher's hidden states ``[R, Ht]`` of some active tokens, in the operand dtype."""
+        tokens = self.call.tokens
+        return tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
+
+
+def has_two_softmaxes(call: Call) -> bool:
+    """Whether the hard loss and the divergence are of different softmaxes of the student."""
+    comparison = call.query.comparison
+    assert comparison is not None
+    wider = call.vocab_size > comparison.teacher.vocab_size
+    return "logp" in call.outputs and (comparison.temperature != 1.0 or wider)
+
+
+class DivergenceBlock(TwoModels):
+    """Half-precision gradients ``[R, W]``, from fp32 logits of student and teacher.
+
+    The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
+    products with head and hidden states are taken, so that these are large and grad_weight is rounded few times.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        shape = min(self.call.plan.part_rows, rows), padded(self.vocab_size)
+        self.logits = [opened.weight.new_empty(shape, dtype=self.call.work.logits_dtype) for _ in range(2)]
+        self.gradient: Tensor | None = None
+        self.grad_bias: Tensor | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         if upstream is not None and self.gradient is None:
@@ -215,8 +235,7 @@ class DivergenceBlock(Block):
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
         tokens, teacher = self.call.tokens, self.comparison.teacher
         if self.teacher is not None:
-            hidden = tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
-            self._compute_logits(out, {"lse": lse}, self.teacher, hidden, labels)
+            self._compute_logits(out, {"lse": lse}, self.teacher, self.teacher_hidden(rows), labels)
             return
         assert isinstance(teacher, TeacherLogits)
         (index,) = tokens.indices

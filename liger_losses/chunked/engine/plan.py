@@ -11,6 +11,7 @@ from functools import cache, cached_property
 import torch
 
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
+from liger_losses.kernels._tiles import processors
 
 MiB = 2**20
 
@@ -39,11 +40,14 @@ MAX_EXPONENTIAL_BLOCKS = 32
 MIN_BLOCK_OUTPUTS = 2**20
 
 #: With a teacher: the default number of tokens whose gradients share a product, the parts that their logits are
-#: computed in, the default workspace, and the tokens of a kernel's tile.
+#: computed in, the default workspace, and the tokens and columns of a kernel's tile.
 TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
-TILE = 128
+TILE, TILE_COLUMNS = 128, 256
+#: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
+#: part reads both heads, and the kernel on its logits has one program per token.
+MIN_PART = 256
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Workload:
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
+    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
+    fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -74,7 +80,8 @@ class Workload:
     def tile_hidden_bytes(self) -> int:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
-        return self.hidden_size * (item + 2 * operand * self.gathers if self.fused else 8 + operand + 2 * item)
+        fused = self.fused or self.fused_divergence
+        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
 
     @property
     def row_bytes(self) -> int:
@@ -128,6 +135,7 @@ class Plan:
     resident: bool  # whether all logits fit the workspace at once
     few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
+    tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
 
 
 def padded(columns: int) -> int:
@@ -179,7 +187,8 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     row_bytes, part_bytes = work.row_bytes, work.part_bytes
     least_scratch = work.temporaries * columns * item
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    vectors = tokens * (32 if work.fused else 16) * item if bound is not None else 0
+    fused = work.fused or work.fused_divergence
+    vectors = tokens * (32 if fused else 16) * item if bound is not None else 0
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
     casts = work.operand_dtype != work.weight_dtype
     cast_bytes = (1 + teacher) * casts * work.hidden_size * (operand + item)
@@ -203,11 +212,12 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     budget -= scratch + weight_chunk * cast_bytes
     kept -= scratch + weight_chunk * cast_bytes
 
-    part = 0
+    part, tiled = 0, False
     if teacher:
         part = _whole_tiles(budget // (TEACHER_PARTS * row_bytes + part_bytes))
         if part < TILE <= budget // (2 * part_bytes):
             part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+        tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
     rows = max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1)))
     rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
     resident = tokens * row_bytes <= kept and chunk_size is None and not teacher
@@ -215,7 +225,13 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     if work.fused and workspace is None:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         budget = max(min(budget, DEFAULT_TILES - tokens * statistics * item), 16 * MiB)
-    tile_rows, tile_columns = _tile(tokens, budget, work.tile_hidden_bytes, operand if work.fused else item)
+    hidden_bytes, tile_item = work.tile_hidden_bytes, operand if work.fused else item
+    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
+        hidden_bytes, tile_item = hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
+    tile_rows, tile_columns = _tile(tokens, budget, hidden_bytes, tile_item)
+    if tiled:
+        rows = part = tile_rows
+        tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
@@ -227,6 +243,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         resident=resident,
         few_blocks=tokens <= rows * most_blocks or teacher,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
+        tiled=tiled,
     )
 
 
@@ -249,6 +266,17 @@ def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, 
             # Aligned tiles, and none that is mostly padding.
             return rows, columns // 64 * 64 or columns
         rows = rows * 3 // 4
+
+
+def _full_waves(rows: int, columns: int, programs: int) -> int:
+    """At most ``columns``, in whole tiles of a kernel, of which the last ones leave the fewest programs idle."""
+    row_tiles, most = -(-rows // TILE), columns // TILE_COLUMNS
+
+    def waste(column_tiles: int) -> float:
+        tiles = row_tiles * column_tiles
+        return -tiles % programs / tiles
+
+    return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
 
 
 def _even(total: int, most: int) -> int:

@@ -23,6 +23,7 @@ from liger_losses.chunked.engine.blocks import (
 )
 from liger_losses.chunked.engine.call import Call, OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
+from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
@@ -123,10 +124,17 @@ class Stream:
             for part in self._parts(self.call.plan.rows, values):
                 known = None if weights is None else _rows_of(weights, part.rows)
                 self._fill(block, part, known)
-                losses[part.rows], upstream = self._token_losses(part, known)
+                upstream: Upstream
+                if known is None:
+                    losses[part.rows], upstream = self._token_losses(part)
+                else:
+                    upstream = known
                 # Allocated once the first block is queued, so that the device need not wait for it.
                 grads = grads or Gradients(self.opened)
                 self._write_gradients(block, part, upstream, grads)
+                if known is not None:  # the last statistic may be found together with the gradients
+                    terms = [weight * part.values[name] for name, weight in known.items()]
+                    losses[part.rows] = sum(terms, torch.zeros_like(part.values["lse"]))
         return losses.sum(), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------
@@ -145,7 +153,7 @@ class Stream:
     def _block(self, rows: int) -> Block:
         kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
         if self.call.query.comparison is not None:
-            kind = DivergenceBlock
+            kind = DivergenceTiles if self.call.plan.tiled else DivergenceBlock
         return kind(self.opened, min(rows, self.count))
 
     def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
@@ -207,7 +215,10 @@ class Stream:
             part.values[name].copy_(computed[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:
-        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token."""
+        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
+
+        Where a divergence is computed in tiles, what its gradient needs beside them is among them.
+        """
 
         def empty(name: str) -> Tensor:
             dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
@@ -215,14 +226,12 @@ class Stream:
             shape = (self.count,) if selected is None else selected.shape
             return torch.empty(shape, dtype=dtype, device=self.opened.weight.device)
 
-        return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs))}
+        constants = row_constants(self.call) if self.call.plan.tiled else []
+        return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}
 
-    def _token_losses(self, part: Part, weights: Upstream | None) -> tuple[Tensor, Upstream]:
+    def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:
         """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
         tokens, query, (rows, _, values) = self.call.tokens, self.call.query, part
-        if weights is not None:
-            total = sum((weight * values[name] for name, weight in weights.items()), torch.zeros_like(values["lse"]))
-            return total, weights
         assert query.token_loss is not None
         with torch.enable_grad():
             leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}

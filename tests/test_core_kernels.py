@@ -415,7 +415,7 @@ def test_glu_linear_writes_gradients_over_gate_and_up(backend, layout):
         out = glu_linear(gate, up, down, interleaved=layout == "interleaved", backend=backend)
         places, written = [part.data_ptr() for part in inner], []
         for part in inner:
-            part.register_hook(lambda grad: written.append(grad.data_ptr()))
+            part.register_hook(lambda grad: written.append(grad.data_ptr()))  # noqa: B023
         del inner, part, gate, up
         found.append(torch.autograd.grad(out.square().sum(), (x, weight, down), retain_graph=keep))
         assert (sorted(places) == sorted(written)) is not keep

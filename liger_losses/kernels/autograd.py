@@ -1,4 +1,4 @@
-"""Shared by the autograd functions: backwards that cannot be differentiated again, what they may overwrite, autocast."""
+"""Shared by the autograd functions: backwards that cannot be differentiated again or write in place; autocast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
-_saved_tensor_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: (None,))
+_saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: (None,)
+)
 
 
 def saves_privately() -> bool:

@@ -6,7 +6,9 @@ R rows (all leading dimensions), I intermediate size. Backward reads the inputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -270,6 +272,23 @@ def glu_linear(
     return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, how)
 
 
+class _Wanted(threading.local):
+    output = True
+
+
+_wanted = _Wanted()
+
+
+@contextmanager
+def gradients_only() -> Iterator[None]:
+    """Within this context, the output of :func:`glu_linear` has no values if its gradients can be computed without."""
+    _wanted.output, before = False, _wanted.output
+    try:
+        yield
+    finally:
+        _wanted.output = before
+
+
 class _SavedFirst(torch.autograd.Function):
     """Saves the tensors that the backward of :class:`_GLULinear` needs, before its forward computes anything.
 
@@ -300,6 +319,8 @@ class _GLULinear(torch.autograd.Function):
         ctx: Any, saved_first: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
         ctx.saved_first, ctx.how = saved_first, how
+        if not _wanted.output:
+            return gate.new_empty(*gate.shape[:-1], len(weight))
         return F.linear(_product_of(gate, up, *how), weight, bias)
 
     @staticmethod

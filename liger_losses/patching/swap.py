@@ -26,6 +26,10 @@ class Replacement(Protocol):
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
 
+    def in_tiles(self, tiles: Any) -> Any:
+        """The same for a tile of tokens at a time; by default without a change."""
+        return self
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module has the right parameters, buffers and children; nothing is run."""

@@ -124,7 +124,7 @@ class Residuals(Replacement):
                 for tuples in itertools.combinations(children, count):
                     try:
                         layer, *others = (_observe(module, tuples, *case) for case in _CASES)
-                        alone = _observe(module, tuples, torch.float32, True, all_given=False)
+                        alone = _observe(module, tuples, _F32, _F32, True, all_given=False)
                     except Mismatch as reason:
                         mismatch = mismatch or reason
                         continue
@@ -231,8 +231,9 @@ class _Child(nn.Module):
         return (output, None) if self.in_tuple else output
 
 
-#: Dtype, and whether in training mode.
-_CASES = ((torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False))
+_F32, _B16, _F16 = torch.float32, torch.bfloat16, torch.float16
+#: Dtypes of the input and of what the children return, and whether in training mode.
+_CASES = ((_F32, _F32, True), (_B16, _B16, True), (_F16, _F16, True), (_F32, _B16, True), (_F32, _F32, False))
 #: The scales of tokens; in half precision, some sums are infinite: some layers clamp them.
 _SCALES = (1e-3, 1.0, 300.0, 5e4, 1e38)
 
@@ -244,13 +245,18 @@ def _random(generator: torch.Generator, dtype: torch.dtype) -> Tensor:
 
 
 def _observe(
-    module: nn.Module, tuples: Sequence[str], dtype: torch.dtype, training: bool, all_given: bool = True
+    module: nn.Module,
+    tuples: Sequence[str],
+    dtype: torch.dtype,
+    inner_dtype: torch.dtype,
+    training: bool,
+    all_given: bool = True,
 ) -> Residuals:
     """The calls and additions of a copy."""
     generator = torch.Generator().manual_seed(29)
     calls: list[Any] = []
     children = {name: child for name, child in module._modules.items() if child is not None}
-    stand_ins = {name: _Child(name, calls, _random(generator, dtype), name in tuples) for name in children}
+    stand_ins = {name: _Child(name, calls, _random(generator, inner_dtype), name in tuples) for name in children}
     copy = probing.copy_of(module, generator, {child: stand_ins[name] for name, child in children.items()})
     copy.train(training)
     vars(copy).pop("gradient_checkpointing", None)

@@ -28,10 +28,11 @@ def draw(benchmark: dict[str, Any], device: str, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(series(benchmark, PANELS[0][0]))
+    chosen = benchmark.get("panels", PANELS)
+    names = list(series(benchmark, chosen[0][0]))
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for panel, (measure, label) in zip(panels, PANELS, strict=True):
+    for panel, (measure, label) in zip(panels, chosen, strict=True):
         for name, points in series(benchmark, measure).items():
             ours = name.startswith("ours")
             style = "--" if name == benchmark["baseline"] else "-"
@@ -49,9 +50,12 @@ def draw(benchmark: dict[str, Any], device: str, file: Path) -> None:
     panels[0].legend(fontsize=8)
     fixed = next(iter(benchmark["results"]))["shape"]
     sizes = ", ".join(
-        f"{LABELS.get(k, 'hidden size')} {fixed[k]}" for k in ("tokens", "hidden", "vocab") if k != benchmark["axis"]
+        f"{LABELS.get(k, 'hidden size')} {fixed[k]}"
+        for k in ("tokens", "hidden", "vocab")
+        if k in fixed and k != benchmark["axis"]
     )
-    figure.suptitle(f"{benchmark['title']} ({sizes}; {device})", fontsize=10)
+    where = f"{sizes}; {device}" if sizes else device
+    figure.suptitle(f"{benchmark['title']} ({where})", fontsize=10)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 

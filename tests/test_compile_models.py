@@ -393,3 +393,30 @@ def test_trainer(tmp_path):
     torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-4)
     for a, b in zip(our_weights, weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_compiled_model_without_a_mask():
+    """As docs/support.md has it: attention is given no mask, and right padding changes no result that counts."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    masks = []
+
+    def backend(graph, _):
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend((call.kwargs["attn_mask"], call.kwargs["is_causal"]) for call in calls)
+        return graph
+
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model = LlamaForCausalLM(config)
+    ids, mask = torch.randint(31, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    model.set_attn_implementation("causal")
+    torch._dynamo.reset()
+    found = torch.compile(model, backend=backend)(input_ids=ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    assert masks == [(None, True)]
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])

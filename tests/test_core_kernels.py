@@ -403,6 +403,74 @@ def test_a_second_backward_of_glu_linear(backend):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+def test_glu_linear_writes_gradients_over_gate_and_up(backend, layout):
+    """In place, the step holds one tensor fewer; results are those without."""
+    x, weight, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (80, 8), (3, 40))))
+    found = []
+    for keep in (True, False):
+        inner = F.linear(x, weight).chunk(2, -1) if layout == "two" else (F.linear(x, weight),)
+        inner = [part.clone() for part in inner]
+        gate, up = inner if layout == "two" else (inner[0], None)
+        out = glu_linear(gate, up, down, interleaved=layout == "interleaved", backend=backend)
+        places, written = [part.data_ptr() for part in inner], []
+        for part in inner:
+            part.register_hook(lambda grad: written.append(grad.data_ptr()))  # noqa: B023
+        del inner, part, gate, up
+        found.append(torch.autograd.grad(out.square().sum(), (x, weight, down), retain_graph=keep))
+        assert (sorted(places) == sorted(written)) is not keep
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+#: What else reads the gate; it returns the gate of the MLP, and what is added to the loss.
+OTHER_READERS = {
+    "a variable": lambda gate: (gate, gate),
+    "a view": lambda gate: (gate, gate[:1]),
+    "the backward that made it": lambda gate: (gate.tanh(), gate.new_zeros(())),
+    "another backward": lambda gate: (gate, gate.square()),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reader", OTHER_READERS)
+def test_what_something_else_refers_to_is_not_overwritten(backend, reader, checkpointed):
+    x, a, b, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (40, 8), (3, 40))))
+
+    def mlp(x, plain):
+        up = F.linear(x, b)
+        gate, other = OTHER_READERS[reader](F.linear(x, a))
+        return F.linear(F.silu(gate) * up, down) if plain else glu_linear(gate, up, down, backend=backend), other
+
+    grads = []
+    for plain in (True, False):
+        out, other = checkpoint(mlp, x, plain, use_reentrant=False) if checkpointed else mlp(x, plain)
+        before = other.detach().clone()
+        grads.append(torch.autograd.grad(out.square().sum() + other.sum(), (x, a, b, down)))
+        assert torch.equal(other, before)
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_on_saved_tensors_keep_what_they_were_given():
+    x, a, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40))))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, kept.__getitem__):
+        out = glu_linear(F.linear(x, a), F.linear(x, a), down)
+    before = [t.detach().clone() for t in kept]
+    out.sum().backward()
+    assert all(torch.equal(t, old) for t, old in zip(kept, before, strict=True))
+
+
+def test_a_backward_of_what_was_overwritten_is_an_error(backend):
+    """Where autograd does not notice by itself: the bias's gradient frees nothing that was saved."""
+    x, a, down, bias = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40), (3,))))
+    out = glu_linear(F.linear(x, a), F.linear(x, a), down, bias, backend=backend)
+    first, second = out.sum(), out.sum()
+    torch.autograd.grad(first, bias)
+    with pytest.raises(RuntimeError, match="second time.*retain_graph=True"):
+        second.backward()
+
+
 def test_a_second_derivative_is_an_error(backend):
     """Also where the upstream gradient is a constant."""
     x, w = normal(4, 40), normal(3, 40, seed=1)

@@ -6,7 +6,9 @@ R rows (all leading dimensions), I intermediate size. Backward reads the inputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +18,19 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.autograd import (
+    autocast_dtype,
+    graph_is_kept,
+    is_unshared,
+    once_differentiable,
+    saves_privately,
+)
 from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 from liger_losses.kernels.tracing import record, state
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
-_CONTIGUOUS = torch.contiguous_format
 
 with fwAD.dual_level():
     _one = torch.ones((), device="cpu")
@@ -49,6 +56,11 @@ class Formula(NamedTuple):
 
 
 _How = tuple[Formula, bool]  # the bool: whether Triton runs
+
+_SECOND_BACKWARD = (
+    "Trying to backward through the graph a second time, after the gradients of gate and up were written over them. "
+    "Specify retain_graph=True in the first backward if you need to backward through the graph again."
+)
 
 
 def glu(
@@ -144,11 +156,9 @@ class _GLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        return (
-            *_gradients(grad, gate, up, torch.empty_like(gate, memory_format=_CONTIGUOUS), None, *ctx.how),
-            None,
-            None,
-        )
+        grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+        _write_gradients(grad, gate, up, grad_gate, grad_up, None, *ctx.how)
+        return grad_gate, grad_up, None, None
 
 
 _gated = operator(_GLU)
@@ -166,28 +176,34 @@ def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bo
     return out
 
 
-def _gradients(
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _write_gradients(
     grad: Tensor,
     gate: Tensor,
     up: Tensor | None,
-    out: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor | None,
     product: Tensor | None,
     formula: Formula,
     on_triton: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of gate, written to ``out``, and up; the product is written to ``product`` if given."""
-    grad_up = None if up is None else torch.empty_like(up, memory_format=_CONTIGUOUS)
+) -> None:
+    """Write the gradients, and the product if a tensor is given for it.
+
+    They may take the places of gate, up and grad: each entry is read before one is written to its place.
+    """
     if up is None or grad_up is None:
-        inputs, outputs = _halves(gate, formula, on_triton), _halves(out, formula, on_triton)
+        inputs, outputs = _halves(gate, formula, on_triton), _halves(grad_gate, formula, on_triton)
     else:
-        inputs, outputs = (gate, up), (out, grad_up)
+        inputs, outputs = (gate, up), (grad_gate, grad_up)
     if on_triton:
         gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part) for part in inputs)
         ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
         _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
     else:
         _backward_torch(grad, *inputs, *outputs, product, formula)
-    return out, grad_up
 
 
 def _gradient_end(limit: float, like: Tensor) -> float:
@@ -224,7 +240,9 @@ def glu_linear(
 ) -> Tensor:
     """``(act(gate) * up) @ weight.T + bias``, which saves ``gate`` and ``up`` for backward, but not their product.
 
-    Backward recomputes the product, as large as either, in the kernel that computes their gradients.
+    Backward recomputes the product, as large as either, in the kernel that computes their gradients. It writes the
+    gradients over ``gate`` and ``up`` where they are results that nothing else refers to any more, unless the graph is
+    kept (``retain_graph=True``).
 
     Args:
         gate: ``[..., I]``; if ``up`` is None, ``[..., 2 I]`` that holds both, as in :func:`glu_fused`.
@@ -254,16 +272,37 @@ def glu_linear(
     return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, how)
 
 
+class _Wanted(threading.local):
+    output = True
+
+
+_wanted = _Wanted()
+
+
+@contextmanager
+def gradients_only() -> Iterator[None]:
+    """Within this context, the output of :func:`glu_linear` has no values if its gradients can be computed without."""
+    _wanted.output, before = False, _wanted.output
+    try:
+        yield
+    finally:
+        _wanted.output = before
+
+
 class _SavedFirst(torch.autograd.Function):
     """Saves the tensors that the backward of :class:`_GLULinear` needs, before its forward computes anything.
 
     Activation checkpointing recomputes a layer only up to the last tensor that it saved. In an MLP, that is one of
     these, so the product and the linear layer after it are not recomputed.
+
+    Gate and up are saved as tensors of their own, so that backward sees whether anything else refers to their memory.
     """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(gate, up, weight)
+        inner = [part for part in (gate, up) if part is not None]
+        ctx.may_be_overwritten = saves_privately() and not any(part.is_leaf for part in inner)
+        ctx.save_for_backward(weight, *(part.detach() for part in inner))
         return gate.view_as(gate), None if up is None else up.view_as(up)
 
     @staticmethod
@@ -280,19 +319,27 @@ class _GLULinear(torch.autograd.Function):
         ctx: Any, saved_first: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
         ctx.saved_first, ctx.how = saved_first, how
+        if not _wanted.output:
+            return gate.new_empty(*gate.shape[:-1], len(weight))
         return F.linear(_product_of(gate, up, *how), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up, weight = ctx.saved_first.saved_tensors
+        saved_first = ctx.saved_first
+        if saved_first is None:
+            raise RuntimeError(_SECOND_BACKWARD)
+        weight, gate, *others = saved_first.saved_tensors
+        up = others[0] if others else None
         _, needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_product = grad @ weight
-        # Nothing else uses grad_product, and each entry is read before the gate's gradient is written to its place.
-        reusable = up is not None and grad_product.shape == gate.shape and grad_product.dtype == gate.dtype
-        out = grad_product if reusable else torch.empty_like(gate, memory_format=_CONTIGUOUS)
-        product = torch.empty_like(grad_product) if needs_weight else None
-        grad_gate, grad_up = _gradients(grad_product, gate, up, out, product, *ctx.how)
+        product = grad_product if needs_weight else None  # nothing else uses grad_product
+        in_place = not graph_is_kept() and saved_first.may_be_overwritten and is_unshared(gate, *others)
+        if in_place:
+            grad_gate, grad_up, ctx.saved_first = gate, up, None
+        else:
+            grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+        _write_gradients(grad_product, gate, up, grad_gate, grad_up, product, *ctx.how)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
         grad_bias = rows.sum(0) if needs_bias else None
@@ -318,8 +365,7 @@ def _backward_torch(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, product: Tensor | None, formula: Formula
 ) -> None:
     """Reference implementation: writes both gradients and, if given, the product."""
-    if product is not None:
-        product.copy_(_forward_torch(gate, up, formula))
+    value = None if product is None else _forward_torch(gate, up, formula)
     activation, limit, g = ACTIVATIONS[formula.activation], formula.limit, wide(grad)
     clamped_gate, clamped_up = _clamp(wide(gate), wide(up), limit)
     d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
@@ -327,6 +373,8 @@ def _backward_torch(
     if limit is not None:
         d_gate.masked_fill_(gate > _gradient_end(limit, gate), 0.0)
         d_up.masked_fill_(up.abs() > _gradient_end(limit, up), 0.0)
+    if product is not None and value is not None:
+        product.copy_(value)
     grad_gate.copy_(d_gate)
     grad_up.copy_(d_up)
 

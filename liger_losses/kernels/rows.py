@@ -22,8 +22,10 @@ _Dtypes = Sequence[torch.dtype | None]
 LONGEST_ROW = 65536
 #: Shared memory that one program's tiles in flight may take.
 SHARED_BYTES = 96 * 1024
-# Measured on an H200: elements of a tile, elements per thread, and programs per multiprocessor.
+# Measured on an H200: elements of a tile, elements per thread, and programs per multiprocessor; columns and warps of a
+# program that adds up partial sums.
 _FORWARD_ELEMENTS, _BACKWARD_TILE, _BACKWARD_PROGRAMS = 2048, (4096, 32), 2
+_SUM_COLUMNS, _SUM_WARPS = 16, 8
 
 
 def tile_of(columns: int, elements: int, per_thread: int) -> tuple[int, int, int]:
@@ -126,7 +128,10 @@ def launch_backward(
     if state.shapes_only or rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
     height, width, warps = tile_of(columns, *_BACKWARD_TILE)
-    programs = min(-(-rows // height), processors(x.device) * _BACKWARD_PROGRAMS)
+    tiles = -(-rows // height)
+    # No more programs than share the tiles in as few rounds: each writes sums that are read again.
+    rounds = -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS))
+    programs = -(-tiles // rounds)
     partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
     entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
@@ -150,9 +155,9 @@ def _arguments(inputs: _Tensors, vectors: _Tensors) -> list[Any]:
 def _column_sums(partial: Any, dtype: torch.dtype) -> Tensor:
     """``[P, C]`` fp32 summed over P, always in the same order, and rounded once, to ``[C]``."""
     programs, columns = partial.shape
-    out, block = partial.new_empty(columns, dtype=dtype), 16
-    sizes = programs, columns, min(512, power_of_two(programs)), block
-    _column_sums_kernel[(-(-columns // block),)](partial, out, *sizes, num_warps=8)
+    out = partial.new_empty(columns, dtype=dtype)
+    sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
+    _column_sums_kernel[(-(-columns // _SUM_COLUMNS),)](partial, out, *sizes, num_warps=_SUM_WARPS)
     return out
 
 

@@ -8,18 +8,19 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear, gradients_only
 from liger_losses.kernels.plain import is_plain, is_plain_linear
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement
+from liger_losses.patching.tiles import Tiles, compute_tiled
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,36 @@ class GatedMLP(Replacement):
         inner: the names of the layers applied to the input, in the order of their calls: two, or one for gate and up.
         down: the name of the layer applied to the product.
         gate: how the product is computed.
+        tiles: how many tokens it is computed for at a time; ``None`` for all.
     """
 
     inner: tuple[str, ...]
     down: str
     gate: Gate
+    tiles: Tiles | None = None
 
     def __str__(self) -> str:
-        return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate})"
+        tiles = "" if self.tiles is None else f", {self.tiles}"
+        return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args):
             return NotImplemented
-        return self.gate.into(getattr(module, self.down), *(getattr(module, name)(args[0]) for name in self.inner))
+        if self.tiles is None:
+            return self.compute(module, args[0])
+        return compute_tiled(self.compute, module, args[0], self.tiles, gradients_only)
+
+    def in_tiles(self, tiles: Tiles) -> GatedMLP:
+        return replace(self, tiles=tiles)
+
+    def compute(self, module: Any, x: Tensor) -> Tensor:
+        """The output of the MLP."""
+        return self.gate.into(getattr(module, self.down), *(getattr(module, name)(x) for name in self.inner))
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Nothing but the linear layers has parameters or buffers, their sizes fit, and forward takes one argument."""
-        linears = _linears(module)
+        linears = linears_of(module)
         if len(linears) not in (2, 3) or module._parameters or module._buffers:
             return False
         if any(part._parameters or part._buffers for part in cls.bypassed(module).values()):
@@ -116,13 +129,13 @@ class GatedMLP(Replacement):
     @classmethod
     def key(cls, module: nn.Module) -> Any:
         """The linear layers count by their sizes only."""
-        linears = {name: (child.in_features, child.out_features) for name, child in _linears(module).items()}
+        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
         return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
 
     @classmethod
     def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
         """All submodules but the linear layers."""
-        linears, parts = _linears(module), super().bypassed(module)
+        linears, parts = linears_of(module), super().bypassed(module)
         return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
 
     @classmethod
@@ -165,7 +178,7 @@ class GatedExperts(Replacement):
             return GatedExperts(_match_gate(module, cases))
 
 
-def _linears(module: nn.Module) -> dict[str, Any]:
+def linears_of(module: nn.Module) -> dict[str, Any]:
     """The children with ``in_features`` and ``out_features``: linear layers, quantized ones, adapters around them."""
     return {
         name: child
@@ -201,7 +214,7 @@ def _observe(
     calls: list[_Recorder] = []
     recorders = {
         key: _Recorder(child, calls, _inner_values(leading, child.out_features, dtype, generator).requires_grad_())
-        for key, child in _linears(module).items()
+        for key, child in linears_of(module).items()
     }
     copy = probing.copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
     copy.train(training)

@@ -13,6 +13,7 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
+from liger_losses.patching.residuals import Residuals
 from liger_losses.patching.swap import (
     Replacement,
     original_class,
@@ -22,6 +23,8 @@ from liger_losses.patching.swap import (
     restore,
     swap,
 )
+from liger_losses.patching.tiles import Tiles, tiles_of
+from liger_losses.patching.token_mlps import TokenMLP
 
 #: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]
@@ -32,8 +35,10 @@ def patch(
     *,
     loss_head: bool = True,
     norms: bool = True,
+    residuals: bool = True,
     mlps: bool = True,
     rope: bool = True,
+    tile_mlps: bool | int = False,
     filter_fn: Filter | None = None,
 ) -> PatchReport:
     """Replace the pieces of a model that kernels can compute, in place; results change by rounding only.
@@ -52,8 +57,18 @@ def patch(
         model: any model of transformers, with or without adapters, or any other module.
         loss_head: make the output embedding return lazy logits.
         norms: replace normalizations over the last dimension.
+        residuals: where a layer normalizes a residual or adds one to what it normalizes, fuse the addition, and that
+            of the gradients, with an RMS norm that is replaced; not while torch.compile traces.
         mlps: replace what gated MLPs and experts compute between their linear layers; the layers stay.
         rope: replace rotary position embedding.
+        tile_mlps: compute MLPs for this many tokens at a time, for long sequences; True chooses a number from the
+            input's size. Their tensors of the intermediate size then exist for one tile only. Backward computes each
+            tile again up to its product (with gradient checkpointing, which does so anyway, that is no extra work).
+            Outputs and gradients are those of the whole; the gradients of weights are summed in fp32. Patching again
+            with another number changes it. Applies to the gated MLPs that are replaced, and to other MLPs of linear
+            layers that compute each token by itself. Hooks on their layers are called for each tile. torch.compile ends
+            its graph at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as an FSDP2 unit of its own, it is
+            computed as a whole, with a warning.
         filter_fn: called with a module and its name in the model; where it returns False, the module is left.
 
     Returns:
@@ -61,12 +76,17 @@ def patch(
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: ``tile_mlps`` is neither a bool nor positive.
     """
     _check_model(model)
+    tiles = tiles_of(tile_mlps)
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
+    kinds.append(TokenMLP)
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
-    entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches)) is not None]
+    if residuals:
+        modules += [(Residuals, path, module) for path, module in model.named_modules()]  # after their norms
+    entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
@@ -150,7 +170,12 @@ def _check_model(model: Any) -> None:
 
 
 def _patch_module(
-    kind: type[Replacement], path: str, module: nn.Module, filter_fn: Filter | None, matches: dict[Any, Any]
+    kind: type[Replacement],
+    path: str,
+    module: nn.Module,
+    filter_fn: Filter | None,
+    matches: dict[Any, Any],
+    tiles: Tiles | None,
 ) -> Entry | None:
     """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
 
@@ -159,8 +184,18 @@ def _patch_module(
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
-        return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None
-    if not kind.is_candidate(module):
+        if not isinstance(replacement, kind):
+            return None
+        if (
+            tiles is not None
+            and reason_not_to_restore(module) is None
+            and (filter_fn is None or filter_fn(module, path))
+        ):
+            replacement = replacement.in_tiles(tiles)
+            restore(module)
+            swap(module, replacement)
+        return Entry(path, name, str(replacement))
+    if (kind is TokenMLP and tiles is None) or not kind.is_candidate(module):
         return None
     reason = reason_not_to_swap(module, kind.bypassed(module), kind.method)
     if reason is None and filter_fn is not None and not filter_fn(module, path):
@@ -174,6 +209,7 @@ def _patch_module(
                 matches[key] = str(mismatch), module
         found, _ = matches[key]
         if not isinstance(found, str):
+            found = found if tiles is None else found.in_tiles(tiles)
             swap(module, found)
             return Entry(path, name, str(found))
         reason = found

@@ -26,6 +26,10 @@ class Replacement(Protocol):
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
 
+    def in_tiles(self, tiles: Any) -> Any:
+        """The same for a tile of tokens at a time; by default without a change."""
+        return self
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module has the right parameters, buffers and children; nothing is run."""
@@ -58,8 +62,19 @@ def swap(module: nn.Module, replacement: Replacement) -> None:
 
 def restore(module: nn.Module) -> None:
     """Undo :func:`swap`, if the module was swapped."""
-    if "_liger_original" in vars(type(module)):
+    changed: Any = type(module)
+    if "_liger_original" in vars(changed):
         module.__class__ = original_class(module)
+    elif _is_unit(changed):
+        members = {name: value for name, value in vars(changed).items() if name == "__deepcopy__"}
+        bases = (changed.__bases__[0], original_class(module))
+        module.__class__ = type(changed)(changed.__name__, bases, members)
+
+
+def _is_unit(changed: type) -> bool:
+    """Whether ``fully_shard`` has derived a class from that of a swapped module."""
+    first, *others = changed.__bases__
+    return first.__name__ == "FSDPModule" and len(others) == 1 and "_liger_original" in vars(others[0])
 
 
 def reason_not_to_restore(module: nn.Module) -> str | None:
@@ -67,7 +82,7 @@ def reason_not_to_restore(module: nn.Module) -> str | None:
     replacement = replacement_of(module)
     if replacement is None:
         return None
-    if "_liger_original" not in vars(type(module)):
+    if "_liger_original" not in vars(type(module)) and not _is_unit(type(module)):
         return f"its class was changed to {type(module).__name__} after patching"
     if replacement.method in vars(module):
         return f"its {replacement.method} was replaced on the instance after patching"

@@ -1,0 +1,120 @@
+"""Finds MLPs, gated or not, that compute each token by itself, so that they can be computed for some tokens at a time.
+
+Nothing of them is replaced by a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.kernels.plain import is_plain
+from liger_losses.patching import probing
+from liger_losses.patching.mlps import linears_of
+from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.swap import Replacement, original_class
+from liger_losses.patching.tiles import Tiles, compute_tiled
+
+
+@dataclass(frozen=True)
+class TokenMLP(Replacement):
+    """A module of linear layers that computes each token from that token alone.
+
+    Attributes:
+        tiles: how many tokens it is computed for at a time.
+    """
+
+    tiles: Tiles = Tiles()
+
+    def __str__(self) -> str:
+        return str(self.tiles)
+
+    def in_tiles(self, tiles: Tiles) -> TokenMLP:
+        return replace(self, tiles=tiles)
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not is_plain(*args):
+            return NotImplemented
+        return compute_tiled(original_class(module).forward, module, args[0], self.tiles)
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        """At least two linear layers, one of them wider than the others' input, and nothing else with parameters."""
+        linears = linears_of(module)
+        if len(linears) < 2 or module._parameters or module._buffers:
+            return False
+        if any(part._parameters or part._buffers for part in cls.bypassed(module).values()):
+            return False
+        return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
+
+    @classmethod
+    def match(cls, module: nn.Module) -> TokenMLP:
+        """Runs a copy, whose linear layers are cheap ones, on tokens together and one by one."""
+        with probing.isolated():
+            for training, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
+                _check(module, training, dtype)
+        return cls()
+
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
+        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
+        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
+
+    @classmethod
+    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
+        linears, parts = linears_of(module), super().bypassed(module)
+        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Modules whose forward takes one argument and no more."""
+        return len(probing.positional_defaults(module.forward)) == 1
+
+
+class _CheapLinear(nn.Module):
+    """Stands in for a linear layer of any size: each output is one input, scaled, plus the mean of all, scaled."""
+
+    def __init__(self, linear: Any, calls: list[_CheapLinear], generator: torch.Generator) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.calls = calls
+        self.scale, self.mean_scale = (probing.random((self.out_features,), generator) for _ in range(2))
+        self.index = torch.arange(self.out_features) % self.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise Mismatch(f"a layer for {self.in_features} features is given {x.shape[-1]}")
+        self.calls.append(self)
+        scale, mean_scale = self.scale.to(x.dtype), self.mean_scale.to(x.dtype)
+        return x[..., self.index] * scale + x.mean(-1, keepdim=True) * mean_scale
+
+
+def _check(module: nn.Module, training: bool, dtype: torch.dtype) -> None:
+    """Raise Mismatch unless tokens give the same together and in parts, in forward and in backward."""
+    generator = torch.Generator().manual_seed(23)
+    calls: list[_CheapLinear] = []
+    cheap = {name: _CheapLinear(child, calls, generator) for name, child in linears_of(module).items()}
+    copy = probing.copy_of(module, generator, {getattr(module, name): part for name, part in cheap.items()})
+    copy.train(training)
+    first = next(iter(cheap.values())).in_features
+    x = probing.random((1, 6, first), generator, dtype)
+    with probing.unchanged("float32", copy, cheap):
+        whole, (grad,) = probing.observe(copy, [x])
+        if {id(part) for part in calls} != {id(part) for part in cheap.values()}:
+            raise Mismatch("it does not call each of its layers")
+        if whole.shape[:2] != x.shape[:2] or whole.dim() != 3:
+            raise Mismatch(f"it returns {tuple(whole.shape)} for {tuple(x.shape)}")
+        for tile in (slice(0, 1), slice(1, 4), slice(4, 6)):
+            # The upstream gradient of a part is that of the whole.
+            upstream = probing.random(whole.shape, torch.Generator().manual_seed(7), whole.dtype)[:, tile]
+            part = x[:, tile].clone().requires_grad_()
+            out = copy(part)
+            (of_part,) = torch.autograd.grad(out, part, upstream)
+            tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+            probing.check_close("the output of some tokens", out.detach(), whole[:, tile], tolerance)
+            probing.check_close(
+                "the gradient of some tokens", of_part, None if grad is None else grad[:, tile], tolerance
+            )

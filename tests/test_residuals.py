@@ -294,6 +294,17 @@ def test_attributes_that_change_after_patching():
         same(results(ours, X), results(plain, X))
 
 
+def test_a_forward_that_the_class_gets_later():
+    class Own(Layer):
+        pass
+
+    plain = made(Own)
+    ours = copy.deepcopy(plain)
+    patch(ours, loss_head=False)
+    Own.forward = lambda self, *args, **kwargs: 2 * Layer.forward(self, *args, **kwargs)
+    same(results(ours, X), results(plain, X))
+
+
 def test_wrong_calls_are_the_errors_of_the_layer():
     ours = made(layer("Strict", forward=lambda self, hidden_states, mask: Layer.forward(self, hidden_states, mask)))
     assert "add + rms_norm" in patch(ours, loss_head=False).counts

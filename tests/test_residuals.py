@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses.kernels import rms_norm as kernel
-from liger_losses.kernels.rms_norm import rms_norm, rms_norm_and_input
+from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from liger_losses.modules import RMSNorm
+from liger_losses.patching import residuals
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.residuals import Residuals
 from liger_losses.patching.swap import replacement_of
@@ -292,6 +293,23 @@ def test_attributes_that_change_after_patching():
     for factor in (1.0, 0.5):
         ours.factor = plain.factor = factor
         same(results(ours, X), results(plain, X))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_that_is_enabled_later(monkeypatch, reentrant):
+    """The layer is checkpointed, and the additions are still fused: in the forward, if it has a graph, and again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": H, "intermediate_size": H, "num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = made(lambda: LlamaForCausalLM(LlamaConfig(vocab_size=9, num_hidden_layers=1, **sizes)), torch.float32)
+    ours, calls = copy.deepcopy(plain), []
+    patch(ours, loss_head=False)
+    monkeypatch.setattr(residuals, "add_rms_norm", lambda *args, **kw: calls.append(1) or add_rms_norm(*args, **kw))
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    run = lambda module, x: module(inputs_embeds=x, use_cache=False).logits  # noqa: E731
+    found, expected = (results(module, X.float(), run=run) for module in (ours, plain))
+    same(found, expected, 1e-3)
+    assert len(calls) == 2 - reentrant
 
 
 def test_a_forward_that_the_class_gets_later():

@@ -346,9 +346,8 @@ def _watched(module: nn.Module, reads: dict[str, Any]) -> Iterator[None]:
     finally:
         module.__class__ = kind
     if inspect.unwrap(kind.forward) is not kind.forward:
-        reads.pop(
-            "gradient_checkpointing", None
-        )  # by what transformers wraps around the forward, also around the new one
+        # Read by what transformers wraps around the forward; it wraps the new one, too.
+        reads.pop("gradient_checkpointing", None)
     if probing.attributes(module) != before:
         raise Mismatch("it changes its own attributes")
     for name, value in reads.items():

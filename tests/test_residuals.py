@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import random
 import weakref
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses.kernels import rms_norm as kernel
-from liger_losses.kernels.rms_norm import rms_norm, rms_norm_and_input
+from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from liger_losses.modules import RMSNorm
+from liger_losses.patching import residuals
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.residuals import Residuals
 from liger_losses.patching.swap import replacement_of
@@ -185,11 +187,37 @@ def _passes_more(self, hidden_states, mask=None):
     return hidden_states + self.mlp(self.second(hidden_states), more)
 
 
+def _kept(self, residual, hidden_states):
+    self.kept = residual + hidden_states
+    return self.kept
+
+
+def _may_skip(self, hidden_states, mask=None, **kwargs):
+    after = hidden_states + self.attend(hidden_states, mask, 1.0, **kwargs)
+    return after if kwargs.get("skip_mlp") else after + self.mlp(self.second(after))
+
+
+def _random_depth(self, hidden_states):
+    skipped = random.random() < 1e-9
+    return hidden_states if skipped else Layer.forward(self, hidden_states)
+
+
+def _by_class(self, hidden_states):
+    after = hidden_states + self.attend(hidden_states, None, 1.0)
+    return after + (0.5 if isinstance(self.mlp, nn.Linear) else 1.0) * self.mlp(self.second(after))
+
+
+def _by_attribute(self, hidden_states):
+    after = hidden_states + self.attend(hidden_states, None, 1.0)
+    return after + getattr(self.mlp, "in_features", 1) * self.mlp(self.second(after))
+
+
 NEAR_MISSES = [
     layer("Viewed", add=lambda self, residual, x: residual + x.view(residual.shape)),  # Llama 4's, of flat experts
     layer("PassesMore", forward=_passes_more),
     layer("Scaled", add=lambda self, residual, x: residual + 0.5 * x),
     layer("Subtracted", add=lambda self, residual, x: residual - x),
+    layer("OfTheResidual", add=lambda self, residual, x: residual + x.to(residual.dtype)),
     layer("InFloat", add=lambda self, residual, x: (residual.float() + x.float()).to(x.dtype)),
     layer("Clamped", add=lambda self, residual, x: (residual + x).clamp(-6e4, 6e4)),
     layer("ClampedHalf", add=lambda self, r, x: (r + x).clamp(-6e4, 6e4) if r.dtype == torch.float16 else r + x),
@@ -206,6 +234,13 @@ NEAR_MISSES = [
         "AttentionTwice", attend=lambda self, *args, **kw: Layer.attend(self, *args, **kw) + 0 * self.attn(args[0])[0]
     ),
     layer("MakesAnArgument", attend=lambda self, x, mask, scale, **kw: self.attn(self.first(x), mask, [scale])[0]),
+    layer("OfTheShape", attend=lambda self, x, mask, scale, **kw: self.attn(self.first(x), mask, x.shape[1])[0]),
+    layer("Keeps", add=_kept),
+    layer("MaySkip", forward=_may_skip),
+    layer("RandomDepth", forward=_random_depth),
+    layer("ByClass", forward=_by_class),
+    layer("ByAttribute", forward=_by_attribute),
+    layer("ReadsItsConfig", config={}, add=lambda self, r, x: r + x * self.config.get("factor", 1)),
     layer("Pair", forward=lambda self, hidden_states: (Layer.forward(self, hidden_states), None)),
     layer("NoResidual", forward=lambda self, hidden_states: self.mlp(self.second(self.first(hidden_states)))),
 ]
@@ -217,6 +252,95 @@ def test_near_misses_are_left(make):
     patch(ours, loss_head=False)
     assert not isinstance(replacement_of(ours), Residuals)
     assert replacement_of(ours.first) is not None
+
+
+def test_a_tuple_is_passed_on_whole_or_its_first_value():
+    class Angles(nn.Module):
+        def forward(self, x):
+            return x.cos(), x.sin()
+
+    class Rotated(Attention):
+        def forward(self, hidden_states, angles):
+            cos, sin = angles
+            return self.proj(hidden_states) * cos + sin, None
+
+    class Routed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), "router logits"
+
+    class WithAngles(Layer):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.angles, self.mlp = Rotated(), Angles(), Routed(H, H)
+
+        def forward(self, hidden_states):
+            angles = self.angles(hidden_states)
+            hidden_states = hidden_states + self.attn(self.first(hidden_states), angles)[0]
+            out = self.mlp(self.second(hidden_states))
+            if isinstance(out, tuple):
+                out, _ = out
+            return hidden_states + out
+
+    plain = made(WithAngles)
+    ours = copy.deepcopy(plain)
+    assert "add + rms_norm" in patch(ours, loss_head=False).counts
+    same(results(ours, X), results(plain, X))
+    ours.mlp.__class__ = plain.mlp.__class__ = nn.Linear
+    same(results(ours, X), results(plain, X))
+
+
+def test_attributes_that_change_after_patching():
+    class Weighed(Layer):
+        factor, gradient_checkpointing = 1.0, False
+
+        def add(self, residual, x):
+            return residual + x if self.factor == 1.0 else residual + x * self.factor
+
+    plain = made(Weighed)
+    ours = copy.deepcopy(plain)
+    assert "add + rms_norm" in patch(ours, loss_head=False).counts
+    for factor in (1.0, 0.5):
+        ours.factor = plain.factor = factor
+        same(results(ours, X), results(plain, X))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_that_is_enabled_later(monkeypatch, reentrant):
+    """The layer is checkpointed, and the additions are still fused: in the forward, if it has a graph, and again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": H, "intermediate_size": H, "num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = made(lambda: LlamaForCausalLM(LlamaConfig(vocab_size=9, num_hidden_layers=1, **sizes)), torch.float32)
+    ours, calls = copy.deepcopy(plain), []
+    patch(ours, loss_head=False)
+    monkeypatch.setattr(residuals, "add_rms_norm", lambda *args, **kw: calls.append(1) or add_rms_norm(*args, **kw))
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    run = lambda module, x: module(inputs_embeds=x, use_cache=False).logits  # noqa: E731
+    found, expected = (results(module, X.float(), run=run) for module in (ours, plain))
+    same(found, expected, 1e-3)
+    assert len(calls) == 2 - reentrant
+
+
+def test_a_forward_that_the_class_gets_later():
+    class Own(Layer):
+        pass
+
+    plain = made(Own)
+    ours = copy.deepcopy(plain)
+    patch(ours, loss_head=False)
+    Own.forward = lambda self, *args, **kwargs: 2 * Layer.forward(self, *args, **kwargs)
+    same(results(ours, X), results(plain, X))
+
+
+def test_wrong_calls_are_the_errors_of_the_layer():
+    ours = made(layer("Strict", forward=lambda self, hidden_states, mask: Layer.forward(self, hidden_states, mask)))
+    assert "add + rms_norm" in patch(ours, loss_head=False).counts
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'mask'"):
+        ours(X)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        ours(X, None, other=1)
+    with pytest.raises(TypeError, match="multiple values for argument 'hidden_states'"):
+        ours(X, None, hidden_states=X)
 
 
 def test_layer_norms_are_left():

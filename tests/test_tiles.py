@@ -293,6 +293,18 @@ def test_in_compiled_models():
     torch._dynamo.reset()
 
 
+def test_hooks_on_weights_get_the_whole_gradient_once():
+    plain = made()
+    ours, seen = tiled(plain), []
+    for module in (plain, ours):
+        weight = module.down_proj.weight
+        weight.register_hook(lambda grad: 2 * grad)
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+    for _ in range(2):
+        check_same(results(ours, inputs(2, 13)), results(plain, inputs(2, 13)))
+    assert len(seen) == 4
+
+
 def test_weights_that_changed_before_backward_are_an_error():
     x = inputs(13)
     changes = {
@@ -325,6 +337,11 @@ class TokenMixer(Plain):
         return super().forward(x - x.mean(-2, keepdim=True))
 
 
+class SequenceMixer(Plain):
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
 class Dropping(Plain):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, self.training)
@@ -346,7 +363,7 @@ class Owner(Plain):
         self.scale = nn.Parameter(torch.ones(H))
 
 
-@pytest.mark.parametrize("make", [TokenMixer, Dropping, Backwards, Pair, Owner])
+@pytest.mark.parametrize("make", [TokenMixer, SequenceMixer, Dropping, Backwards, Pair, Owner])
 def test_what_does_not_compute_each_token_by_itself_is_left(make):
     model = nn.ModuleDict({"mlp": made(make)})
     report = patch(model, tile_mlps=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,15 +51,20 @@ def is_unshared(*tensors: Tensor) -> bool:
     """Whether no other tensor and no other node of a graph refers to the memory of each of these, all contiguous."""
     if torch.compiler.is_compiling() or not is_plain(*tensors):
         return False
-    return all(tensor.is_contiguous() and _references(tensor) == 2 for tensor in tensors)
+    return all(tensor.is_contiguous() and _references(tensor) == (2, _ALONE) for tensor in tensors)
 
 
-def _references(tensor: Tensor) -> int:
-    """How many tensors and storage objects refer to a tensor's memory: the tensor, the object made here, and others."""
-    return _storage_use_count(tensor.untyped_storage()._cdata)
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors and storages refer to a tensor's memory (itself, the storage read here, and others).
+
+    And how many variables refer to that storage, which is the same object wherever Python has it.
+    """
+    storage = tensor.untyped_storage()
+    return _storage_use_count(storage._cdata), sys.getrefcount(storage)
 
 
 _storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
+_, _ALONE = _references(torch.empty(1, device="cpu"))
 
 
 #: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.

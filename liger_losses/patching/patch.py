@@ -35,7 +35,7 @@ def patch(
     *,
     loss_head: bool = True,
     norms: bool = True,
-    residuals: bool = True,
+    residuals: bool = False,
     mlps: bool = True,
     rope: bool = True,
     tile_mlps: bool | int = False,
@@ -58,7 +58,8 @@ def patch(
         loss_head: make the output embedding return lazy logits.
         norms: replace normalizations over the last dimension.
         residuals: where a layer normalizes a residual or adds one to what it normalizes, fuse the addition, and that
-            of the gradients, with an RMS norm that is replaced; not while torch.compile traces.
+            of the gradients, with an RMS norm that is replaced; not while torch.compile traces. It costs some 30 us
+            of Python per layer and forward, and saves two passes over [tokens, H]: for many tokens at a time.
         mlps: replace what gated MLPs and experts compute between their linear layers; the layers stay.
         rope: replace rotary position embedding.
         tile_mlps: compute MLPs for this many tokens at a time, for long sequences; True chooses a number from the

@@ -95,12 +95,12 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
 
 
 #: Attributes that every module has; ``training`` is among them, and probes run in both modes.
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def attributes(module: nn.Module) -> Any:
     """The fingerprint of a module's attributes other than tensors, children and hooks."""
-    return fingerprint({key: value for key, value in vars(module).items() if key not in _TORCH_ATTRIBUTES})
+    return fingerprint({key: value for key, value in vars(module).items() if key not in TORCH_ATTRIBUTES})
 
 
 def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:

@@ -10,8 +10,9 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,12 +35,15 @@ class Call:
         child: its name.
         args, kwargs: where its arguments come from.
         passes_on: whether it also gets the keyword arguments that the layer has no parameter for.
+        first_of_tuple: whether the layer takes the first value of a tuple that the child returns; else it uses the
+            tuple itself.
     """
 
     child: str
     args: tuple[tuple[str, Any], ...]
     kwargs: tuple[tuple[str, tuple[str, Any]], ...]
     passes_on: bool
+    first_of_tuple: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,12 @@ class Residuals(Replacement):
     Attributes:
         steps: in the order in which the layer takes them.
         result: which value it returns.
+        reads: the layer's own attributes that its forward reads, with their values then.
     """
 
     steps: tuple[Call | Add, ...]
     result: int
+    reads: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return "add + rms_norm"
@@ -68,19 +74,35 @@ class Residuals(Replacement):
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return NotImplemented
-        names = _parameters(module)
-        given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
-        x = given.get(next(iter(names)))
-        if not is_plain(x) or len(args) > len(names):
+        if any(getattr(module, name) != value for name, value in self.reads):
             return NotImplemented
-        passed_on = {name: value for name, value in kwargs.items() if name not in names}
+        names, takes_others = _parameters(module)
+        given = {**names, **dict(zip(names, args, strict=False))}
+        passed_on: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            (given if name in names else passed_on)[name] = value
+        x = given[next(iter(names))]
+        twice = not kwargs.keys().isdisjoint(itertools.islice(names, len(args)))
+        wrong = twice or (passed_on and not takes_others) or len(args) > len(names)
+        if wrong or not is_plain(x) or any(value is probing.REQUIRED for value in given.values()):
+            return NotImplemented
         values: list[Any] = [x]
-        for number in range(1, len(self.steps) + 1):
+        for number, unused in enumerate(self._last_uses, 1):
             if number == len(values):
-                values += self._take(module, number, values, {**names, **given}, passed_on)
-            for unused in _last_uses(self)[number]:
-                values[unused] = None
+                values += self._take(module, number, values, given, passed_on)
+            for value in unused:
+                values[value] = None
         return values[self.result]
+
+    @functools.cached_property
+    def _last_uses(self) -> list[list[int]]:
+        """For each step, the values that no step after it uses."""
+        steps = list(enumerate(self.steps, 1))
+        last = {self.result: len(steps) + 1}
+        for number, step in reversed(steps):
+            for value in (number, *([step.first, step.second] if isinstance(step, Add) else _values_of(step))):
+                last.setdefault(value, number)
+        return [[value for value, when in last.items() if when == number] for number, _ in steps]
 
     def _take(
         self, module: nn.Module, number: int, values: list[Any], given: dict[str, Any], passed_on: dict[str, Any]
@@ -97,15 +119,15 @@ class Residuals(Replacement):
         if fused is not None:
             values[source] = fused[1]
             return [fused[0]]
-        sources: dict[str, Any] = {
-            "value": values.__getitem__,
-            "input": given.__getitem__,
-            "constant": lambda value: value,
-        }
-        named = {name: sources[kind](which) for name, (kind, which) in step.kwargs}
+
+        def found(source: tuple[str, Any]) -> Any:
+            kind, which = source
+            return which if kind == "constant" else (values if kind == "value" else given)[which]
+
+        named = {name: found(source) for name, source in step.kwargs}
         named |= passed_on if step.passes_on else {}
-        y = getattr(module, step.child)(*(sources[kind](which) for kind, which in step.args), **named)
-        return [y[0] if isinstance(y, tuple) else y]
+        y = getattr(module, step.child)(*map(found, step.args), **named)
+        return [y[0] if step.first_of_tuple and isinstance(y, tuple) else y]
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -122,9 +144,10 @@ class Residuals(Replacement):
         with probing.isolated():
             for count in range(3):
                 for tuples in itertools.combinations(children, count):
+                    reads: dict[str, Any] = {}
                     try:
-                        layer, *others = (_observe(module, tuples, *case) for case in _CASES)
-                        alone = _observe(module, tuples, _F32, _F32, True, all_given=False)
+                        layer, *others = (_observe(module, tuples, *case, reads=reads) for case in _CASES)
+                        alone = _observe(module, tuples, _F32, _F32, True, _WIDE, reads=reads, all_given=False)
                     except Mismatch as reason:
                         mismatch = mismatch or reason
                         continue
@@ -132,7 +155,8 @@ class Residuals(Replacement):
                         raise Mismatch("what it computes depends on its arguments")
                     if not any(True for _ in _fusable(module, layer.steps)):
                         raise Mismatch("it normalizes no sum and no residual")
-                    return layer
+                    either = [name for name in children if name not in tuples and _same(module, layer, tuples, name)]
+                    return _with_first(layer, {*tuples, *either}, reads)
         raise mismatch or Mismatch("it has no children")
 
     @classmethod
@@ -148,17 +172,6 @@ class Residuals(Replacement):
     @classmethod
     def is_worth_listing(cls, module: nn.Module) -> bool:
         return False
-
-
-@functools.cache
-def _last_uses(layer: Residuals) -> list[list[int]]:
-    """The values that no step uses after this one, by the step's number."""
-    last = dict.fromkeys(range(len(layer.steps) + 1), 0) | {layer.result: len(layer.steps) + 1}
-    for number, step in enumerate(layer.steps, 1):
-        used = [step.first, step.second] if isinstance(step, Add) else _values_of(step)
-        last.update((value, max(number, last[value])) for value in used)
-        last[number] = max(number, last[number])
-    return [[value for value, when in last.items() if when == number] for number in range(len(layer.steps) + 1)]
 
 
 def _values_of(step: Call) -> list[int]:
@@ -201,15 +214,16 @@ def _fused(module: nn.Module, step: Any, source: int, parts: Sequence[Any]) -> t
     return found
 
 
-def _parameters(module: nn.Module) -> dict[str, Any]:
-    """The named parameters of a layer's forward, and their defaults."""
+def _parameters(module: nn.Module) -> tuple[dict[str, Any], bool]:
+    """The named parameters of a layer's forward with their defaults, and whether it takes others (``**kwargs``)."""
     return _parameters_of(original_class(module).forward)
 
 
 @functools.cache
-def _parameters_of(forward: Any) -> dict[str, Any]:
+def _parameters_of(forward: Any) -> tuple[dict[str, Any], bool]:
     found = inspect.signature(forward).parameters.values()
-    return {p.name: p.default for p in found if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named = {p.name: p.default for p in found if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in found)
 
 
 class _Argument:
@@ -230,16 +244,34 @@ class _Child(nn.Module):
         self.calls.append((self.name, args, kwargs, output))
         return (output, _Argument()) if self.in_tuple else output
 
+    def __getattr__(self, name: str) -> Any:
+        raise Mismatch(f"it reads an attribute ({name}) of one of its children")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance reads it
+        raise Mismatch("it asks for the class of one of its children")
+
 
 _F32, _B16, _F16 = torch.float32, torch.bfloat16, torch.float16
-#: Dtypes of the input and of what the children return, and whether in training mode.
-_CASES = ((_F32, _F32, True), (_B16, _B16, True), (_F16, _F16, True), (_F32, _B16, True), (_F32, _F32, False))
+_NARROW, _WIDE = (3, 1, 8), (2, 2, 6)
+#: Dtypes of the input and of what the children return, whether in training mode, and the input's shape.
+_CASES = (
+    (_F32, _F32, True, _NARROW),
+    (_B16, _B16, True, _NARROW),
+    (_F16, _F16, True, _NARROW),
+    (_F32, _B16, True, _NARROW),
+    (_B16, _F32, True, _NARROW),
+    (_F32, _F32, False, _WIDE),
+)
 #: The scales of tokens; in half precision, some sums are infinite: some layers clamp them.
 _SCALES = (1e-3, 1.0, 300.0, 5e4, 1e38)
 
 
-def _random(generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    values = probing.random((3, len(_SCALES), 8), generator) * torch.tensor(_SCALES)[:, None]
+def _random(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, int, int]) -> Tensor:
+    """Values ``[batch, repeats * scales, width]``."""
+    batch, repeats, width = shape
+    scales = torch.tensor(_SCALES).repeat(repeats)
+    values = probing.random((batch, len(scales), width), generator) * scales[:, None]
     largest = 0.9 * torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).requires_grad_()
 
@@ -250,32 +282,36 @@ def _observe(
     dtype: torch.dtype,
     inner_dtype: torch.dtype,
     training: bool,
+    shape: tuple[int, int, int],
+    *,
+    reads: dict[str, Any],
     all_given: bool = True,
 ) -> Residuals:
-    """The calls and additions of a copy."""
+    """The calls and additions of a copy. The attributes that it reads are added to ``reads``."""
     generator = torch.Generator().manual_seed(29)
     calls: list[Any] = []
     children = {name: child for name, child in module._modules.items() if child is not None}
-    stand_ins = {name: _Child(name, calls, _random(generator, inner_dtype), name in tuples) for name in children}
+    stand_ins = {name: _Child(name, calls, _random(generator, inner_dtype, shape), name in tuples) for name in children}
     copy = probing.copy_of(module, generator, {child: stand_ins[name] for name, child in children.items()})
     copy.train(training)
     vars(copy).pop("gradient_checkpointing", None)
     original: Any = original_class(module)
-    names = _parameters(module)
+    names, takes_others = _parameters(module)
     others = [name for name in list(names)[1:] if all_given or names[name] is probing.REQUIRED]
     given: dict[str, Any] = {name: _Argument() for name in others}
-    signature = inspect.signature(original.forward).parameters.values()
-    extra = {"liger_unknown": _Argument()} if any(p.kind is p.VAR_KEYWORD for p in signature) else {}
-    x = _random(generator, dtype)
+    unknown = {"liger_unknown", *(_strings_of(original.forward) - names.keys() if all_given else ())}
+    extra = {name: _Argument() for name in unknown} if takes_others else {}
+    x = _random(generator, dtype, shape)
     hidden = x.view_as(x)
-    state = torch.get_rng_state()
+    states = torch.get_rng_state(), random.getstate()
     try:
-        output = original.forward(copy, hidden, **given, **extra)
+        with _watched(copy, reads):
+            output = original.forward(copy, hidden, **given, **extra)
     except Mismatch:
         raise
     except Exception as error:
         raise Mismatch(f"it fails on stand-ins ({type(error).__name__}: {str(error)[:120]})") from error
-    if not torch.equal(state, torch.get_rng_state()):
+    if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
         raise Mismatch("it draws random numbers")
     leaves = [x, *(stand_in.values for stand_in in stand_ins.values())]
     found = _Steps(hidden)
@@ -290,6 +326,59 @@ def _observe(
         raise Mismatch(f"it returns a {type(output).__name__}, not a tensor")
     result = found.number(output)
     return Residuals(tuple(found.steps), result)
+
+
+@contextlib.contextmanager
+def _watched(module: nn.Module, reads: dict[str, Any]) -> Iterator[None]:
+    """Add the attributes that are read within this context to ``reads``; raise Mismatch if any changes."""
+    kind: Any = type(module)
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name not in probing.TORCH_ATTRIBUTES and not name.startswith("__") and not inspect.isroutine(value):
+            reads[name] = value
+        return value
+
+    before = probing.attributes(module)
+    module.__class__ = type(kind)(kind.__name__, (kind,), {"__getattribute__": __getattribute__})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+    if inspect.unwrap(kind.forward) is not kind.forward:
+        # Read by what transformers wraps around the forward; it wraps the new one, too.
+        reads.pop("gradient_checkpointing", None)
+    if probing.attributes(module) != before:
+        raise Mismatch("it changes its own attributes")
+    for name, value in reads.items():
+        if not _is_simple(value):
+            raise Mismatch(f"it reads its {name}, a {type(value).__name__}")
+
+
+def _strings_of(forward: Any) -> set[str]:
+    """The names among the strings in a function's code: it may look for keyword arguments by them."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return {value for value in getattr(code, "co_consts", ()) if isinstance(value, str) and value.isidentifier()}
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _same(module: nn.Module, layer: Residuals, tuples: Sequence[str], child: str) -> bool:
+    """Whether a layer computes the same if this child, too, returns a tuple."""
+    try:
+        return _observe(module, (*tuples, child), *_CASES[0], reads={}) == layer
+    except Mismatch:
+        return False
+
+
+def _with_first(layer: Residuals, children: Collection[str], reads: dict[str, Any]) -> Residuals:
+    """The layer that takes the first values of what these children return, and reads these attributes."""
+    steps = (
+        replace(step, first_of_tuple=step.child in children) if isinstance(step, Call) else step for step in layer.steps
+    )
+    return Residuals(tuple(steps), layer.result, tuple(sorted(reads.items())))
 
 
 class _Steps:
@@ -322,7 +411,7 @@ class _Steps:
         for name, argument in given.items():
             if argument is value:
                 return "input", name
-        if value is not None and not isinstance(value, (bool, int, float, str)):
+        if not _is_simple(value):
             raise Mismatch(f"it gives a child a {type(value).__name__} that is not an argument of its own")
         return "constant", value
 
@@ -341,7 +430,7 @@ def _is_sum(tensor: Tensor, first: Tensor, second: Tensor) -> bool:
 
 def _with_defaults(module: nn.Module, layer: Residuals) -> Residuals:
     """The layer where all inputs that have defaults are left out."""
-    defaults = _parameters(module)
+    defaults, _ = _parameters(module)
 
     def replaced(source: tuple[str, Any]) -> tuple[str, Any]:
         kind, which = source
@@ -352,6 +441,6 @@ def _with_defaults(module: nn.Module, layer: Residuals) -> Residuals:
         if isinstance(step, Add):
             return step
         kwargs = tuple((name, replaced(source)) for name, source in step.kwargs)
-        return Call(step.child, tuple(map(replaced, step.args)), kwargs, step.passes_on)
+        return replace(step, args=tuple(map(replaced, step.args)), kwargs=kwargs)
 
-    return Residuals(tuple(map(step_of, layer.steps)), layer.result)
+    return replace(layer, steps=tuple(map(step_of, layer.steps)))

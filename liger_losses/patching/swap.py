@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -57,7 +57,7 @@ class Replacement(Protocol):
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
     """Replace a method of a module, in place."""
-    module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
+    module.__class__ = _subclass(type(module), replacement)
 
 
 def restore(module: nn.Module) -> None:
@@ -121,14 +121,19 @@ def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module], met
     return None
 
 
-@functools.cache
 def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
-    """The class with one method replaced; there is one for each class and replacement."""
+    """The class with one method replaced; there is one for each class, its method and replacement."""
+    return _made_subclass(original, replacement, getattr(original, replacement.method))  # type: ignore[arg-type]
 
-    @functools.wraps(getattr(original, replacement.method))
+
+@functools.cache
+def _made_subclass(original: type[nn.Module], replacement: Any, replaced: Callable[..., Any]) -> type[nn.Module]:
+    @functools.wraps(replaced)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = replacement.call(self, *args, **kwargs)
-        return getattr(original, replacement.method)(self, *args, **kwargs) if result is NotImplemented else result
+        current = getattr(original, replacement.method)
+        # Something else may have replaced the method of the class since.
+        result = replacement.call(self, *args, **kwargs) if current is replaced else NotImplemented
+        return current(self, *args, **kwargs) if result is NotImplemented else result
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
@@ -146,5 +151,5 @@ def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
 
 
 def _new(original: type[nn.Module], replacement: Replacement) -> nn.Module:
-    subclass = _subclass(original, replacement)  # type: ignore[arg-type]
+    subclass = _subclass(original, replacement)
     return subclass.__new__(subclass)

@@ -146,7 +146,7 @@ class _Tiled(torch.autograd.Function):
         x, grad = (tensor.reshape(1, -1, tensor.shape[-1]) for tensor in (saved, grad))
         grad_x = torch.empty_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(call.weights)
-        with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states):
+        with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states), _unhooked(call.weights):
             for start in range(0, x.shape[1], call.step):
                 tile = slice(start, start + call.step)
                 part = x[:, tile].detach().requires_grad_(needs_x)
@@ -203,6 +203,19 @@ def _check_weights(call: _Call, versions: Sequence[int]) -> None:
             "The weights of an MLP that is computed in tiles were replaced, frozen or modified in place after the "
             "forward, and backward computes it again. Call backward before that (before optimizer.step(), for example)."
         )
+
+
+@contextlib.contextmanager
+def _unhooked(weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Without the weights' tensor hooks, which autograd calls with what is returned to it."""
+    hooked = [(weight, hooks) for weight in weights if (hooks := weight._backward_hooks)]
+    try:
+        for weight, _ in hooked:
+            weight._backward_hooks = None
+        yield
+    finally:
+        for weight, hooks in hooked:
+            weight._backward_hooks = hooks
 
 
 def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:

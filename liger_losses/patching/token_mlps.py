@@ -107,13 +107,18 @@ def _check(module: nn.Module, training: bool, dtype: torch.dtype) -> None:
             raise Mismatch("it does not call each of its layers")
         if whole.shape[:2] != x.shape[:2] or whole.dim() != 3:
             raise Mismatch(f"it returns {tuple(whole.shape)} for {tuple(x.shape)}")
+        tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+        batch, (of_batch,) = probing.observe(copy, [x.view(2, 3, -1)])
+        probing.check_close("the output of two sequences", batch.view_as(whole), whole, tolerance)
+        probing.check_close(
+            "the gradient of two sequences", None if of_batch is None else of_batch.view_as(x), grad, tolerance
+        )
         for tile in (slice(0, 1), slice(1, 4), slice(4, 6)):
             # The upstream gradient of a part is that of the whole.
             upstream = probing.random(whole.shape, torch.Generator().manual_seed(7), whole.dtype)[:, tile]
             part = x[:, tile].clone().requires_grad_()
             out = copy(part)
             (of_part,) = torch.autograd.grad(out, part, upstream)
-            tolerance = 1e-5 if dtype is torch.float32 else 2**-6
             probing.check_close("the output of some tokens", out.detach(), whole[:, tile], tolerance)
             probing.check_close(
                 "the gradient of some tokens", of_part, None if grad is None else grad[:, tile], tolerance

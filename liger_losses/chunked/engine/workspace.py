@@ -18,9 +18,12 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 @dataclass
 class _Process:
-    """The process's setting in bytes; text that is not read yet; ``None`` to choose from the device's memory."""
+    """The process's setting: bytes, the variable's text, or ``None`` for no bound.
 
-    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE)
+    The first call reads the text: ``import liger_losses`` must not fail for it.
+    """
+
+    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE) or None
 
 
 #: Both are read directly and not through functions, as every call reads them.

@@ -130,7 +130,7 @@ def test_a_bound_that_the_user_has_set():
         assert make_plan(work(8192), 300 * MiB).rows == small.rows
     with liger_losses.workspace("8MiB"):
         assert make_plan(work(2000)) == make_plan(work(2000), 8 * MiB)  # tiles of a second pass, too
-    with liger_losses.workspace(1000), pytest.raises(ValueError, match="default workspace that was set, 1000 bytes"):
+    with liger_losses.workspace(1000), pytest.raises(ValueError, match="default workspace that was set is 1000 bytes"):
         make_plan(work(8192))
 
 

@@ -231,10 +231,13 @@ def _budget(work: Workload, workspace: int | None) -> _Budget:
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes
     if bound is not None and bound < least:
         models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
-        given = f"workspace={bound}" if workspace is not None else f"the default workspace that was set, {bound}"
+        given, advice = f"workspace={bound} bytes is", "or leave it out"
+        if workspace is None:
+            given = f"the default workspace that was set is {bound} bytes, which is"
+            advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
-            f"{given} bytes is too small for {work.tokens} tokens of {models} a vocabulary of "
-            f"{work.vocab_size}: give at least {least} bytes, or leave it out."
+            f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
+            f"{least} bytes, {advice}."
         )
     usual = work.default_workspace()
     memory = device_memory(work.device) if work.device_memory is None else work.device_memory

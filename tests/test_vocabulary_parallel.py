@@ -592,7 +592,7 @@ def order_of_names(parts):
 
 
 def devices(parts):
-    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error, where it is read."""
+    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error where it is read."""
     rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
     rows = parts["four"].rows
     with pytest.MonkeyPatch.context() as patched:

@@ -135,7 +135,7 @@ class Query:
 
     @property
     def of_exponentials(self) -> bool:
-        """Whether exponentials of the logits are enough: for the gradients, and with their sums for the values."""
+        """Whether blocks may hold exponentials of the logits instead of the logits."""
         return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
 
     @property

@@ -26,8 +26,8 @@ MIN_TILE_COLUMNS = 4096
 
 #: A loss that couples tokens may by default take this part of the device's memory to keep its logits until backward.
 MEMORY_PARTS = 32
-#: It then saves a product. Where the statistics' kernel writes no logits, fp32 logits cost their traffic instead: on an
-#: H200 that is what the product takes at a hidden size of 2048.
+#: That saves a product. But where the kernel of the statistics would write no logits, they must be written and read in
+#: fp32: on an H200, this takes as long as the product at a hidden size of 2048.
 MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times that of plain

@@ -171,6 +171,7 @@ def main() -> int:
     if options.output:
         import transformers
 
+        options.output.mkdir(parents=True, exist_ok=True)
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         lines = [header, *(row(name, result) for name, result in results.items()), summary(results), str(versions)]
         text = json.dumps({"versions": versions, "summary": summary(results), "types": results}, indent=1)

@@ -547,6 +547,18 @@ def test_a_patched_model_is_the_model(model_type):
     assert not result["left"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    "llama4_text granite olmo2 cohere2 deepseek_v3 glm4_moe falcon_h1 jamba qwen3_next nemotron phi3 zamba2".split(),
+)
+def test_layers_of_other_structures(model_type):
+    """Experts whose output is flat, multipliers of residuals, norms of outputs, layers of several kinds."""
+    result = check(model_type)
+    assert result["status"] == "ok", result
+    assert result["restored"] or not result["deterministic"]
+
+
 @pytest.mark.parametrize("model_type", ["florence2", "llava", "qwen2_vl", "qwen3_vl_moe", "smolvlm"])
 def test_a_patched_image_text_model_is_the_model(model_type):
     result = check(model_type, image_text=True)

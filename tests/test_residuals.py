@@ -178,7 +178,16 @@ def _last_in_place(self, hidden_states, mask=None):
     return _in_place(self, hidden_states, self.mlp(self.second(hidden_states)))
 
 
+def _passes_more(self, hidden_states, mask=None):
+    """What the first child returns beside its output may be anything."""
+    out, more = self.attn(self.first(hidden_states), mask)
+    hidden_states = hidden_states + out
+    return hidden_states + self.mlp(self.second(hidden_states), more)
+
+
 NEAR_MISSES = [
+    layer("Viewed", add=lambda self, residual, x: residual + x.view(residual.shape)),  # Llama 4's, of flat experts
+    layer("PassesMore", forward=_passes_more),
     layer("Scaled", add=lambda self, residual, x: residual + 0.5 * x),
     layer("Subtracted", add=lambda self, residual, x: residual - x),
     layer("InFloat", add=lambda self, residual, x: (residual.float() + x.float()).to(x.dtype)),

@@ -550,7 +550,20 @@ def test_a_patched_model_is_the_model(model_type):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
-    ["llama4_text", "granite", "olmo2", "cohere2", "deepseek_v3", "glm4_moe", "falcon_h1", "jamba", "qwen3_next", "nemotron", "phi3", "zamba2"],
+    [
+        "llama4_text",
+        "granite",
+        "olmo2",
+        "cohere2",
+        "deepseek_v3",
+        "glm4_moe",
+        "falcon_h1",
+        "jamba",
+        "qwen3_next",
+        "nemotron",
+        "phi3",
+        "zamba2",
+    ],
 )
 def test_layers_of_other_structures(model_type):
     """Experts whose output is flat, multipliers of residuals, norms of outputs, layers of several kinds."""

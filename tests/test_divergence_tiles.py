@@ -204,6 +204,22 @@ def test_any_function_of_the_divergence(name, compiled, in_tiles):
         assert relative_error(a, b) < 4 * rounding(torch.bfloat16)
 
 
+@pytest.mark.parametrize("workspace", [SMALL, None], ids=["tiles", "rows"])
+def test_a_sum_of_log_probabilities(workspace, in_tiles):
+    """Its gradients reach backward as one number with a stride of 0."""
+    student, labels, teacher = models(tokens=130 if workspace else 40)
+    options = EngineOptions(workspace=workspace, backend="triton")
+    found = linear_divergence(
+        *student[:2], labels.clamp(min=0), Teacher(*teacher), divergence("forward KL"), logp=True, options=options
+    )
+    wide = double(student)
+    exact = F.linear(*wide).log_softmax(1).gather(1, labels.clamp(min=0)[:, None]).sum()
+    pairs = zip(torch.autograd.grad(found.logp.sum(), student[:2]), torch.autograd.grad(exact, wide[:2]), strict=True)
+    for ours, right in pairs:
+        assert relative_error(ours, right) < 4 * rounding(torch.bfloat16)
+    assert bool(in_tiles) == bool(workspace)
+
+
 @pytest.mark.parametrize("frozen", [(0,), pytest.param((1,), marks=pytest.mark.slow), (0, 1)])
 def test_what_needs_no_gradient_gets_none(frozen, in_tiles):
     student, labels, teacher = models()

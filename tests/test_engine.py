@@ -103,6 +103,18 @@ def test_columns_may_be_given_without_their_statistic(strategy):
     torch.testing.assert_close(given.logp, plain.logp)
 
 
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_metrics_change_no_gradient(strategy):
+    """The log-sum-exp too, which backward reads."""
+    hidden, weight, labels, _ = problem(13)
+    with_metrics, alone = (
+        linear_statistics(hidden, weight, labels, metrics=names, options=OPTIONS[strategy])
+        for names in (("lse", "entropy", "argmax"), ())
+    )
+    for a, b in zip(*(gradients(found.logp.sum(), (hidden, weight)) for found in (with_metrics, alone)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_selected_columns_in_many_half_precision_blocks():
     """Each block adds to all of grad_weight: it must not be rounded once for each."""
     hidden, weight, labels, _ = problem(200, 8, 40, dtype=torch.bfloat16)

@@ -106,7 +106,7 @@ def test_a_small_llama(checkpointing, options):
     plain.load_state_dict(exact.state_dict())
     exact.load_state_dict(plain.state_dict())  # the rounded weights
     wanted, expected = run(exact), run(plain)
-    report = patch(plain, **options)
+    report = patch(plain, residuals=True, **options)
     assert report.counts["add + rms_norm"] == 2
     found = run(plain)
     unpatch(plain)

@@ -1,6 +1,7 @@
 """Layers whose residual additions are fused with their norms: what must be recognised, what must not."""
 
 import copy
+import functools
 import inspect
 import random
 import weakref
@@ -18,11 +19,13 @@ from liger_losses.kernels import rms_norm as kernel
 from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from liger_losses.modules import RMSNorm
 from liger_losses.patching import residuals
-from liger_losses.patching.patch import patch, unpatch
+from liger_losses.patching.patch import patch as patch_pieces
+from liger_losses.patching.patch import unpatch
 from liger_losses.patching.residuals import Residuals
 from liger_losses.patching.swap import replacement_of
 
 H = 16
+patch = functools.partial(patch_pieces, residuals=True)
 
 
 class Attention(nn.Module):

@@ -578,8 +578,21 @@ def one_part(parts):
     half_precision(dict(list(parts.items())[:1]))
 
 
+def order_of_names(parts):
+    """Each process has an order of its own for the names in a set; what the ranks exchange must not depend on it."""
+    d, rows = batch(), parts["four"].rows
+    shard = Head(d["weight"][rows], group=dist.group.WORLD).shard
+    logits = d["h"].flatten(0, 1) @ d["weight"].t()
+    values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
+    names = sorted(values, reverse=dist.get_rank() % 2 == 1)
+    merged = {name: values[name].clone() for name in names}
+    shard.merge_(d["y"].flatten(), merged)
+    torch.testing.assert_close(merged["lse"], logits.logsumexp(1))
+    torch.testing.assert_close(merged["mean_logit"], logits.mean(1))
+
+
 def devices(parts):
-    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error."""
+    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error where it is read."""
     rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
     rows = parts["four"].rows
     with pytest.MonkeyPatch.context() as patched:
@@ -591,13 +604,15 @@ def devices(parts):
         torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
         with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
             linear_logps(d["h"], head, d["y"])
+        with workspace(9000 + (rank == 1)):
+            linear_logps(d["h"], head, d["y"], workspace=9000)
 
 
 def all_kernels(parts):
     half_precision(parts, KERNELS, VARIANTS)
 
 
-CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, devices)
+CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices)
 
 
 def work(rank, rendezvous, checks):

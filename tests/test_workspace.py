@@ -82,6 +82,9 @@ def test_the_environment_variable(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(settings.process, "bytes", module.process.bytes)
     assert default_bound() == 7 * MiB
+    monkeypatch.setenv("LIGER_LOSSES_WORKSPACE", "")
+    spec.loader.exec_module(module)
+    assert module.process.bytes is None
     monkeypatch.setattr(settings.process, "bytes", "much")
     hidden, weight, labels, _ = problem(20, 8, 31)
     with pytest.raises(ValueError, match="LIGER_LOSSES_WORKSPACE must be"):
@@ -125,7 +128,9 @@ def test_a_bound_that_the_user_has_set():
         assert make_plan(work(8192)) == usual  # more memory than a call gains from
         assert make_plan(work(24000)).resident
         assert make_plan(work(8192), 300 * MiB).rows == small.rows
-    with liger_losses.workspace(1000), pytest.raises(ValueError, match="default workspace that was set, 1000 bytes"):
+    with liger_losses.workspace("8MiB"):
+        assert make_plan(work(2000)) == make_plan(work(2000), 8 * MiB)  # tiles of a second pass, too
+    with liger_losses.workspace(1000), pytest.raises(ValueError, match="default workspace that was set is 1000 bytes"):
         make_plan(work(8192))
 
 

@@ -84,6 +84,10 @@ class Coefficients(NamedTuple):
     def rows(self, rows: slice) -> Coefficients:
         return Coefficients(*(None if v is None else v[rows] for v in self))  # type: ignore[arg-type]
 
+    def contiguous(self) -> Coefficients:
+        """The coefficients as kernels read them: autograd hands on those of a plain sum with a stride of 0."""
+        return Coefficients(*(None if v is None else v.contiguous() for v in self))  # type: ignore[arg-type]
+
 
 def divergence_into(
     value: Tensor,
@@ -115,7 +119,7 @@ def divergence_into(
         ``value``.
     """
     if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
-        c = coefficients or Coefficients(value)
+        c = (coefficients or Coefficients(value)).contiguous()
         _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums)
         return value
     for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
@@ -240,7 +244,7 @@ def _divergence_triton(
         return
     common: tuple[Any, ...] = (
         value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
-        c.divergence.contiguous(), labels, *c[1:], float(student.epilogue.transform.temperature),
+        c.divergence, labels, *c[1:], float(student.epilogue.transform.temperature),
         None if sums is None else sums.h,
     )  # fmt: skip
     launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}

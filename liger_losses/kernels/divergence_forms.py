@@ -95,7 +95,8 @@ def fast_exp(x):
 
 @jit
 def fast_log(x):
-    """log(x) for x > 0, to an absolute error of 2e-7 near 1 and about a relative one elsewhere; Triton's is slower."""
+    """log(x) for x > 0 by CUDA's ``__logf``, faster than Triton's. Its error is up to 4e-7 for x in [0.5, 2], however
+    small the logarithm is, and a few units in the last place elsewhere."""
     if _FAST:
         return fast_logf(x)
     else:
@@ -144,7 +145,8 @@ def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tupl
 def _mixture_parts(log_p, log_q, a):
     """p, q, m, log p - log m and log q - log m, from ``log m = max + log(a or 1 - a + the other exp(-|d|))``.
 
-    The argument of this logarithm is between 1 and a or 1 - a, where the fast one has all digits.
+    The fast logarithm's absolute error is enough there: close to the teacher, where log p - log m is small, f and h are
+    power series.
     """
     d = log_p - log_q
     p = fast_exp(log_p)

@@ -163,12 +163,12 @@ def _launch(
         rows = None, None
     else:
         rows = tuple(square.sqrt().clamp(min=SMALLEST_NORM).reciprocal() for square in sums.squares)
-    c = coefficients or Coefficients(totals[0])
+    c = (coefficients or Coefficients(totals[0])).contiguous()
     _linear_divergence_kernel[(programs,)](
         **arguments,
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
-        coef=c.divergence.contiguous(), labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
+        coef=c.divergence, labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
         temperature=float(student.epilogue.transform.temperature), series=series, first_column=first_column,
         partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
     )  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-#: On a GPU, products whose sizes are no multiples of it are slow, unless they are small.
-ALIGNED, LEAST = 8, 1024
+#: On a GPU, half-precision products are slow if a size is no multiple of the first. A size above the second is cut.
+ALIGNED, MIN_CUT_SIZE = 8, 1024
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
@@ -39,19 +39,19 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
 
 
 def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
-    """The same on a GPU. Where a size is no multiple of :data:`ALIGNED`, the rest is a small product of its own."""
+    """:func:`matmul_into` on a GPU. If a size is no multiple of :data:`ALIGNED`, the rest is a product of its own."""
     (rows, terms), columns = a.shape, b.shape[1]
-    if rows % ALIGNED and rows > LEAST:
+    if rows % ALIGNED and rows > MIN_CUT_SIZE:
         cut = rows // ALIGNED * ALIGNED
         _aligned(out[:cut], a[:cut], b, accumulate)
         _aligned(out[cut:], a[cut:], b, accumulate)
-    elif columns % ALIGNED and columns > LEAST:
+    elif columns % ALIGNED and columns > MIN_CUT_SIZE:
         cut = columns // ALIGNED * ALIGNED
         _aligned(out[:, :cut], a, b[:, :cut], accumulate)
         _aligned(out[:, cut:], a, b[:, cut:], accumulate)
-    elif terms % ALIGNED and terms > LEAST:
+    elif terms % ALIGNED and terms > MIN_CUT_SIZE:
         cut = terms // ALIGNED * ALIGNED
-        # The smaller part first: the sum of all is then rounded once, into `out`.
+        # A half-precision `out` is rounded after each part; with the smaller one first, less of it is rounded twice.
         _aligned(out, a[:, cut:], b[cut:], accumulate)
         _aligned(out, a[:, :cut], b[:cut], True)
     # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.

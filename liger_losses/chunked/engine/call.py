@@ -135,7 +135,7 @@ class Query:
 
     @property
     def of_exponentials(self) -> bool:
-        """Whether exponentials of the logits are enough: for the gradients, and with their sums for the values."""
+        """Whether blocks may hold exponentials of the logits instead of the logits."""
         return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
 
     @property
@@ -210,7 +210,7 @@ class Call:
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
             f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"{self.transform}, default workspace {default_bound()}"
+            f"{self.transform}"
         )
 
 
@@ -307,7 +307,8 @@ def make_call(
     with agreement(head.shard.group, device) as found:
         checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options, memory)
         if call is not None:
-            found.facts, found.checksum = call.facts, _checksum(call.tokens.labels)
+            default = "" if options.workspace is not None else f", default workspace {default_bound()}"
+            found.facts, found.checksum = call.facts + default, _checksum(call.tokens.labels)
     return checked, call
 
 

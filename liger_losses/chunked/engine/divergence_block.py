@@ -36,7 +36,7 @@ class _Model:
 
 
 class TwoModels(Block):
-    """A block that knows both models: the columns that they share, and how their logits come about."""
+    """A block that knows both models: the columns that they share, and how their logits are computed."""
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)

@@ -35,12 +35,12 @@ def row_constants(call: Call) -> list[str]:
 
 
 class DivergenceTiles(TwoModels):
-    """Half-precision gradients ``[R, C]``, each of a kernel that multiplies for the student's logits once more.
+    """Half-precision gradients ``[R, C]``, from a kernel that computes the student's logits again for each tile.
 
-    The statistics of both models take one pass over the vocabulary, sum(h) takes another; the gradients' tiles take the
-    last one, in which grad_weight is written once for all R tokens. This costs more products than
-    :class:`~liger_losses.chunked.engine.divergence_block.DivergenceBlock`, but whole rows of logits fit no small
-    workspace, except of so few tokens that reading the heads takes longer than multiplying by them.
+    The first pass over the vocabulary takes the statistics of both models; the second, sum(h), unless the divergence is
+    balanced; the last, the gradients, and writes grad_weight once for all R tokens. These are more products than
+    :class:`~liger_losses.chunked.engine.divergence_block.DivergenceBlock` takes. But a small workspace holds whole rows
+    of logits for so few tokens only that reading the heads would take longer than multiplying by them.
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:

@@ -432,7 +432,7 @@ class _LinearStatistics(torch.autograd.Function):
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
                 values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
-        needed = {name: value for name, value in values.items() if name not in call.query.metrics}
+        needed = {name: value for name, value in values.items() if name == "lse" or name not in call.query.metrics}
         ctx.saved_names = tuple(needed)
         # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
         ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,8 @@ MIN_TILE_COLUMNS = 4096
 
 #: A loss that couples tokens may by default take this part of the device's memory to keep its logits until backward.
 MEMORY_PARTS = 32
-#: It then saves a product. Where the statistics' kernel writes no logits, fp32 logits cost their traffic instead: on an
-#: H200 that is what the product takes at a hidden size of 2048.
+#: That saves a product. But where the kernel of the statistics would write no logits, they must be written and read in
+#: fp32: on an H200, this takes as long as the product at a hidden size of 2048.
 MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times that of plain
@@ -181,70 +182,92 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
-    bound = default_bound() if workspace is None else workspace
-    item, operand, tokens = work.logits_dtype.itemsize, work.operand_dtype.itemsize, work.tokens
-    columns, teacher = padded(work.vocab_size), work.teacher_row_bytes > 0
-    row_bytes, part_bytes = work.row_bytes, work.part_bytes
-    least_scratch = work.temporaries * columns * item
-    # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    fused = work.fused or work.fused_divergence
-    vectors = tokens * (32 if fused else 16) * item if bound is not None else 0
-    # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
-    casts = work.operand_dtype != work.weight_dtype
-    cast_bytes = (1 + teacher) * casts * work.hidden_size * (operand + item)
-    least = row_bytes + part_bytes + least_scratch + vectors + cast_bytes
-    if bound is not None and bound < least:
-        models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
-        given = f"workspace={bound}" if workspace is not None else f"the default workspace that was set, {bound}"
-        raise ValueError(
-            f"{given} bytes is too small for {tokens} tokens of {models} a vocabulary of "
-            f"{work.vocab_size}: give at least {least} bytes, or leave it out."
-        )
-    usual = work.default_workspace()
-    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
-    most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
-    most = max(most, least) - vectors
-    budget = most if workspace is not None else max(min(usual, most), least - vectors)
-    kept = most if work.keeping_pays else budget
-    scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
-    scratch = max(min(budget // 8, scratch_limit), least_scratch) if work.temporaries else 0
-    weight_chunk = min(max(1, budget // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
-    budget -= scratch + weight_chunk * cast_bytes
-    kept -= scratch + weight_chunk * cast_bytes
-
-    part, tiled = 0, False
-    if teacher:
-        part = _whole_tiles(budget // (TEACHER_PARTS * row_bytes + part_bytes))
-        if part < TILE <= budget // (2 * part_bytes):
-            part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
-        tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
-    rows = max(1, min((budget - part * part_bytes) // row_bytes, max(tokens, 1)))
-    rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
-    resident = tokens * row_bytes <= kept and chunk_size is None and not teacher
-    rows = _even(tokens, rows)
-    if work.fused and workspace is None:
-        statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
-        budget = max(min(budget, DEFAULT_TILES - tokens * statistics * item), 16 * MiB)
-    hidden_bytes, tile_item = work.tile_hidden_bytes, operand if work.fused else item
-    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
-        hidden_bytes, tile_item = hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
-    tile_rows, tile_columns = _tile(tokens, budget, hidden_bytes, tile_item)
+    budget, tokens, teacher = _budget(work, workspace), work.tokens, work.teacher_row_bytes > 0
+    part = _part_rows(work, budget.blocks) if teacher else 0
+    tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, workspace, tiled))
     if tiled:
         rows = part = tile_rows
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
+    else:
+        rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
+        rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
+        rows = _even(tokens, rows)
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
         part_rows=_even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
-        tile_columns=min(tile_columns, columns),
-        scratch=scratch,
-        weight_chunk=weight_chunk,
-        resident=resident,
+        tile_columns=min(tile_columns, padded(work.vocab_size)),
+        scratch=budget.scratch,
+        weight_chunk=budget.weight_chunk,
+        resident=tokens * work.row_bytes <= budget.kept and chunk_size is None and not teacher,
         few_blocks=tokens <= rows * most_blocks or teacher,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
         tiled=tiled,
     )
+
+
+class _Budget(NamedTuple):
+    """How the workspace is divided."""
+
+    blocks: int  # bytes for a block, or a tile, at a time
+    kept: int  # bytes for the logits of all tokens, if they are kept until backward
+    scratch: int
+    weight_chunk: int  # rows
+
+
+def _budget(work: Workload, workspace: int | None) -> _Budget:
+    """Divide the call's own workspace, the user's default, or that of the workload and the device."""
+    bound = default_bound() if workspace is None else workspace
+    item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
+    # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
+    numbers = 32 if work.fused or work.fused_divergence else 16
+    vectors = 0 if bound is None else work.tokens * numbers * item
+    # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
+    casts = work.operand_dtype != work.weight_dtype
+    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
+    least_scratch = work.temporaries * padded(work.vocab_size) * item
+    least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes
+    if bound is not None and bound < least:
+        models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
+        given, advice = f"workspace={bound} bytes is", "or leave it out"
+        if workspace is None:
+            given = f"the default workspace that was set is {bound} bytes, which is"
+            advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
+        raise ValueError(
+            f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
+            f"{least} bytes, {advice}."
+        )
+    usual = work.default_workspace()
+    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
+    most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
+    most = max(most, least) - vectors
+    size = most if workspace is not None else max(min(usual, most), least - vectors)
+    scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
+    scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
+    weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
+    taken = scratch + weight_chunk * cast_bytes
+    return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, weight_chunk)
+
+
+def _part_rows(work: Workload, size: int) -> int:
+    """With a teacher, the number of tokens whose logits of both models ``size`` bytes hold, beside gradients."""
+    part = _whole_tiles(size // (TEACHER_PARTS * work.row_bytes + work.part_bytes))
+    if part < TILE <= size // (2 * work.part_bytes):
+        return TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+    return part
+
+
+def _tile_bytes(work: Workload, size: int, workspace: int | None, tiled: bool) -> tuple[int, int, int]:
+    """Of the gradient pass's tiles: all bytes, those of a token's hidden states, and those of one entry."""
+    item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
+    if work.fused and workspace is None:
+        statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
+        size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
+    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
+        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
+    return size, work.tile_hidden_bytes, operand if work.fused else item
 
 
 def _whole_tiles(rows: int) -> int:

@@ -144,7 +144,8 @@ class VocabularyShard:
 
         Those of several softmaxes are exchanged at once.
         """
-        named = [(i, name, value) for i, values in enumerate(softmaxes) for name, value in values.items()]
+        # In an order that all ranks have: that of a set of names differs from process to process.
+        named = [(i, name, values[name]) for i, values in enumerate(softmaxes) for name in sorted(values)]
         rows = [value.t() if value.dim() == 2 else value[None] for _, _, value in named]
         gathered = self.gather(torch.cat([row.to(softmaxes[0]["lse"].dtype) for row in rows]))
         parts: list[dict[str, Tensor]] = [{} for _ in softmaxes]

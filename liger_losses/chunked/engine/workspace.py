@@ -18,9 +18,12 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 @dataclass
 class _Process:
-    """The process's setting in bytes; text that is not read yet; ``None`` to choose from the device's memory."""
+    """The process's setting: bytes, the variable's text, or ``None`` for no bound.
 
-    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE)
+    The first call reads the text: ``import liger_losses`` must not fail for it.
+    """
+
+    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE) or None
 
 
 #: Both are read directly and not through functions, as every call reads them.
@@ -52,9 +55,10 @@ def bytes_of(value: int | str, name: str = "the default workspace") -> int:
 def set_default_workspace(value: int | str | None) -> None:
     """Bound the memory of calls that give no ``workspace=``, for the whole process.
 
-    Such a call takes less than that where more would not make it faster. Without a bound, a call takes what keeps the
-    device busy (at most 1.5 GiB), and a loss that couples tokens up to 1/32 of the device's memory, if it can then keep
-    its logits until backward in place of computing them twice. The free memory never matters.
+    A call takes less than the bound where more would not make it faster. Without a bound, it takes what keeps the
+    device busy (at most 1.5 GiB); a loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then keep
+    its logits until backward instead of computing them twice. Each such call keeps its own, until its backward or until
+    its graph is freed. How much memory is free at the moment plays no part.
 
     Args:
         value: bytes, or text such as ``"300MiB"``; ``None`` for no bound. The environment variable
@@ -70,8 +74,11 @@ def set_default_workspace(value: int | str | None) -> None:
 def workspace(value: int | str | None) -> Iterator[None]:
     """``with liger_losses.workspace("300MiB"):`` is :func:`set_default_workspace` for the calls within, of this thread.
 
-    A call's own ``workspace=`` still comes first. A compiled function reads the setting when it runs, so that the
-    context goes around its call.
+    A call's own ``workspace=`` still comes first. In asyncio, the setting is that of the task. A compiled function
+    reads it when it runs, so that the context goes around its call. Backward keeps to what forward has read, unless it
+    computes forward again: under activation checkpointing, or for a compiled operation with a result per token, such as
+    :func:`liger_losses.linear_logps`. It then reads the setting anew; on a GPU it does so in a thread of autograd,
+    where only the process's setting holds.
 
     Args:
         value: as in :func:`set_default_workspace`.

@@ -20,7 +20,9 @@ def kept(labels, vocab_size, k, *, seed=0, uncut=(), cuts=0.4):
     """``[..., k]`` ids, each row different columns and the label, some of them -1."""
     g = torch.Generator().manual_seed(seed)
     flat = labels.flatten().clamp(min=0)
-    ids = torch.rand(len(flat), vocab_size, generator=g).scatter_(1, flat[:, None], 2.0).topk(k).indices
+    scores = torch.rand(len(flat), vocab_size, generator=g)
+    scores[:, 1] = 1.5  # a popular column
+    ids = scores.scatter_(1, flat[:, None], 2.0).topk(k).indices
     ids[:, 1:][torch.rand(len(flat), k - 1, generator=g) < cuts] = -1
     ids = ids.gather(1, torch.rand(len(flat), k, generator=g).argsort(1))  # the label at any place
     ids[list(uncut)] = -1
@@ -72,7 +74,7 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
     exact = plain(exact_in[0], exact_in[1], labels, ids, exact_in[2], **transform)
     floor = {torch.float32: 2e-6, torch.float64: 1e-13}.get(hidden.dtype)
     for name in NAMES:
-        assert_as_exact_as_plain(getattr(found, name), rounded[name], exact[name], name, floor=floor)
+        assert_as_exact_as_plain(getattr(found, name), rounded[name], exact[name].detach(), name, floor=floor)
     ours, others, truth = (
         gradients(total(values), tensors)
         for values, tensors in ((found._asdict(), inputs), (rounded, inputs), (exact, exact_in))
@@ -96,16 +98,16 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
 def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(support_logps, "_PART", 8)  # popular columns are summed in parts
-    monkeypatch.setattr(support_logps, "_GATHERED_BYTES", 3000)
-    hidden, weight, labels, bias = problem(0, 37, 53, shape=(3, 15), dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, 53, 7, uncut=(4, 20, 44))
+    monkeypatch.setattr(support_logps, "_PART", 4)  # long sums are taken in parts
+    monkeypatch.setattr(support_logps, "_GATHERED_BYTES", 3000)  # several slices
+    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 29, 7, uncut=(4, 19))
     support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
     compare((hidden, weight, bias), labels, ids, support, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (4, 3, 150, 129), (70, 6, 11, 4)])
+@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (40, 6, 11, 4)])
 def test_sizes(n, h, v, k, backend):
     hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
     ids = kept(labels, v, k)
@@ -114,9 +116,9 @@ def test_sizes(n, h, v, k, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_vocabulary(backend):
-    hidden, weight, labels, bias = problem(21, 12, 31, bias=True)
-    everything = TokenSupport(torch.arange(31).expand(21, 31))
-    nothing = TokenSupport(torch.full((21, 3), -1))
+    hidden, weight, labels, bias = problem(11, 12, 17, bias=True)
+    everything = TokenSupport(torch.arange(17).expand(11, 17))
+    nothing = TokenSupport(torch.full((11, 3), -1))
     results = []
     for support in (None, everything, nothing):
         values = linear_logps(
@@ -130,8 +132,8 @@ def test_the_whole_vocabulary(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
-    monkeypatch.setattr(support_logps, "_PART", 8)
-    hidden, weight, labels, _ = problem(40, 20, 9, dtype=torch.bfloat16)
+    monkeypatch.setattr(support_logps, "_PART", 4)
+    hidden, weight, labels, _ = problem(20, 20, 9, dtype=torch.bfloat16)
     support = TokenSupport(kept(labels, 9, 5))
     runs = [
         gradients(linear_logps(hidden, weight, labels, support=support, backend=backend).sum(), (hidden, weight))

@@ -23,8 +23,8 @@ _GATHERED_BYTES = 64 * 2**20
 #: A sum of more rows is divided among programs, each of which takes _PART rows, or so many that there are about
 #: _MOST_PARTS parts.
 _PART, _MOST_PARTS = 128, 2048
-#: Pairs and hidden dimensions of one step, of projections and of sums of rows.
-_PROJECT_STEP, _SUM_STEP = (16, 256), (8, 1024)
+#: Pairs and hidden dimensions of one step, and warps, of projections and of sums of rows.
+_PROJECT_STEP, _SUM_STEP = (16, 256, 4), (8, 1024, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +238,9 @@ def _sum_values_torch(values: Tensor, sums: RowSums, dtype: torch.dtype) -> Tens
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def _step(step: tuple[int, int], matrix: Tensor) -> dict[str, int]:
-    return {"BLOCK_P": step[0], "BLOCK_H": min(step[1], triton.next_power_of_2(matrix.shape[1]))}
+def _step(step: tuple[int, int, int], matrix: Tensor) -> dict[str, int]:
+    pairs, depth, warps = step
+    return {"BLOCK_P": pairs, "BLOCK_H": min(depth, triton.next_power_of_2(matrix.shape[1])), "num_warps": warps}
 
 
 def _project_triton(

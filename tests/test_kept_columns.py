@@ -234,6 +234,9 @@ def test_errors_say_what_to_do():
         TokenSupport(ids.float())
     with pytest.raises(TypeError, match="must be a TokenSupport"):
         call(ids)
+    shared = Head(weight).with_fields(shard=object())
+    with pytest.raises(ValueError, match="takes a head that is whole"):
+        linear_logps(hidden, shared, labels, support=TokenSupport(ids))
     with pytest.raises(ValueError, match="leave compact at True"):
         call(TokenSupport(ids), compact=False)
 
@@ -280,24 +283,37 @@ def test_grpo(options):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_head_with_a_transform_under_autocast():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_head_with_a_transform_under_autocast(backend):
     hidden, weight, labels, _ = problem(9, 8, 30)
     ids = kept(labels, 30, 5)
     expected = plain(hidden, weight, labels, ids, softcap=3.0)["logp"]
+    half = hidden.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = linear_logps(
-            hidden.bfloat16(), Head(weight, transform=LogitTransform(softcap=3.0)), labels, support=TokenSupport(ids)
+            half,
+            Head(weight, transform=LogitTransform(softcap=3.0)),
+            labels,
+            support=TokenSupport(ids),
+            backend=backend,
         )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    ours, exact = gradients(found.sum(), (half, weight)), gradients(expected.sum(), (hidden, weight))
+    assert [grad.dtype for grad in ours] == [torch.bfloat16, torch.float32]
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=3e-2, atol=3e-2)
 
 
 def test_compiled():
-    hidden, weight, labels, _ = problem(9, 8, 30)
+    hidden, weight, labels, _ = problem(0, 8, 30, shape=(3, 3))
     ids = kept(labels, 30, 5, uncut=(2, 3))
+    grpo, mask, advantages = LigerFusedLinearGRPOLoss(beta=0.0), (labels != -100).long(), torch.tensor([1.0, -1.0, 0.5])
 
     def call(hidden, weight, ids):
-        return linear_logps(hidden, weight, labels, support=TokenSupport(ids)).square().sum()
+        support = TokenSupport(ids)
+        loss, _ = grpo(hidden, weight, labels, mask, advantages, support=support)
+        return loss + linear_logps(hidden, weight, labels, support=support).square().sum()
 
     expected = call(hidden, weight, ids)
     found = torch.compile(call, backend="aot_eager", fullgraph=True)(hidden, weight, ids)

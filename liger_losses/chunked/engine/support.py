@@ -31,7 +31,7 @@ class TokenSupport:
 
     Tokens without any have no cut, and are scored over the whole vocabulary. What tokens without loss have does not
     matter. Only the rows of the ``lm_head`` that are kept are read: time and memory grow with their number, not with
-    the vocabulary. From about a thousand kept columns a token, the whole vocabulary takes less time.
+    the vocabulary. With very many of them, scoring the whole vocabulary takes less time.
 
     Args:
         ids: int64 or int32 columns, the ``S_t`` of token t: ``[..., K]``, one row for each label (with ``shift`` too),
@@ -131,16 +131,7 @@ def linear_support_statistics(
     tokens = Tokens.select([labels.masked_fill(~cut, ignored)], head.vocab_size, ignored)
     uncut = (labels != ignored) & ~cut
     columns, uncut_tokens = _columns(support, counts, tokens, shift, head.vocab_size, uncut.sum())
-    hidden, index = hidden_states.reshape(-1, hidden_states.shape[-1]), tokens.indices[0]
-    if index is not None:
-        hidden = hidden.index_select(0, index)
-    backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
-    found = support_statistics(hidden, head.weight, head.bias, columns, SupportOptions(head.transform, backend))
-    values = {}
-    for name, value in zip(SUPPORT_STATISTICS, found, strict=True):
-        if index is not None:
-            value = value.new_zeros(labels.numel()).index_copy(0, index, value)
-        values[name] = value.view(labels.shape)
+    others = None
     if uncut_tokens:
         # The backward of a compiled function repeats this call: it takes nothing from what other calls have recorded.
         before = state.recorded, state.known
@@ -149,8 +140,20 @@ def linear_support_statistics(
             others = whole(hidden_states, head, labels.masked_fill(cut, ignored), names, options=options)
         finally:
             state.recorded, state.known = before
-        values = {name: values[name] + getattr(others, name) for name in names}
-    return Statistics(**{name: values[name] for name in names})
+        if not tokens.count:
+            return others
+    hidden, index = hidden_states.reshape(-1, hidden_states.shape[-1]), tokens.indices[0]
+    if index is not None:
+        hidden = hidden.index_select(0, index)
+    backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
+    found = support_statistics(hidden, head.weight, head.bias, columns, SupportOptions(head.transform, backend))
+    values = dict(zip(SUPPORT_STATISTICS, found, strict=True))
+    if index is not None:
+        values = {n: value.new_zeros(labels.numel()).index_copy(0, index, value) for n, value in values.items()}
+    values = {name: values[name].view(labels.shape) for name in names}
+    if others is not None:
+        values = {name: value + getattr(others, name) for name, value in values.items()}
+    return Statistics(**values)
 
 
 def _counts(support: TokenSupport) -> Tensor:

@@ -3,6 +3,7 @@
 The reward is the share of a completion's words that begin with the letter s. Prints the mean reward of every step.
 
     python examples/grpo.py
+    python examples/grpo.py --top-p 0.9  # the columns that sampling keeps are those that the loss is taken over
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_dpo import BUNDLED, prepare_model
 
-from liger_losses import LigerFusedLinearGRPOLoss
+from liger_losses import LigerFusedLinearGRPOLoss, TokenSupport
 
 PROMPTS = (
     "Name some animals.",
@@ -31,6 +32,13 @@ def reward(text):
     return sum(word[0] == "s" for word in words) / max(len(words), 1)
 
 
+def kept_columns(scores):
+    """What sampling kept of the vocabulary, from the scores ``[batch, vocab_size]`` of each step, -inf for the rest."""
+    kept = (torch.stack(scores, 1) > -torch.inf).flatten(0, 1)
+    counts = kept.sum(-1)
+    return TokenSupport(kept.nonzero()[:, 1], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=BUNDLED)
@@ -39,6 +47,7 @@ def main():
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--loss-type", default="dapo")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--output", default="runs/grpo")
     args = parser.parse_args()
     if args.group < 2:
@@ -61,15 +70,18 @@ def main():
     for step in range(args.steps):
         model.eval()
         with torch.no_grad():
-            ids = model.generate(
+            sampled = model.generate(
                 **prompts,
                 max_new_tokens=args.new_tokens,
                 do_sample=True,
                 top_k=0,
-                top_p=1.0,
+                top_p=args.top_p,
                 temperature=1.0,
                 pad_token_id=tokenizer.pad_token_id,
+                return_dict_in_generate=True,
+                output_scores=args.top_p < 1,
             )
+        ids, support = sampled.sequences, kept_columns(sampled.scores) if args.top_p < 1 else None
         completions = ids[:, width:]
         ended = (completions == tokenizer.eos_token_id).cumsum(-1)
         mask = (ended - (completions == tokenizer.eos_token_id).long()) == 0  # up to and with the end
@@ -90,6 +102,7 @@ def main():
             completions,
             mask,
             advantages.to(device),
+            support=support,
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -234,7 +234,11 @@ def test_the_demo_explains_itself():
         ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
         ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
         ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
-        ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo"], "step   1"),
+        (
+            "grpo",
+            ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo", "--top-p", "0.9"],
+            "step   1",
+        ),
         ("trl_grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
         (
             "trl_distill",

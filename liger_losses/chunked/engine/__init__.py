@@ -9,6 +9,7 @@ from liger_losses.chunked.engine.ops import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.engine.tokens import Tokens
 
@@ -19,6 +20,7 @@ __all__ = [
     "Teacher",
     "TeacherLogits",
     "TeacherTopK",
+    "TokenSupport",
     "Tokens",
     "linear_divergence",
     "linear_divergence_loss",

@@ -31,6 +31,7 @@ from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.operators import call_in_graph, register
 from liger_losses.chunked.engine.stream import Stream
+from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.autograd import once_differentiable, scale_
@@ -113,6 +114,7 @@ def linear_logps(
     weight: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
+    support: TokenSupport | None = None,
     bias: Tensor | None = None,
     entropy: bool = False,
     lse: bool = False,
@@ -134,6 +136,8 @@ def linear_logps(
         hidden_states: ``[..., H]``.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         labels: ``[...]`` int64.
+        support: the columns that a sampler kept for each token; log-softmax, entropy and log-sum-exp are then taken
+            over these alone.
         bias: ``[V]``.
         entropy: also return each token's entropy, in nats, differentiable.
         lse: also return each token's log-sum-exp, differentiable.
@@ -147,20 +151,21 @@ def linear_logps(
         :class:`Statistics` with the fields ``logp``, ``entropy``, ``lse``.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_statistics`.
+        TypeError, ValueError: as :func:`linear_statistics`; columns of the support that are out of range, twice, or
+            without the label.
     """
     check_tensor("labels", labels)
-    extra = tuple(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted)
-    statistics = linear_statistics(
-        hidden_states,
-        weight,
-        shift_labels(labels, ignore_index) if shift else labels,
-        ("logp", *extra),
-        bias=bias,
-        transform=LogitTransform(temperature, logit_scale, softcap),
-        options=EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend),
-    )
-    return statistics if extra else statistics.logp
+    names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
+    head = Head.of(weight, bias, LogitTransform(temperature, logit_scale, softcap))
+    options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
+    if support is None:
+        labels = shift_labels(labels, ignore_index) if shift else labels
+        statistics = linear_statistics(hidden_states, head, labels, names, options=options)
+    else:
+        statistics = linear_support_statistics(
+            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=shift
+        )
+    return statistics if len(names) > 1 else statistics.logp
 
 
 @_operator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_inputs, check_range, check_tensor
+from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
-from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
+from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
 from liger_losses.kernels.tracing import changes_state
 
@@ -177,6 +179,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         num_items_in_batch: Tensor | int | None = None,
         *,
         sampling_per_token_logps: Tensor | None = None,
+        support: TokenSupport | None = None,
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
         """The loss of completions.
 
@@ -190,6 +193,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
                 ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
                 :func:`grpo_loss`.
+            support: the columns of the vocabulary that the sampler kept for each token. Log-probabilities and entropies
+                of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; those that
+                are given should be too.
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
@@ -202,13 +208,26 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         objectives.per_token("ref_per_token_logps", ref_per_token_logps, mask)  # checked before any work
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         refs = None if ref_input is None else [ref_input]
+        if support is not None and self.group is not None:
+            raise ValueError("support= takes whole completions, not the slices of a loss with group=; leave one out.")
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias)
         options = self.options
         tokens = batch.select(options)
         if self.group is not None:
             check_inputs([_input], head.weight, head.bias, tokens)
-        if self.beta:
+
+        def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
+            if support is None:
+                return linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)[0]
+            names = tuple(dict.fromkeys((*names, *metrics)))
+            return linear_support_statistics(hidden, head, labels, support, names, options, whole=linear_statistics)
+
+        if self.beta and support is not None and ref_input is not None:
+            assert batch.ref_head is not None
+            with torch.no_grad(), naming_the_reference():
+                ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
+        elif self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
         others = {
             "old_per_token_logps": old_per_token_logps,
@@ -220,9 +239,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         inputs = PolicyInputs(
             policy_options, mask, advantages, others, num_items_in_batch, self.group, head.vocabulary_ranks
         )
-        separable = inputs.options.separable and self.top_entropy_quantile == 1.0
-        compute = self._one_pass if separable else self._two_passes
-        loss, logps = compute(head, _input, tokens, inputs, options)
+        if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
+            loss, logps = self._one_pass(head, _input, tokens, inputs, options)
+        else:
+            loss, logps = self._two_passes(head, _input, inputs, statistics)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         clip_ratio, ratio = clip_fraction(logps, inputs)
         if not self.beta:
@@ -283,12 +303,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return loss, found.logp
 
     def _two_passes(
-        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
+        self, head: Head, hidden: Tensor, inputs: PolicyInputs, statistics: Callable[..., Statistics]
     ) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics."""
         coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
         names, metrics = ("logp",) if coef is None else ("logp", "entropy"), ("entropy",) if share < 1.0 else ()
-        (found,) = linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)
+        found = statistics(hidden, head, names, metrics)
         if share < 1.0:
             acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=head.vocabulary_ranks)
         loss = objectives.coupled_loss(found.logp, inputs, acting)

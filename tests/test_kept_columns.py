@@ -1,0 +1,321 @@
+"""Log-probabilities over kept columns, against the plain computation with all other logits at minus infinity."""
+
+import pytest
+import torch
+
+from liger_losses import Head, LigerFusedLinearGRPOLoss, LogitTransform, TokenSupport, functional, linear_logps
+from liger_losses.kernels import support_logps
+from liger_losses.kernels._triton import INTERPRETED
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
+
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+]
+NAMES = ("logp", "entropy", "lse")
+TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
+
+
+def kept(labels, vocab_size, k, *, seed=0, uncut=(), cuts=0.4):
+    """``[..., k]`` ids, each row different columns and the label, some of them -1."""
+    g = torch.Generator().manual_seed(seed)
+    flat = labels.flatten().clamp(min=0)
+    scores = torch.rand(len(flat), vocab_size, generator=g)
+    scores[:, 1] = 1.5  # a popular column
+    ids = scores.scatter_(1, flat[:, None], 2.0).topk(k).indices
+    ids[:, 1:][torch.rand(len(flat), k - 1, generator=g) < cuts] = -1
+    ids = ids.gather(1, torch.rand(len(flat), k, generator=g).argsort(1))  # the label at any place
+    ids[list(uncut)] = -1
+    return ids.view(*labels.shape, k)
+
+
+def plain(hidden, weight, labels, ids, bias=None, **transform):
+    """Statistics with all logits in memory; rows without ids keep the whole vocabulary."""
+    logits = plain_logits(hidden, weight, bias, **transform)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    size = logits.shape[-1]
+    mask = torch.zeros(*labels.shape, size + 1, dtype=torch.bool, device=labels.device)
+    mask = mask.scatter(-1, torch.where(ids < 0, size, ids), True)[..., :size]
+    mask = mask | ~mask.any(-1, keepdim=True)
+    log_p = logits.masked_fill(~mask, float("-inf")).log_softmax(-1)
+    active, finite = labels != -100, torch.where(mask, log_p, 0.0)
+    values = {
+        "logp": log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(torch.where(mask, log_p.exp(), 0.0) * finite).sum(-1),
+        "lse": logits.masked_fill(~mask, float("-inf")).logsumexp(-1),
+    }
+    return {name: torch.where(active, value, 0.0) for name, value in values.items()}
+
+
+def ragged(ids, **options):
+    flat = ids.flatten(0, -2)
+    return TokenSupport(
+        flat[flat >= 0], torch.cat([torch.zeros(1, dtype=torch.int64), (flat >= 0).sum(-1).cumsum(0)]), **options
+    )
+
+
+def total(values):
+    upstream = torch.rand(3, *values["logp"].shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    upstream = upstream.to(values["logp"].device)
+    return sum((values[name] * u).sum() for name, u in zip(NAMES, upstream - 0.4, strict=True))
+
+
+def gradients(loss, inputs):
+    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
+
+
+def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
+    hidden, weight, bias = inputs
+    exact_in = double(*inputs)
+    found = linear_logps(
+        hidden, weight, labels, support=support, bias=bias, entropy=True, lse=True, backend=backend, **transform
+    )
+    rounded = plain(hidden, weight, labels, ids, bias, **transform)
+    exact = plain(exact_in[0], exact_in[1], labels, ids, exact_in[2], **transform)
+    floor = {torch.float32: 2e-6, torch.float64: 1e-13}.get(hidden.dtype)
+    for name in NAMES:
+        assert_as_exact_as_plain(getattr(found, name), rounded[name], exact[name].detach(), name, floor=floor)
+    ours, others, truth = (
+        gradients(total(values), tensors)
+        for values, tensors in ((found._asdict(), inputs), (rounded, inputs), (exact, exact_in))
+    )
+    for what, a, p, e in zip(("hidden", "weight", "bias"), ours, others, truth, strict=False):
+        assert a.dtype == hidden.dtype
+        assert_as_exact_as_plain(
+            a, p, e, f"grad_{what}", floor=floor, scale=1e-2 if hidden.dtype.itemsize == 2 else 0.0
+        )
+    return found, ours
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("float64", "torch"),
+        *[(dtype, b) for dtype in ("float32", "bfloat16", "float16") for b in ("torch", "triton")],
+    ],
+)
+@pytest.mark.parametrize("form", ["padded", "ragged"])
+def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(support_logps, "_PART", 4)  # long sums are taken in parts
+    monkeypatch.setattr(support_logps, "_GATHERED_BYTES", 3000)  # several slices
+    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 29, 7, uncut=(4, 19))
+    support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
+    compare((hidden, weight, bias), labels, ids, support, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (40, 6, 11, 4)])
+def test_sizes(n, h, v, k, backend):
+    hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
+    ids = kept(labels, v, k)
+    compare((hidden, weight, None), labels, ids, TokenSupport(ids), backend, {})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_whole_vocabulary(backend):
+    hidden, weight, labels, bias = problem(11, 12, 17, bias=True)
+    everything = TokenSupport(torch.arange(17).expand(11, 17))
+    nothing = TokenSupport(torch.full((11, 3), -1))
+    results = []
+    for support in (None, everything, nothing):
+        values = linear_logps(
+            hidden, weight, labels, support=support, bias=bias, entropy=True, lse=True, backend=backend, **TRANSFORM
+        )
+        results.append([*values[:3], *gradients(total(values._asdict()), (hidden, weight, bias))])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-6)
+    assert all(torch.equal(ours, expected) for ours, expected in zip(results[2], results[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_the_same_every_time(backend, monkeypatch):
+    monkeypatch.setattr(support_logps, "_PART", 4)
+    hidden, weight, labels, _ = problem(20, 20, 9, dtype=torch.bfloat16, masked=0.0)
+    support, runs = TokenSupport(kept(labels, 9, 5)), []
+    for _ in range(2):
+        found = linear_logps(hidden, weight, labels, support=support, entropy=True, lse=True, backend=backend)
+        loss = total(found._asdict())
+        runs.append(gradients(loss, (hidden, weight)))
+    with torch.no_grad():
+        for value in found[:3]:
+            value.mul_(3.0)  # what backward needs is not the output
+    runs.append(gradients(loss, (hidden, weight)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_is_needed(backend, monkeypatch):
+    hidden, weight, labels, bias = problem(9, 5, 40, bias=True, masked=0.3)
+    ids = kept(labels, 40, 4)
+    exact = linear_logps(hidden, weight, labels, support=TokenSupport(ids), bias=bias, backend=backend).detach()
+    weight.requires_grad_(False)
+    compare((hidden, weight, None), labels, ids, TokenSupport(ids), backend)
+    hidden.requires_grad_(False)
+    compare((hidden, weight.requires_grad_(), None), labels, ids, TokenSupport(ids), backend)
+    # What masked tokens have does not matter.
+    ids[labels == -100] = 10**9
+    found = linear_logps(hidden, weight, labels, support=TokenSupport(ids), bias=bias, backend=backend)
+    assert torch.equal(found, exact)
+    everywhere = torch.full_like(labels, -100)
+    none = linear_logps(hidden, weight, everywhere, support=TokenSupport(ids), backend=backend)
+    (grad,) = gradients(none.sum(), (weight,))
+    assert not none.any()
+    assert not grad.any()
+
+
+def test_shifted_labels():
+    hidden, weight, labels, _ = problem(0, 5, 40, shape=(2, 6), masked=0.2)
+    ids = kept(labels, 40, 4, uncut=(3,))
+    expected = linear_logps(
+        hidden[:, :-1], weight, labels[:, 1:], support=TokenSupport(ids[:, 1:]), entropy=True, lse=True
+    )
+    for support in (TokenSupport(ids), ragged(ids)):
+        found = linear_logps(hidden, weight, labels, support=support, shift=True, entropy=True, lse=True)
+        for name in NAMES:
+            assert torch.equal(getattr(found, name)[:, :-1], getattr(expected, name))
+            assert not getattr(found, name)[:, -1].any()
+
+
+def test_labels_can_be_added():
+    hidden, weight, labels, _ = problem(12, 5, 40, masked=0.2)
+    ids = kept(labels, 40, 4, cuts=0.0, uncut=(2,))
+    without = torch.where(ids == labels[:, None], -1, ids)
+    without[::3] = ids[::3]
+    for support in (TokenSupport(without, add_label=True), ragged(without, add_label=True)):
+        compare((hidden, weight, None), labels, ids, support)
+
+
+def test_memory_is_that_of_the_pairs():
+    hidden, weight, labels, _ = problem(600, 64, 3000, masked=0.0)
+    support, size = TokenSupport(kept(labels, 3000, 16)), hidden.numel() * 4
+    found = []
+
+    def call():
+        found[:] = gradients(linear_logps(hidden, weight, labels, support=support).sum(), (hidden, weight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support_logps, "_GATHERED_BYTES", 2**17)
+        assert peak_bytes(call) < weight.numel() * 4 + 4 * size + 2**21  # all rows would be 16 x size, logits 7 MB
+    assert len(found) == 2
+
+
+def test_errors_say_what_to_do():
+    hidden, weight, labels, _ = problem(6, 4, 20, masked=0.0)
+    ids = kept(labels, 20, 3, cuts=0.0)
+
+    def call(support, **options):
+        return linear_logps(hidden, weight, labels, support=support, **options)
+
+    lacking = ids.clone()
+    lacking[4][lacking[4] == labels[4]] = -1
+    with pytest.raises(ValueError, match="label of 1 tokens is not among.*token 4 of the flattened.*add_label=True"):
+        call(TokenSupport(lacking))
+    twice = torch.cat([ids, ids[:, :1]], 1)
+    with pytest.raises(ValueError, match="twice: token .* pad with -1"):
+        call(TokenSupport(twice))
+    for wrong in (20, -2, 2**33):
+        with pytest.raises(ValueError, match=r"must be in \[0, 20\)"):
+            call(TokenSupport(torch.where(ids == labels[:, None], ids, wrong)))
+    with pytest.raises(ValueError, match="one row for each label"):
+        call(TokenSupport(ids[:3]))
+    with pytest.raises(ValueError, match=r"offsets must be \[7\]"):
+        call(TokenSupport(ids.flatten(), torch.arange(6)))
+    for offsets in ([0, 3, 6, 9, 12, 15, 17], [1, 3, 6, 9, 12, 15, 18], [0, 3, 6, 2, 12, 15, 18]):
+        with pytest.raises(ValueError, match="rise from 0 to 18"):
+            call(TokenSupport(ids.flatten(), torch.tensor(offsets)))
+    with pytest.raises(ValueError, match=r"takes ids \[P\]"):
+        TokenSupport(ids, torch.arange(7))
+    with pytest.raises(TypeError, match="int64 or int32"):
+        TokenSupport(ids.float())
+    with pytest.raises(TypeError, match="must be a TokenSupport"):
+        call(ids)
+    shared = Head(weight).with_fields(shard=object())
+    with pytest.raises(ValueError, match="takes a head that is whole"):
+        linear_logps(hidden, shared, labels, support=TokenSupport(ids))
+    with pytest.raises(ValueError, match="leave compact at True"):
+        call(TokenSupport(ids), compact=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "vespo", "entropy_coef": 0.1},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo", "temperature": 0.8},
+    ],
+)
+def test_grpo(options):
+    hidden, weight, labels, bias = problem(0, 8, 30, shape=(4, 6), masked=0.0, bias=True)
+    ref, ref_weight, *_ = problem(0, 8, 30, shape=(4, 6), seed=5)
+    ids = kept(labels, 30, 5, uncut=(7,))
+    mask, advantages = torch.ones(4, 6), torch.tensor([1.0, -0.5, 0.3, -1.0])
+    mask[1, 4:] = 0
+    old = linear_logps(hidden, weight, labels, bias=bias).detach() * 0.9
+    loss = LigerFusedLinearGRPOLoss(beta=0.1, **options)
+    found, _ = loss(
+        hidden,
+        weight,
+        labels,
+        mask,
+        advantages,
+        bias,
+        None,
+        old,
+        ref.detach(),
+        ref_weight.detach(),
+        support=TokenSupport(ids),
+    )
+    temperature, coef = options.get("temperature", 1.0), options.get("entropy_coef", 0.0)
+    values = plain(hidden, weight, labels, ids, bias, temperature=temperature)
+    refs = plain(ref, ref_weight, labels, ids, temperature=temperature)["logp"].detach()
+    options = {name: value for name, value in options.items() if name not in ("temperature", "entropy_coef")}
+    expected = functional.grpo_loss(
+        values["logp"], advantages, mask, old_logps=old, ref_logps=refs, beta=0.1, **options
+    )
+    expected = expected - coef * (values["entropy"] * mask).sum() / mask.sum()
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients(found, (hidden, weight, bias)), gradients(expected, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_head_with_a_transform_under_autocast(backend):
+    hidden, weight, labels, _ = problem(9, 8, 30)
+    ids = kept(labels, 30, 5)
+    expected = plain(hidden, weight, labels, ids, softcap=3.0)["logp"]
+    half = hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_logps(
+            half,
+            Head(weight, transform=LogitTransform(softcap=3.0)),
+            labels,
+            support=TokenSupport(ids),
+            backend=backend,
+        )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    ours, exact = gradients(found.sum(), (half, weight)), gradients(expected.sum(), (hidden, weight))
+    assert [grad.dtype for grad in ours] == [torch.bfloat16, torch.float32]
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=3e-2, atol=3e-2)
+
+
+def test_compiled():
+    hidden, weight, labels, _ = problem(0, 8, 30, shape=(3, 3))
+    ids = kept(labels, 30, 5, uncut=(2, 3))
+    grpo, mask, advantages = LigerFusedLinearGRPOLoss(beta=0.0), (labels != -100).long(), torch.tensor([1.0, -1.0, 0.5])
+
+    def call(hidden, weight, ids):
+        support = TokenSupport(ids)
+        loss, _ = grpo(hidden, weight, labels, mask, advantages, support=support)
+        return loss + linear_logps(hidden, weight, labels, support=support).square().sum()
+
+    expected = call(hidden, weight, ids)
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(hidden, weight, ids)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients(found, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b)

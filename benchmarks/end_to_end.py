@@ -204,7 +204,7 @@ def provide(provider: str, case: Case, model: Any) -> Step:
 
 
 def attend_without_mask(model: Any) -> None:
-    """Tell transformers that no causal mask is needed, of which it cannot convince itself while it is traced."""
+    """Let PyTorch's attention be causal without a mask, which transformers always makes while torch.compile traces."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from liger_losses.kernels import LOGIT_DTYPES, choose_backend, linear_exp
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend, linear_exp, matmul
 from liger_losses.kernels.autograd import scale_
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
@@ -386,6 +386,21 @@ def test_matmul_rounds_once(dtype, out_dtype, accumulate):
     exact = a.double() @ b.double() + (start.double() if accumulate else 0)
     out = matmul_into(start.clone(), a, b, accumulate=accumulate)
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(37, 16, 24), (32, 19, 24), (32, 16, 29), (37, 19, 29), (5, 3, 7)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_products_of_odd_sizes_are_whole(sizes, accumulate, monkeypatch):
+    """On a GPU, products are cut where a size is no multiple of 8: an aligned part, and the rest."""
+    monkeypatch.setattr(matmul, "MIN_CUT_SIZE", 8)
+    rows, terms, columns = sizes
+    g = torch.Generator().manual_seed(0)
+    a, b, out = (
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((rows, terms), (terms, columns), sizes[::2])
+    )
+    expected = a @ b + (out if accumulate else 0)
+    out = out if accumulate else out.fill_(float("nan"))
+    torch.testing.assert_close(matmul._aligned(out, a, b, accumulate), expected)
 
 
 def test_matmul_into_strided_output():

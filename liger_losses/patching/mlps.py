@@ -68,8 +68,29 @@ class Gate:
         return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
 
 
+class LinearsStay(Replacement):
+    """A replacement of a module whose linear layers stay and are called as before."""
+
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
+        """The linear layers count by their sizes only."""
+        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
+        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
+
+    @classmethod
+    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
+        """All submodules but the linear layers."""
+        linears, parts = linears_of(module), super().bypassed(module)
+        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Modules whose forward takes one argument and no more."""
+        return len(probing.positional_defaults(module.forward)) == 1
+
+
 @dataclass(frozen=True)
-class GatedMLP(Replacement):
+class GatedMLP(LinearsStay):
     """``down(act(gate(x)) * up(x))`` of three linear layers, or of two, the first of which gives gate and up.
 
     Attributes:
@@ -125,23 +146,6 @@ class GatedMLP(Replacement):
             if any(names != [inner, down] for *names, _ in observations):
                 raise Mismatch("it calls its layers in different orders")
             return GatedMLP(inner, down, _match_gate(module, [case for *_, case in observations]))
-
-    @classmethod
-    def key(cls, module: nn.Module) -> Any:
-        """The linear layers count by their sizes only."""
-        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
-        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
-
-    @classmethod
-    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
-        """All submodules but the linear layers."""
-        linears, parts = linears_of(module), super().bypassed(module)
-        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
-
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Modules whose forward takes one argument and no more."""
-        return len(probing.positional_defaults(module.forward)) == 1
 
 
 @dataclass(frozen=True)

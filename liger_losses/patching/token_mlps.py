@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from liger_losses.kernels.plain import is_plain
 from liger_losses.patching import probing
-from liger_losses.patching.mlps import linears_of
+from liger_losses.patching.mlps import LinearsStay, linears_of
 from liger_losses.patching.probing import Mismatch
-from liger_losses.patching.swap import Replacement, original_class
+from liger_losses.patching.swap import original_class
 from liger_losses.patching.tiles import Tiles, compute_tiled
 
 
 @dataclass(frozen=True)
-class TokenMLP(Replacement):
+class TokenMLP(LinearsStay):
     """A module of linear layers that computes each token from that token alone.
 
     Attributes:
@@ -57,21 +57,6 @@ class TokenMLP(Replacement):
             for training, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
                 _check(module, training, dtype)
         return cls()
-
-    @classmethod
-    def key(cls, module: nn.Module) -> Any:
-        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
-        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
-
-    @classmethod
-    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
-        linears, parts = linears_of(module), super().bypassed(module)
-        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
-
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Modules whose forward takes one argument and no more."""
-        return len(probing.positional_defaults(module.forward)) == 1
 
 
 class _CheapLinear(nn.Module):

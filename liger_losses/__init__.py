@@ -3,6 +3,7 @@
 from liger_losses import functional
 from liger_losses.chunked.engine import (
     EngineOptions,
+    QuantizedWeight,
     Statistics,
     Teacher,
     TeacherLogits,
@@ -13,6 +14,7 @@ from liger_losses.chunked.engine import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    register_quantized_weight,
 )
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
@@ -88,6 +90,7 @@ __all__ = [
     "PolicyMetricsWithoutKL",
     "PreferenceLoss",
     "PreferenceMetrics",
+    "QuantizedWeight",
     "Statistics",
     "Teacher",
     "TeacherLogits",
@@ -102,6 +105,7 @@ __all__ = [
     "linear_token_loss",
     "loss_inputs",
     "patch",
+    "register_quantized_weight",
     "set_default_workspace",
     "unpatch",
     "workspace",

@@ -69,7 +69,8 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     torch.compile traces this function.
     """
     if isinstance(value, Tensor):
-        if hasattr(value, "full_tensor"):  # a DTensor: an operator's gradients would not know their placements
+        # Of a DTensor, an operator's gradients would not know the placements; quantized tensors have no operators.
+        if hasattr(value, "full_tensor") or hasattr(value, "__tensor_flatten__") or hasattr(value, "quant_state"):
             return None
         tensors.append(value)
         return "('tensor',)"
@@ -89,6 +90,8 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         return None if values is None else f"('dict', [{keys}], {values})"
     kind = type(value).__name__
     if isinstance(value, (nn.Linear, nn.Embedding)):
+        if not value.weight.is_floating_point():  # quantized
+            return None
         kind, parts = "Head", [value.weight, getattr(value, "bias", None), None]
     elif kind in _records:
         parts = [getattr(value, name) for name in _records[kind][1]]

@@ -9,6 +9,8 @@ from liger_losses.chunked.engine.ops import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.engine.tokens import Tokens
@@ -16,6 +18,7 @@ from liger_losses.chunked.engine.tokens import Tokens
 __all__ = [
     "EngineOptions",
     "Head",
+    "QuantizedWeight",
     "Statistics",
     "Teacher",
     "TeacherLogits",
@@ -27,4 +30,5 @@ __all__ = [
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
+    "register_quantized_weight",
 ]

@@ -71,6 +71,8 @@ class HeadGradients:
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
         """Add ``grad.T @ hidden`` alone, if the weight needs a gradient."""
         if self.weight is not None:
+            if self.opened.quantized is not None:
+                hidden = hidden[:, self.opened.quantized.shape[1] :]
             for part in blocks(grad.shape[1], self.projection.weight_chunk):
                 target = self.weight[columns.start + part.start : columns.start + part.stop]
                 matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)

@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
 from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
@@ -171,6 +172,7 @@ class Call:
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
     shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
+    quantized: QuantizedWeight | None  # multiplied by the first columns of the hidden states, before the weight
     vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
     work: Workload  # dtypes, and what blocks hold
@@ -241,7 +243,9 @@ class OpenCall:
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk)
+        #: Rows that are dequantized where they multiply the first columns of the hidden states.
+        self.quantized = None if call.quantized is None else call.quantized.part(0, self.vocab_size)
+        self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk, self.quantized)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
@@ -282,7 +286,7 @@ class CheckedInputs(NamedTuple):
         hidden = (hidden_states,) if alone else tuple(hidden_states)
         if not isinstance(labels, Tokens):
             labels = (labels,) if alone else tuple(labels)
-        compute_dtype = check_inputs(hidden, head.weight, head.bias, labels)
+        compute_dtype = check_inputs(hidden, head, labels)
         shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
         return cls(hidden, labels, shapes, compute_dtype, _check_query(query, head, shapes))
 
@@ -340,18 +344,20 @@ def _make_call(
     needs_hidden = tuple(grad and part.requires_grad for part in hidden)
     needs_weight = grad and head.weight.requires_grad
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
-    fused_products = can_fuse(head.weight, operand, backend)
+    fused_products = can_fuse(head, operand, backend)
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
     temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
     teacher_hidden_bytes, fused_divergence = 0, False
+    quantized = head.quantized is not None
     if query.comparison is not None:
         temporaries, teacher = TEMPORARIES if backend == "torch" else 0, query.comparison.teacher
         teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
+        quantized = quantized or (isinstance(teacher, Teacher) and teacher.head.quantized is not None)
         if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
             # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-            fused_divergence = can_fuse(teacher.head.weight, operand, backend)
+            fused_divergence = can_fuse(teacher.head, operand, backend)
             if _gathers([teacher.hidden_states], tokens, operand):
                 teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
     work = Workload(
@@ -360,7 +366,7 @@ def _make_call(
         # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
         vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
         operand_dtype=operand,
-        weight_dtype=head.weight.dtype,
+        weight_dtype=None if quantized else head.weight.dtype,
         device=head.weight.device,
         temporaries=temporaries,
         gathers=_gathers(hidden, tokens, operand),
@@ -402,6 +408,7 @@ def _make_call(
         query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
         transform=head.transform,
         shard=head.shard,
+        quantized=head.quantized,
         vocab_size=vocab_size,
         tokens=tokens,
         work=work,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 from liger_losses.kernels.tracing import state
+
+if TYPE_CHECKING:
+    from liger_losses.chunked.engine.head import Head
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -127,9 +130,7 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
     check_device(weight, **{name: vector})
 
 
-def check_inputs(
-    hidden_states: Sequence[Tensor], weight: Tensor, bias: Tensor | None, labels: Sequence[Tensor] | Tokens
-) -> torch.dtype:
+def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[Tensor] | Tokens) -> torch.dtype:
     """Raise TypeError or ValueError unless hidden states ``[..., H]`` and labels ``[...]`` fit each other and a head.
 
     So it does within a transform of ``torch.func``. Returns the dtype to compute in: the inputs' common one, or
@@ -152,14 +153,19 @@ def check_inputs(
     shapes = labels.shapes if isinstance(labels, Tokens) else [target.shape for target in targets]
     if len(hidden_states) != len(shapes):
         raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(shapes)} of labels.")
+    weight_shape = head.weight.shape
+    if head.quantized is not None:
+        weight_shape = torch.Size((len(head.weight), head.hidden_size))
     for part, shape in zip(hidden_states, shapes, strict=True):
-        _check_shapes(part.shape, shape, weight.shape)
-    devices = {tensor.device for tensor in (weight, *hidden_states, *targets)}
+        _check_shapes(part.shape, shape, weight_shape)
+    devices = {tensor.device for tensor in (head.weight, *hidden_states, *targets)}
     if len(devices) > 1:
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
         )
-    return _compute_dtype([weight, *hidden_states, *([] if bias is None else [bias])])
+    # Rows that are dequantized take the dtype of the hidden states.
+    weights = [head.weight] if head.weight.shape[1] else []
+    return _compute_dtype([*hidden_states, *weights, *([] if head.bias is None else [head.bias])])
 
 
 def check_like_labels(name: str, value: Any, labels_shape: torch.Size) -> None:

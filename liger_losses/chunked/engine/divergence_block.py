@@ -65,8 +65,8 @@ class TwoModels(Block):
         head = head.columns(columns if head.shard is None else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
-        projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
-        fused = can_fuse(head.weight, call.work.operand_dtype, call.backend)
+        projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk, head.quantized)
+        fused = can_fuse(head, call.work.operand_dtype, call.backend)
         self.teacher = _Model(projection, self.teacher_epilogue, fused)
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states

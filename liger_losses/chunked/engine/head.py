@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight
+from liger_losses.chunked.engine.quantized_kinds import find_quantized
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
@@ -35,14 +38,18 @@ class Head:
     rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
+    A quantized weight is frozen, and dequantized some rows at a time: ``logits = transform(hidden_states @
+    [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of adapters.
+
     Args:
-        weight: ``[V, H]``, floating point, as in ``nn.Linear``; with ``group``, this rank's rows.
+        weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
         bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
         transform: temperature, scale and soft-cap of the logits.
         group: the process group whose ranks share the vocabulary.
+        adapters: LoRA, whose products are added.
 
     Raises:
-        TypeError: not tensors, or not floating point; a group of which this rank is no member.
+        TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this rank is no member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
             with other placements, or beside ``group``.
         RuntimeError: another rank of the group has raised.
@@ -52,6 +59,8 @@ class Head:
     bias: Tensor | None
     transform: LogitTransform
     shard: VocabularyShard | None
+    adapters: tuple[LowRank, ...]
+    quantized: QuantizedWeight | None
 
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
     def __init__(
@@ -60,9 +69,19 @@ class Head:
         bias: Tensor | None = None,
         transform: LogitTransform | None = None,
         group: dist.ProcessGroup | None = None,
+        adapters: tuple[LowRank, ...] = (),
+        quantized: QuantizedWeight | None = None,
     ) -> None:
         shard = None
-        if hasattr(weight, "full_tensor"):  # a DTensor
+        if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
+            quantized = find_quantized(weight)
+            if quantized is not None:
+                weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+        if quantized is not None:
+            if group is not None:
+                raise ValueError("a quantized weight cannot be shared by the ranks of a group; leave group= out.")
+            check_vector("bias", bias, weight)
+        elif hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
             mesh = weight.device_mesh  # type: ignore[attr-defined]
@@ -77,6 +96,8 @@ class Head:
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "transform", transform or LogitTransform())
         object.__setattr__(self, "shard", shard)
+        object.__setattr__(self, "adapters", adapters)
+        object.__setattr__(self, "quantized", quantized)
 
     @classmethod
     def of(
@@ -86,14 +107,17 @@ class Head:
 
         Args:
             weight: ``[V, H]``; or an ``nn.Linear`` (or ``nn.Embedding``, for tied weights) that holds it and the bias;
-                or a head, which is returned.
+                or a quantized layer, or PEFT's LoRA around any of these; or a head, which is returned.
             bias: ``[V]``, for a weight without one of its own.
             transform: joined with the head's own: what one of the two leaves at its default comes from the other.
 
         Raises:
-            TypeError: a module that is no linear layer: a whole model, an adapter, a quantized layer.
+            TypeError: a module that is no linear layer: a whole model, an adapter that is not LoRA, a quantized layer
+                that is not known.
             ValueError: a bias, temperature, scale or soft-cap that is given twice.
         """
+        if isinstance(weight, nn.Module) and type(weight) is not nn.Linear:
+            weight = _of_module(weight)
         if isinstance(weight, (nn.Linear, nn.Embedding)):
             weight = cls(weight.weight, getattr(weight, "bias", None))
         if not isinstance(weight, Head):
@@ -121,7 +145,7 @@ class Head:
 
     @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
 
     def with_fields(self, **changes: Any) -> Head:
         """This head with other fields that follow from its own, so that nothing is checked again."""
@@ -132,7 +156,19 @@ class Head:
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""
-        return self.with_fields(weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
+        changes: dict[str, Any] = {"bias": None if self.bias is None else self.bias[columns]}
+        if self.quantized is not None:
+            start, stop, _ = columns.indices(self.quantized.shape[0])
+            changes["quantized"] = self.quantized.part(start, stop)
+        return self.with_fields(weight=self.weight[columns], **changes)
+
+    def expand(self, hidden_states: Any) -> tuple[Any, Head]:
+        """Hidden states (or a list of them) and a head without adapters that have the logits of these with this one."""
+        if isinstance(hidden_states, (list, tuple)):
+            pairs = [self.expand(part) for part in hidden_states]
+            return [hidden for hidden, _ in pairs], pairs[0][1]
+        hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
+        return hidden, self.with_fields(weight=weight, adapters=())
 
     def detach(self) -> Head:
         """The same head as a constant."""
@@ -152,6 +188,15 @@ def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
     return LogitTransform(**values)
 
 
+def _of_module(module: nn.Module) -> nn.Module | Head:
+    """The head of a quantized layer, or of LoRA around a layer; any other module as it is."""
+    if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+        base, adapters = adapters_of(module)
+        return Head.of(base).with_fields(adapters=adapters)
+    quantized = find_quantized(module)
+    return module if quantized is None else Head(quantized, getattr(module, "bias", None))  # type: ignore[arg-type]
+
+
 def _say_what_to_pass(module: nn.Module) -> str:
     kind = type(module).__name__
     if hasattr(module, "get_output_embeddings"):
@@ -161,22 +206,33 @@ def _say_what_to_pass(module: nn.Module) -> str:
             f"got {kind}, an adapter around the head, whose weight alone is not what it computes; pass "
             "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
         )
-    return f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead."
+    return (
+        f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or tell how "
+        "its rows are dequantized (liger_losses.register_quantized_weight)."
+    )
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Products with ``weight [V, H]`` in the operand dtype, to which ``weight_chunk`` of its rows are cast at once."""
+    """Products with ``weight [V, H]`` in the operand dtype, to which ``weight_chunk`` of its rows are cast at once.
+
+    With ``quantized``, these are its columns, followed by those of ``weight``.
+    """
 
     weight: Tensor
     operand_dtype: torch.dtype
     weight_chunk: int
+    quantized: QuantizedWeight | None = None
 
     def weight_chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """``(first, last, weight[first:last])`` in the operand dtype, over the rows ``start`` to ``stop``."""
         for first in range(start, stop, self.weight_chunk):
             last = min(first + self.weight_chunk, stop)
-            yield first, last, self.weight[first:last].to(self.operand_dtype)
+            rows = self.weight[first:last].to(self.operand_dtype)
+            if self.quantized is not None:
+                dequantized = self.quantized.rows(first, last).to(self.operand_dtype)
+                rows = torch.cat([dequantized, rows], 1) if rows.shape[1] else dequantized
+            yield first, last, rows
 
     def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
         """``out [T, C] = hidden @ weight[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
@@ -191,9 +247,11 @@ class Projection:
         return out
 
 
-def can_fuse(weight: Tensor, operand: torch.dtype, backend: str) -> bool:
-    """Whether one Triton kernel can compute both the product with this weight and its epilogue."""
-    return backend == "triton" and weight.dtype == operand and operand in HALF_DTYPES and weight.stride(1) == 1
+def can_fuse(head: Head, operand: torch.dtype, backend: str) -> bool:
+    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue."""
+    weight = head.weight
+    same = weight.dtype == operand and head.quantized is None
+    return backend == "triton" and same and operand in HALF_DTYPES and weight.stride(1) == 1
 
 
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:

@@ -320,6 +320,8 @@ def _names(names: Iterable[str] | str) -> tuple[str, ...]:
 
 def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
     checked, call = make_call(hidden_states, head, labels, query, options)
     if call is None:
         return _empty_statistics(checked, query)
@@ -328,7 +330,6 @@ def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, optio
 
 def _empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
     """The statistics' shapes and dtypes."""
-
     dtype, hidden = torch.promote_types(torch.float32, checked.compute_dtype), checked.hidden_states[0]
     width = () if query.selected is None else query.selected.shape[-1:]
     names = dict.fromkeys((*query.statistics, *query.metrics))
@@ -347,6 +348,8 @@ def _separable_loss(
     hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
 ) -> tuple[Tensor, Statistics]:
     """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
     checked, call = make_call(hidden_states, head, labels, query, options)
     if call is None:
         dtype = torch.promote_types(torch.float32, checked.compute_dtype)

@@ -59,7 +59,7 @@ class Workload:
     hidden_size: int
     vocab_size: int
     operand_dtype: torch.dtype  # of the products' operands
-    weight_dtype: torch.dtype  # of the weight, whose rows are cast where it differs
+    weight_dtype: torch.dtype | None  # of the weight, whose rows are cast where it differs; None: are dequantized
     device: torch.device
     temporaries: int = 4  # of one row, that the elementwise work needs; 0 for fused kernels
     gathers: bool = True  # whether hidden states are copied before they are multiplied, and their gradients scattered
@@ -226,7 +226,8 @@ def _budget(work: Workload, workspace: int | None) -> _Budget:
     vectors = 0 if bound is None else work.tokens * numbers * item
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
     casts = work.operand_dtype != work.weight_dtype
-    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
+    wide = item * (2 if work.weight_dtype is None else 1)  # dequantizing takes fp32 temporaries
+    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + wide)
     least_scratch = work.temporaries * padded(work.vocab_size) * item
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes
     if bound is not None and bound < least:

@@ -94,7 +94,7 @@ class Stream:
         dtype = self.opened.hidden_states[0].dtype
         for tensor in self.opened.hidden_states:
             dtype = torch.promote_types(dtype, tensor.dtype)
-        unit_gradient = self.opened.weight.new_empty(self.count, self.opened.weight.shape[1], dtype=dtype)
+        unit_gradient = self.opened.weight.new_empty(self.count, self.call.work.hidden_size, dtype=dtype)
         with self._block(self.call.plan.rows) as block:
             for part in self._parts(self.call.plan.rows, values):
                 out_view = unit_gradient[part.rows]

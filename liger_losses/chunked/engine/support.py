@@ -117,9 +117,14 @@ def linear_support_statistics(
             "support= takes a head that is whole, not one whose rows several ranks share; gather the weight, or leave "
             "support out."
         )
+    if head.quantized is not None or head.adapters:
+        raise TypeError(
+            "support= takes a head with one floating-point weight, not a quantized one, or one with adapters; leave "
+            "support out, or pass Head(dequantized_weight)."
+        )
     if not options.compact:
         raise ValueError("support= finds on the host which tokens have kept columns; leave compact at True.")
-    compute_dtype = check_inputs([hidden_states], head.weight, head.bias, [labels])
+    compute_dtype = check_inputs([hidden_states], head, [labels])
     support.check(labels, head.weight)
     wide = torch.promote_types(torch.float32, compute_dtype)
     if state.shapes_only:

@@ -45,7 +45,10 @@ class Teacher:
     def head(self) -> Head:
         """The teacher's head, checked when it is first read."""
         try:
-            return Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+            head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+            if head.adapters:
+                raise TypeError("it has adapters; merge them, or disable them if the teacher is the model without them.")
+            return head
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
 
@@ -66,7 +69,7 @@ class Teacher:
         if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
             raise ValueError(
                 f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight "
-                f"{tuple(head.weight.shape)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
+                f"{(head.vocab_size, head.hidden_size)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
             )
         if not hidden.is_floating_point():
             raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")

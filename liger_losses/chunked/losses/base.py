@@ -189,7 +189,7 @@ class ChunkedLoss(nn.Module):
         if num_items_in_batch is not None:
             checked_items(num_items_in_batch, labels.device)
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
-        check_inputs([hidden], head.weight, head.bias, tokens)
+        check_inputs([hidden], head, tokens)
         agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens
 
@@ -337,7 +337,7 @@ class CompletionLoss(ChunkedLoss):
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         if self.group is not None:
-            check_inputs(hidden, batch.head.weight, batch.head.bias, tokens)
+            check_inputs(hidden, batch.head, tokens)
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             sequences = [len(part) for part in batch.labels]
             agree(self.group, completions=batch.names, sequences=sequences, dimensions_of_ref_logps=ref_dims)

@@ -215,7 +215,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         options = self.options
         tokens = batch.select(options)
         if self.group is not None:
-            check_inputs([_input], head.weight, head.bias, tokens)
+            check_inputs([_input], head, tokens)
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:

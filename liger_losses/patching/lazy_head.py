@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from liger_losses.chunked.engine.quantized_kinds import agrees, find_quantized, is_quantized
 from liger_losses.chunked.engine.shard import VocabularyShard
-from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph, lazy_linear, traced_linear
+from liger_losses.patching.lazy import (
+    LazyLogits,
+    TracedLogits,
+    is_one_graph,
+    lazy_linear,
+    lazy_quantized_linear,
+    traced_linear,
+)
 from liger_losses.patching.lazy.shared_linear import local_parameters, match_shared
 from liger_losses.patching.linear_forward import LinearForward, match_forward
 from liger_losses.patching.probing import Mismatch
@@ -177,6 +185,57 @@ class LazyTokens(Replacement):
         return cls()
 
 
+@dataclass(frozen=True)
+class LazyQuantized(Replacement):
+    """The forward of a quantized head, whose rows are dequantized where the logits are read."""
+
+    def call(self, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The product with the layer's rows; ordinary logits come from the layer's own forward."""
+        if args or kwargs or hidden_states.dim() < 2 or not _returns_lazy_logits(module, hidden_states):
+            return NotImplemented
+        return _lazy_quantized_forward(module, hidden_states)
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        """Whether a layer has a quantized weight, of whatever kind."""
+        weight = getattr(module, "weight", None)
+        ordinary = type(weight) is nn.Parameter and weight.is_floating_point()
+        return is_quantized(module) and not ordinary and not hasattr(module, "base_layer")
+
+    @classmethod
+    def match(cls, module: nn.Module) -> LazyQuantized:
+        """Rows that can be read, and whose products the layer computes; else Mismatch."""
+        try:
+            found = find_quantized(module)
+        except TypeError as error:
+            raise Mismatch(str(error)) from None
+        if found is None:
+            raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
+        if found.device.type == "meta":
+            raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
+        before = dict(vars(module))  # a first forward may choose the dtype to compute in
+        try:
+            same = agrees(module, found, _QUANTIZATION_ERROR)
+        except Exception as error:
+            raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
+        finally:
+            vars(module).update(before)
+        if not same:
+            raise Mismatch("it computes something else than the product with its dequantized rows")
+        return cls()
+
+
+#: Layers may round hidden states to 8 bits before their product, which this library does not.
+_QUANTIZATION_ERROR = 0.05
+
+
+@torch.compiler.disable
+def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
+    found = find_quantized(module)
+    assert found is not None
+    return lazy_quantized_linear(hidden_states, found, module.bias, getattr(module, "compute_dtype", None))
+
+
 class _LazyProducts(TorchFunctionMode):
     """Within this context, ``F.linear`` returns lazy logits."""
 
@@ -192,6 +251,10 @@ def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become lazy, or ``None``."""
     if LazyTokens.is_candidate(module):
         return None
+    if LazyQuantized.is_candidate(module):
+        if "forward" in vars(module):
+            return "it is quantized, and its forward was replaced on the instance"
+        return _reason_of_hooks(module)
     if not (type(module) is nn.Linear or type(module) is LazyLinear):
         if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
             return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
@@ -208,6 +271,10 @@ def unsupported_reason(module: nn.Module) -> str | None:
             'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states and a '
             "Head with group="
         )
+    return _reason_of_hooks(module)
+
+
+def _reason_of_hooks(module: nn.Module) -> str | None:
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
     return None
@@ -218,18 +285,20 @@ def _head_layers(model: nn.Module) -> list[nn.Module]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Linear) or not isinstance(head, nn.Module):
         return [head] if isinstance(head, nn.Module) else []
-    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    linears: list[Any] = [m for m in head.modules() if isinstance(m, nn.Linear) or LazyQuantized.is_candidate(m)]
     tokens = [module for module in head.modules() if LazyTokens.is_candidate(module)]
     if tokens:  # the head's weight is computed whenever it is asked for; a layer inside runs if the adapter is disabled
         return [*tokens, *linears]
-    weight = getattr(head, "weight", None)
-    width = weight.shape[0] if isinstance(weight, Tensor) else None
+    width = next((m.out_features for m in linears if is_quantized(m)), None)
+    if width is None:
+        weight = getattr(head, "weight", None)
+        width = weight.shape[0] if isinstance(weight, Tensor) else None
     return [m for m in linears if m.out_features == (width or m.out_features)] or [head]
 
 
 def is_lazy_layer(layer: nn.Module) -> bool:
     """Whether a layer can return lazy logits."""
-    return isinstance(layer, LazyLinear) or isinstance(replacement_of(layer), LazyTokens)
+    return isinstance(layer, LazyLinear) or isinstance(replacement_of(layer), (LazyTokens, LazyQuantized))
 
 
 def _is_lazy(layer: Any, only_when_forced: bool) -> bool:
@@ -294,6 +363,12 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
     if LazyTokens.is_candidate(module):
         restore(module)
         swap(module, LazyTokens.match(module))
+    elif LazyQuantized.is_candidate(module):
+        restore(module)
+        try:
+            swap(module, LazyQuantized.match(module))
+        except Mismatch as mismatch:
+            return str(mismatch)
     else:
         linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
         if "forward" in vars(module):
@@ -326,12 +401,13 @@ def _class_name(layer: nn.Module) -> str:
 
 def _entry(layer: nn.Module, path: str) -> Entry:
     """The report of a lazy layer."""
-    return Entry(path, _class_name(layer), "LazyLinear" if isinstance(layer, LazyLinear) else "LazyTokens")
+    by = "LazyLinear" if isinstance(layer, LazyLinear) else type(replacement_of(layer)).__name__
+    return Entry(path, _class_name(layer), by)
 
 
 def is_patched_head(module: Any) -> bool:
     """Whether a layer is lazy in all of training; one that is lazy only when forced belongs to its trainer."""
-    lazy = type(module) is LazyLinear or isinstance(replacement_of(module), LazyTokens)
+    lazy = type(module) is LazyLinear or isinstance(replacement_of(module), (LazyTokens, LazyQuantized))
     return lazy and not module.only_when_forced
 
 

@@ -127,7 +127,8 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
         deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]
     target = shift_labels.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX
-    if any(tensor is not None and tensor.untyped_storage().size() == 0 for tensor in deferred.tensors[1:]):
+    tensors = [tensor for tensor in deferred.tensors[1:] if tensor is not None and tensor.numel()]
+    if any(tensor.untyped_storage().size() == 0 for tensor in tensors):
         raise RuntimeError(  # by other means than fully_shard
             f"the weight or bias of {type(model).__name__}'s last layer was freed when that layer's own forward ended; "
             "it must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "

@@ -41,16 +41,24 @@ def find_quantized(value: Any) -> QuantizedWeight | None:
     """The quantized weight that a tensor or a layer is, or holds; ``None`` if there is none."""
     if isinstance(value, QuantizedWeight):
         return value
-    kinds = type(value).__mro__
-    for kind in kinds:
+    finder = _finder(value)
+    if finder is not None:
+        return finder(value)
+    return find_quantized(value.weight) if isinstance(value, nn.Linear) else None
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a tensor or a layer is of a kind that is known; nothing is run."""
+    return _finder(value) is not None or (isinstance(value, nn.Linear) and _finder(value.weight) is not None)
+
+
+def _finder(value: Any) -> Finder | None:
+    for kind in type(value).__mro__:
         finder = _FINDERS.get(kind) or _FINDERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if finder is not None:
-            return finder(value)
-    if isinstance(value, nn.Linear):
-        return find_quantized(value.weight)
-    if isinstance(value, nn.Module) and all(isinstance(getattr(value, name, None), Tensor) for name in _PACKED):
-        return _packed_rows(value)
-    return None
+            return finder
+    packed = isinstance(value, nn.Module) and all(isinstance(getattr(value, name, None), Tensor) for name in _PACKED)
+    return _packed_rows if packed else None
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------
@@ -248,10 +256,10 @@ def _say_how_to_register(name: str, why: str) -> str:
     )
 
 
-for _kind, _finder in (
+for _kind, _find in (
     ("torchao.utils.TorchAOBaseTensor", _of_tensor),
     ("bitsandbytes.nn.modules.Linear8bitLt", _of_linear8bit),
     ("bitsandbytes.nn.modules.Linear4bit", _of_linear4bit),
     ("bitsandbytes.nn.modules.Params4bit", _of_params4bit),
 ):
-    register_quantized_weight(_kind, _finder)
+    register_quantized_weight(_kind, _find)

@@ -12,6 +12,7 @@ forward also after an optimizer's step (``weights.py``).
 
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.quantized import lazy_quantized_linear
 from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
 from liger_losses.patching.lazy.traced import TracedLogits, is_one_graph, traced_linear
 from liger_losses.patching.lazy.warning import allow_materialization
@@ -23,6 +24,7 @@ __all__ = [
     "allow_materialization",
     "is_one_graph",
     "lazy_linear",
+    "lazy_quantized_linear",
     "traced_linear",
     "true_values",
 ]

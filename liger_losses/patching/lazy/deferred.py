@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
 from liger_losses.patching.lazy.gradients import GradientHook
+from liger_losses.patching.lazy.quantized_linear import quantized_linear
 from liger_losses.patching.lazy.shared_linear import shared_linear
 from liger_losses.patching.lazy.weights import HeadWeights, version_of
 
@@ -114,8 +115,11 @@ class DeferredLogits:
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
         with self.under_forward_autocast():
-            tensors, shard = self.current().tensors, self.head.shard
-            logits = F.linear(*tensors) if shard is None else shared_linear(*tensors, shard)
+            tensors, shard, quantized = self.current().tensors, self.head.shard, self.head.quantized
+            if quantized is not None:
+                logits = quantized_linear(*tensors, quantized, self.autocast)
+            else:
+                logits = F.linear(*tensors) if shard is None else shared_linear(*tensors, shard)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
         logits = logits.log_softmax(-1) if self.normalized else logits

@@ -184,7 +184,7 @@ def _is_vector(lazy: LazyLogits, other: Any) -> bool:
     deferred = lazy.deferred
     if not isinstance(other, Tensor) or isinstance(other, LazyLogits) or deferred.normalized or deferred.steps:
         return False
-    if deferred.head.shard is not None:  # the head here has some of the columns
+    if deferred.head.shard is not None or deferred.head.quantized is not None:  # it has some columns, or no weight
         return False
     vector = other.shape[-1:] == lazy.shape[-1:] and other.numel() == lazy.shape[-1] and other.dim() <= lazy.dim()
     return vector and other.device == lazy.device and other.dtype == deferred.head.weight.dtype
@@ -228,11 +228,13 @@ def _subtract(lazy: LazyLogits, other: Any) -> Any:
 
 
 def _products(deferred: DeferredLogits) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Hidden states and weights of the products whose sum the logits are."""
+    """Hidden states and weights of the products whose sum the logits are; a quantized weight has no columns here."""
     hidden_states, parts = deferred.products or (None, ())
     if hidden_states is not deferred.hidden_states:  # an operation on the token dimensions came after the sum
         return (deferred.hidden_states,), (deferred.head.weight,)
-    return parts, deferred.head.weight.split([part.shape[-1] for part in parts], 1)
+    widths, quantized = [part.shape[-1] for part in parts], deferred.head.quantized
+    widths[0] -= 0 if quantized is None else quantized.shape[1]
+    return parts, deferred.head.weight.split(widths, 1)
 
 
 def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
@@ -244,7 +246,7 @@ def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
     one, two = lazy.deferred, other.deferred
     if one.normalized or one.steps or one.autocast != two.autocast or lazy.shape != other.shape:
         return NotImplemented
-    if one.head.shard is not None or two.head.shard is not None:
+    if one.head.shard is not None or two.head.shard is not None or two.head.quantized is not None:
         return NotImplemented
     if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
         return NotImplemented
@@ -252,24 +254,26 @@ def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
     scale = two.head.transform.logit_scale
     for hidden, weight in zip(*_products(two), strict=True):
         mixed = hidden.dtype != hidden_states[0].dtype or weight.dtype != weights[0].dtype
-        if mixed and one.autocast is None:
+        if mixed and one.autocast is None and one.head.quantized is None:
             return NotImplemented
         same = next((i for i, known in enumerate(hidden_states) if known is hidden), None)
-        if same is not None:
+        if same is not None and weights[same].shape == weight.shape:
             weights[same] = weights[same] + (weight * scale if scale != 1 else weight)
         else:
             hidden_states.append(hidden * scale if scale != 1 else hidden)
             weights.append(weight)
     biases = [part.bias * part.transform.logit_scale for part in (one.head, two.head) if part.bias is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
-    hidden, weight = (torch.cat(_as_autocast(parts, one.autocast), -1) for parts in (hidden_states, weights))
+    # A quantized weight takes the dtype of its hidden states, and so do its adapters, which PEFT keeps in fp32.
+    dtype = one.autocast if one.head.quantized is None else one.autocast or hidden_states[0].dtype
+    hidden, weight = (torch.cat(_cast_all(parts, dtype), -1) for parts in (hidden_states, weights))
     sums = replace(one, hidden_states=hidden, head=one.head.with_fields(weight=weight, bias=bias))
     sums = replace(sums, products=(hidden, tuple(hidden_states)))
     return lazy.derive(sums, torch.promote_types(lazy.dtype, other.dtype))
 
 
-def _as_autocast(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """What autocast would make of a product's factors; the same tensors without it."""
+def _cast_all(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """A product's factors in a dtype; with ``None``, as they are."""
     return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 

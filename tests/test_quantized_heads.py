@@ -152,7 +152,7 @@ def test_the_weight_never_exists_as_a_whole(losses):
     quantized, whole = Int8Weight(torch.randn(columns, size)), columns * size * 4
     hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(columns, (tokens,))
     a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
-    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // 4
+    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // (2 if losses == "distillation" else 4)
     teacher = Teacher(hidden.detach(), Head(quantized))
 
     def call():
@@ -166,7 +166,7 @@ def test_the_weight_never_exists_as_a_whole(losses):
 
     peak = peak_bytes(call)
     assert 1 < quantized.most <= columns // 8
-    assert peak < whole * 0.6
+    assert peak < workspace * 1.2 + 2 * b.numel() * 4  # and the adapter's gradient
 
 
 def test_a_type_of_ones_own():

@@ -6,6 +6,7 @@ V vocabulary size, H hidden size. None of the packages is imported before one of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -167,6 +168,11 @@ def _of_linear4bit(layer: Any) -> QuantizedWeight | None:
         return None
     if getattr(layer.weight, "quant_state", None) is None:  # fully_shard has made the weight another one
         layer.weight.quant_state = state
+    if getattr(state, "packing_format_for_cpu", False):
+        # On some CPUs, a forward in evaluation lays the weight out for a product of its own. The next one does so again.
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+        layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu_inverse(layer.weight.data, state)
     return _Blocks4bit(layer.weight)
 
 
@@ -234,10 +240,14 @@ def _packed_rows(layer: Any) -> QuantizedWeight:
 def agrees(layer: nn.Module, found: QuantizedWeight, tolerance: float = 0.02) -> bool:
     """Whether a layer computes the product with some of the rows that were found, the first and the last."""
     size, (vocab_size, hidden_size) = 64, found.shape
+    # The layer's own forward, also where it was patched to return lazy logits.
+    own = getattr(type(layer), "_liger_original", type(layer)).forward
+    forward = vars(layer).get("forward") or partial(own, layer)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, hidden_size, generator=generator).to(found.device, found.dtype)
+    with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
+        logits: Tensor = forward(hidden.requires_grad_()).float()
     with torch.no_grad():
-        logits: Tensor = layer(hidden).float()
         bias = getattr(layer, "bias", None)
         for start in {0, max(vocab_size - size, 0)}:
             stop = min(start + size, vocab_size)

@@ -4,6 +4,11 @@ The student has the teacher's embeddings and a few of its layers, evenly spaced.
 perplexity of held-out text before and after training.
 
     python examples/distill.py
+
+With the teacher in another process, or in an earlier run, its hidden states come from files, and its head once:
+
+    python examples/distill.py --save-teacher runs/teacher
+    python examples/distill.py --teacher runs/teacher
 """
 
 from __future__ import annotations
@@ -19,7 +24,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_dpo import BUNDLED, HERE, prepare_model
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearJSDLoss, Teacher
+from liger_losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearJSDLoss,
+    Teacher,
+    TeacherFiles,
+    TeacherWriter,
+)
 
 
 def shallow_copy_of(teacher, layers):
@@ -42,6 +53,27 @@ def hidden_states(model, rows, device):
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
 
 
+def batches(rows, args):
+    """The rows of each step, and a name for them: later steps repeat earlier ones."""
+    for step in range(args.steps):
+        start = step * args.batch_size % (len(rows) - args.batch_size + 1)
+        yield start, rows[start : start + args.batch_size]
+
+
+@torch.no_grad()
+def save_teacher(teacher, rows, args, device):
+    """Write the teacher's head, and its hidden states of every batch."""
+    writer = TeacherWriter(args.save_teacher, teacher.get_output_embeddings())
+    for name, batch in batches(rows, args):
+        states, _ = hidden_states(teacher, batch, device)
+        writer.write(name, states)
+    head, size = teacher.get_output_embeddings().weight, teacher.config.hidden_size
+    print(
+        f"saved the teacher in {args.save_teacher}: its head, {head.nbytes / 2**20:.0f} MiB, and {2 * size} bytes a "
+        f"token, where logits in fp32 take {4 * len(head)}"
+    )
+
+
 @torch.no_grad()
 def perplexity(model, rows, device):
     """Of all tokens but each row's first."""
@@ -61,6 +93,9 @@ def main():
     parser.add_argument("--beta", type=float, default=0.5)
     parser.add_argument("--hard", type=float, default=0.2, help="weight of cross-entropy; the divergence has the rest")
     parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--save-teacher", metavar="DIR", help="write the teacher's hidden states and head, and stop")
+    parser.add_argument("--teacher", metavar="DIR", help="take the teacher from these files, also while it is written")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for each of the teacher's files")
     parser.add_argument("--output", default="runs/distill")
     args = parser.parse_args()
     if args.layers < 2:
@@ -79,24 +114,28 @@ def main():
     rows, held_out = rows[:-16], rows[-16:]
     if args.batch_size > len(rows):
         raise SystemExit(f"--batch-size: there are {len(rows)} texts to train on.")
+    if args.save_teacher:
+        save_teacher(teacher, rows, args, device)
+        return
     print(f"teacher's perplexity of held-out text {perplexity(teacher, held_out, device):.1f}")
     before = perplexity(student, held_out, device)
     student.train()
+    files = None
+    if args.teacher:
+        del teacher
+        files = TeacherFiles(args.teacher, device=device, dtype=torch.float32, timeout=args.timeout)
 
     loss_function = LigerFusedLinearJSDLoss(args.hard, 1 - args.hard, args.beta, shift=True)
     optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate)
-    for step in range(args.steps):
-        start = step * args.batch_size % (len(rows) - args.batch_size + 1)
-        batch = rows[start : start + args.batch_size]
-        with torch.no_grad():
-            states, _ = hidden_states(teacher, batch, device)
+    for step, (name, batch) in enumerate(batches(rows, args)):
+        if files is not None:
+            source = files.teacher(name)
+        else:
+            with torch.no_grad():
+                states, _ = hidden_states(teacher, batch, device)
+            source = Teacher(states, teacher.get_output_embeddings())
         hidden, labels = hidden_states(student, batch, device)
-        loss, metrics = loss_function(
-            student.get_output_embeddings().weight,
-            hidden,
-            labels,
-            Teacher(states, teacher.get_output_embeddings().weight),
-        )
+        loss, metrics = loss_function(student.get_output_embeddings().weight, hidden, labels, source)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

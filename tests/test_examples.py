@@ -257,6 +257,18 @@ def test_the_examples_run(dpo, saved_model, name, arguments, expected):
     assert "nan" not in done.stdout
 
 
+def test_distillation_from_files(dpo, saved_model, tmp_path):
+    """The teacher of an earlier process: the losses are those of the teacher beside the student, but for bf16."""
+    common = ["--model", saved_model / "model", "--output", saved_model / "out", "--steps", "2", "--batch-size", "4"]
+    common += ["--dataset", saved_model / "pairs.jsonl", "--layers", "2"]
+    done = [run("distill", *common, *more) for more in ([], ["--save-teacher", tmp_path], ["--teacher", tmp_path])]
+    assert all(one.returncode == 0 for one in done), [one.stderr[-1000:] for one in done]
+    assert "bytes a token" in done[1].stdout
+    beside, files = ([line.split()[3] for line in one.stdout.splitlines() if "step" in line] for one in done[::2])
+    assert len(files) == 2
+    assert [float(loss) for loss in files] == pytest.approx([float(loss) for loss in beside], abs=2e-3)
+
+
 def torchrun(name, *arguments, **variables):
     """What two CPU processes of an example print."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -12,6 +12,7 @@ from liger_losses.chunked.engine.ops import (
 from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.support import TokenSupport
+from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.chunked.engine.tokens import Tokens
 
@@ -21,8 +22,10 @@ __all__ = [
     "QuantizedWeight",
     "Statistics",
     "Teacher",
+    "TeacherFiles",
     "TeacherLogits",
     "TeacherTopK",
+    "TeacherWriter",
     "TokenSupport",
     "Tokens",
     "linear_divergence",

@@ -31,9 +31,7 @@ class LowRank:
     dropout: float = 0.0
 
 
-def side_by_side(
-    hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]
-) -> tuple[Tensor, Tensor]:
+def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
     """Hidden states and weight of one product that has the adapters': ``[h, scale dropout(h) A^T]`` and ``[W, B]``."""
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]

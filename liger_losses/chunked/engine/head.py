@@ -49,9 +49,10 @@ class Head:
         adapters: LoRA, whose products are added.
 
     Raises:
-        TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this rank is no member.
+        TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this
+            rank is no member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
-            with other placements, or beside ``group``.
+            with other placements, or beside ``group``; a quantized weight beside ``group``.
         RuntimeError: another rank of the group has raised.
     """
 
@@ -207,8 +208,8 @@ def _say_what_to_pass(module: nn.Module) -> str:
             "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
         )
     return (
-        f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or tell how "
-        "its rows are dequantized (liger_losses.register_quantized_weight)."
+        f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "
+        "tell how its rows are dequantized (liger_losses.register_quantized_weight)."
     )
 
 

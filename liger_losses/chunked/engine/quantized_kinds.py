@@ -34,7 +34,9 @@ def register_quantized_weight(kind: type | str, finder: Finder) -> None:
         TypeError: arguments of other types.
     """
     if not isinstance(kind, (type, str)) or not callable(finder):
-        raise TypeError(f"register_quantized_weight takes a type (or its name) and a function, got {kind!r}, {finder!r}.")
+        raise TypeError(
+            f"register_quantized_weight takes a type (or its name) and a function, got {kind!r}, {finder!r}."
+        )
     _FINDERS[kind] = finder
 
 
@@ -169,7 +171,7 @@ def _of_linear4bit(layer: Any) -> QuantizedWeight | None:
     if getattr(layer.weight, "quant_state", None) is None:  # fully_shard has made the weight another one
         layer.weight.quant_state = state
     if getattr(state, "packing_format_for_cpu", False):
-        # On some CPUs, a forward in evaluation lays the weight out for a product of its own. The next one does so again.
+        # On some CPUs, a forward in evaluation lays the weight out in another order; the next one does so again.
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
         layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu_inverse(layer.weight.data, state)
@@ -221,7 +223,7 @@ def _packed_rows(layer: Any) -> QuantizedWeight:
     with what the layer computes, once.
     """
     name = type(layer).__name__
-    bits = getattr(layer, "bits", None)
+    bits = getattr(layer, "bits", 0)
     groups, columns = layer.scales.shape if layer.scales.dim() == 2 else (0, 0)
     fits = bits in (2, 4, 8) and layer.qweight.dtype == layer.qzeros.dtype == torch.int32 and groups > 0
     if not fits or layer.qweight.shape[-1] != columns or layer.qzeros.shape != (groups, columns * bits // 32):

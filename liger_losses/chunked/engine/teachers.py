@@ -47,7 +47,7 @@ class Teacher:
         try:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
             if head.adapters:
-                raise TypeError("it has adapters; merge them, or disable them if the teacher is the model without them.")
+                raise TypeError("it has adapters; merge them, or disable them for a teacher without them.")
             return head
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None

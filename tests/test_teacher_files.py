@@ -1,0 +1,102 @@
+"""A teacher from files: exactly the teacher beside the student, in the dtype that was written."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from liger_losses import Head, LigerFusedLinearJSDLoss, LogitTransform, Teacher, TeacherFiles, TeacherWriter
+from tests.quantized_layers import Int8Weight
+from tests.reference import problem
+
+T, H, WIDE, V = 20, 24, 40, 61
+
+
+def models(dtype=torch.float32):
+    hidden, weight, labels, _ = problem(T, H, V, dtype=dtype)
+    states, teacher_weight, _, bias = problem(T, WIDE, V, dtype=dtype, bias=True, seed=3)
+    head = Head(teacher_weight, bias, LogitTransform(1.0, 1.3, 4.0))
+    return hidden, weight, labels, states.detach(), head
+
+
+def loss_and_gradients(hidden, weight, labels, teacher):
+    loss, _ = LigerFusedLinearJSDLoss(0.3, 0.7)(weight, hidden, labels, teacher)
+    return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_is_what_was_written(dtype, tmp_path):
+    hidden, weight, labels, states, head = models(dtype)
+    writer = TeacherWriter(tmp_path / "teacher", head, dtype=dtype)
+    writer.write(0, states * 2)
+    writer.write("b", states.view(4, 5, WIDE)[:, 1:])  # a view
+    writer.write(0, states)  # replaces the first
+    files = TeacherFiles(tmp_path / "teacher")
+    assert files.names() == ["0", "b"]
+    assert torch.equal(files.teacher("b").hidden_states, states.view(4, 5, WIDE)[:, 1:])
+    assert (tmp_path / "teacher" / "batch-b.pt").stat().st_size < states[:16].nbytes + 4096
+    found = loss_and_gradients(hidden, weight, labels, files.teacher(0))
+    expected = loss_and_gradients(hidden, weight, labels, Teacher(states, head))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not [path for path in (tmp_path / "teacher").iterdir() if path.name.startswith(".")]
+
+
+def test_half_precision_and_casts(tmp_path):
+    *_, states, head = models()
+    TeacherWriter(tmp_path, head).write(0, states)
+    assert TeacherFiles(tmp_path).teacher(0).hidden_states.dtype == torch.bfloat16
+    teacher = TeacherFiles(tmp_path, dtype=torch.float64).teacher(0, remove=True)
+    assert teacher.head.weight.dtype == teacher.hidden_states.dtype == torch.float64
+    assert torch.equal(teacher.hidden_states, states.bfloat16().double())
+    assert TeacherFiles(tmp_path).names() == []
+    with pytest.raises(FileNotFoundError, match=r"no batch .*batch-0.pt after 0 s.*TeacherWriter"):
+        TeacherFiles(tmp_path).teacher(0)
+
+
+def test_a_reader_waits_for_the_writer(tmp_path):
+    *_, states, head = models()
+
+    def write():
+        time.sleep(0.05)
+        writer = TeacherWriter(tmp_path / "later", head, dtype=torch.float32)
+        time.sleep(0.05)
+        writer.write(7, states)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    files = TeacherFiles(tmp_path / "later", timeout=20)
+    assert torch.equal(files.teacher(7).hidden_states, states)
+    thread.join()
+
+
+@pytest.mark.slow
+def test_another_process(tmp_path):
+    program = (
+        "import torch; from liger_losses import TeacherWriter;"
+        f"writer = TeacherWriter({str(tmp_path)!r}, torch.ones({V}, {WIDE}));"
+        f"[writer.write(i, torch.full(({T}, {WIDE}), float(i))) for i in range(3)]"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    files = TeacherFiles(tmp_path, timeout=60)
+    for i in range(3):
+        assert torch.equal(files.teacher(i).hidden_states, torch.full((T, WIDE), float(i), dtype=torch.bfloat16))
+    assert process.wait() == 0
+
+
+def test_what_is_refused(tmp_path):
+    *_, states, head = models()
+    writer = TeacherWriter(tmp_path, head)
+    with pytest.raises(ValueError, match=r"\[..., 40\] to fit the head, got \(20, 30\)"):
+        writer.write(0, states[:, :30])
+    with pytest.raises(TypeError, match="floating point"):
+        writer.write(0, states.long())
+    for name in ("../other", ""):
+        with pytest.raises(ValueError, match="the name of a batch has letters"):
+            writer.write(name, states)
+    with pytest.raises(TypeError, match="one floating-point weight"):
+        TeacherWriter(tmp_path / "other", Int8Weight(torch.randn(V, WIDE)))
+    with pytest.raises(FileNotFoundError, match="no head"):
+        TeacherFiles(tmp_path / "nothing")

@@ -257,6 +257,7 @@ def test_the_examples_run(dpo, saved_model, name, arguments, expected):
     assert "nan" not in done.stdout
 
 
+@pytest.mark.slow
 def test_distillation_from_files(dpo, saved_model, tmp_path):
     """The teacher of an earlier process: the losses are those of the teacher beside the student, but for bf16."""
     common = ["--model", saved_model / "model", "--output", saved_model / "out", "--steps", "2", "--batch-size", "4"]

@@ -131,11 +131,16 @@ def _path(folder: Path, name: str | int) -> Path:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    # Contiguous copies: a view would take its whole storage along.
-    tensors = {n: v.cpu().contiguous().clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    tensors = {n: _alone(v.cpu()) if isinstance(v, Tensor) else v for n, v in values.items()}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(tensors, unfinished)
     os.replace(unfinished, path)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A contiguous tensor without the rest of its storage, which would be written with it."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.contiguous().clone()
 
 
 def _read(path: Path) -> Any:

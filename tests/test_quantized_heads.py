@@ -143,7 +143,7 @@ def test_preferences_and_distillation():
     assert found.divergence.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("losses", ["cross-entropy", "log-probabilities", "distillation"])
+@pytest.mark.parametrize("losses", ["cross-entropy", "log-probabilities", "distillation", "teacher"])
 def test_the_weight_never_exists_as_a_whole(losses):
     """All that a call allocates is less than the weight in floating point."""
     size, columns, tokens = 64, 20_000, 24
@@ -151,14 +151,17 @@ def test_the_weight_never_exists_as_a_whole(losses):
     quantized, whole = Int8Weight(torch.randn(columns, size)), columns * size * 4
     hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(columns, (tokens,))
     a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
-    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // (2 if losses == "distillation" else 4)
+    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // (4 if "-" in losses else 2)
     teacher = Teacher(hidden.detach(), Head(quantized))
+    narrow = torch.randn(columns, 2)  # a small student's
 
     def call():
         if losses == "cross-entropy":
             loss = LigerFusedLinearCrossEntropyLoss(workspace=workspace)(head, hidden, labels)
-        elif losses == "distillation":
-            loss, _ = LigerFusedLinearJSDLoss(workspace=workspace)(head, hidden, labels, teacher)
+        elif losses in ("distillation", "teacher"):
+            student = head if losses == "distillation" else narrow
+            states = hidden if losses == "distillation" else hidden[:, :2]
+            loss, _ = LigerFusedLinearJSDLoss(workspace=workspace)(student, states, labels, teacher)
         else:
             loss = linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum()
         loss.backward()
@@ -267,3 +270,22 @@ def test_peft_on_a_quantized_layer(name):
         assert relative_error(ours, theirs) < 2e-6
     with model.disable_adapter():
         assert not Head.of(layer).adapters
+
+
+def test_dropout_before_an_adapter():
+    """Drawn as PEFT's layer draws it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False)
+    layer = peft.get_peft_model(nn.Sequential(linear()), config).base_model.model[0].train()
+    hidden, _, labels, _ = problem(30, H, V)
+    for training in (True, False):
+        layer.train(training)
+        results = []
+        for function in (
+            lambda: F.cross_entropy(layer(hidden), labels),
+            lambda: LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels),
+        ):
+            torch.manual_seed(0)
+            loss = function()
+            results.append((loss, *torch.autograd.grad(loss, hidden)))
+        assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))

@@ -88,7 +88,8 @@ def test_a_quantized_head_is_lazy(kind):
     assert torch.equal(model.eval().generate(IDS[:1], **options), generated)
 
 
-def test_the_values_of_lazy_logits_are_differentiable():
+def test_the_values_of_lazy_logits_are_differentiable(monkeypatch):
+    monkeypatch.setattr("liger_losses.patching.lazy.quantized_linear._ROWS_BYTES", 50 * 8 * H)
     model = quantize(tiny(), "packed 4 bit", inner=False).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     upstream = torch.randn(2, 12, V)
@@ -136,6 +137,18 @@ def test_lora_on_a_quantized_head(kind, cast):
         found = loss_and_gradients(model)
     assert_same(found, expected, bound)
     unpatch(model)
+
+
+def test_two_adapters():
+    peft = pytest.importorskip("peft")
+    model = qlora("torchao int8", torch.float32)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    expected = loss_and_gradients(model)
+    patch(model, norms=False, mlps=False, rope=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*needs the values")
+        assert_same(loss_and_gradients(model), expected, 1e-5)
 
 
 def test_adapters_in_fp32_without_autocast():

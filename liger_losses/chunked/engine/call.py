@@ -350,11 +350,12 @@ def _make_call(
     exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
     temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
     teacher_hidden_bytes, fused_divergence = 0, False
-    quantized = head.quantized is not None
+    dequantized = 0 if head.quantized is None else head.hidden_size
     if query.comparison is not None:
         temporaries, teacher = TEMPORARIES if backend == "torch" else 0, query.comparison.teacher
         teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
-        quantized = quantized or (isinstance(teacher, Teacher) and teacher.head.quantized is not None)
+        if isinstance(teacher, Teacher) and (dequantized or teacher.head.quantized is not None):
+            dequantized = head.hidden_size + teacher.head.hidden_size
         if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
             # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
             fused_divergence = can_fuse(teacher.head, operand, backend)
@@ -366,7 +367,7 @@ def _make_call(
         # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
         vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
         operand_dtype=operand,
-        weight_dtype=None if quantized else head.weight.dtype,
+        weight_dtype=head.weight.dtype,
         device=head.weight.device,
         temporaries=temporaries,
         gathers=_gathers(hidden, tokens, operand),
@@ -378,6 +379,7 @@ def _make_call(
         device_memory=memory,
         teacher_hidden_bytes=teacher_hidden_bytes,
         fused_divergence=fused_divergence,
+        dequantized_columns=dequantized,
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)

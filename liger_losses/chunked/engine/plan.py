@@ -59,7 +59,7 @@ class Workload:
     hidden_size: int
     vocab_size: int
     operand_dtype: torch.dtype  # of the products' operands
-    weight_dtype: torch.dtype | None  # of the weight, whose rows are cast where it differs; None: are dequantized
+    weight_dtype: torch.dtype  # of the weight, whose rows are cast where it differs
     device: torch.device
     temporaries: int = 4  # of one row, that the elementwise work needs; 0 for fused kernels
     gathers: bool = True  # whether hidden states are copied before they are multiplied, and their gradients scattered
@@ -71,6 +71,7 @@ class Workload:
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
+    dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -225,9 +226,10 @@ def _budget(work: Workload, workspace: int | None) -> _Budget:
     numbers = 32 if work.fused or work.fused_divergence else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
-    casts = work.operand_dtype != work.weight_dtype
-    wide = item * (2 if work.weight_dtype is None else 1)  # dequantizing takes fp32 temporaries
-    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + wide)
+    casts = work.operand_dtype != work.weight_dtype or work.dequantized_columns > 0
+    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
+    if work.dequantized_columns:  # which takes temporaries
+        cast_bytes = work.dequantized_columns * (work.operand_dtype.itemsize + 2 * item)
     least_scratch = work.temporaries * padded(work.vocab_size) * item
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes
     if bound is not None and bound < least:

@@ -289,3 +289,11 @@ def test_dropout_before_an_adapter():
             loss = function()
             results.append((loss, *torch.autograd.grad(loss, hidden)))
         assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested"])
+def test_a_compiled_function_ends_its_graph(name):
+    layer, loss_function = LAYERS[name](linear()), LigerFusedLinearCrossEntropyLoss()
+    hidden, _, labels, _ = problem(20, H, V)
+    compiled = torch.compile(lambda hidden: loss_function(layer, hidden * 2, labels), backend="eager")
+    assert torch.equal(compiled(hidden), loss_function(layer, hidden * 2, labels))

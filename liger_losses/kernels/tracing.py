@@ -70,7 +70,7 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     """
     if isinstance(value, Tensor):
         # Of a DTensor, an operator's gradients would not know the placements; quantized tensors have no operators.
-        if hasattr(value, "full_tensor") or hasattr(value, "__tensor_flatten__") or hasattr(value, "quant_state"):
+        if hasattr(value, "full_tensor") or hasattr(type(value), "__tensor_flatten__") or hasattr(value, "quant_state"):
             return None
         tensors.append(value)
         return "('tensor',)"

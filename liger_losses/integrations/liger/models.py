@@ -32,8 +32,8 @@ def apply_liger_kernel(
         fused_linear_cross_entropy: make the output embedding return lazy logits.
         rms_norm: replace normalizations; ``layer_norm`` is another word for it.
         swiglu: replace gated MLPs; ``geglu`` is another word for it.
-        model_type: without a model, the ``config.model_type`` of those to patch (or the type of
-            their text models); all by default.
+        model_type: without a model, the ``config.model_type`` of those to patch (or the
+            beginning of it: liger-kernel patches ``glm`` by ``glm4``); all by default.
         others: liger-kernel's further options, which have no effect.
 
     Returns:
@@ -49,8 +49,9 @@ def apply_liger_kernel(
         return patch(model, **options)
 
     def options_of(loaded: nn.Module) -> dict[str, Any] | None:
-        found = getattr(getattr(loaded, "config", None), "model_type", None)
-        return options if model_type is None or found in (model_type, f"{model_type}_text") else None
+        found = str(getattr(getattr(loaded, "config", None), "model_type", None))
+        fits = model_type is None or found.startswith(model_type) or model_type.startswith(found)
+        return options if fits else None
 
     patch_loaded_models(options_of)
     return None

@@ -249,6 +249,21 @@ def test_models_that_are_loaded_later(tmp_path):
     assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path), "liger_report")
 
 
+def test_a_model_within_a_model_is_patched_with_it():
+    config = llama().config
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    class WithDraft(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.draft = AutoModelForCausalLM.from_config(type(config)(**config.to_dict()))
+
+    seen = []
+    with loading.patched_loading(lambda model: seen.append(type(model).__name__)):
+        WithDraft._from_config(config)
+    assert seen == ["WithDraft"]
+
+
 def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "helper.py").write_text("from transformers import AutoModelForCausalLM as auto\n")

@@ -1,20 +1,47 @@
 """Give this library's classes to trainers that build losses of ``liger_kernel.chunked_loss``.
 
 TRL up to 1.12 builds them with ``use_liger_kernel=True``. This library's classes have the same names, constructor
-keywords, calls and metrics, so one call is all there is to add; docs/integrations.md says what else it answers.
+keywords, calls and metrics, so only the import changes: call :func:`use_instead_of_liger` before you import a trainer.
 
     python examples/trl_liger_compat.py
 """
 
 from __future__ import annotations
 
+import sys
+import types
+
 import torch
 
-import liger_losses.integrations.liger
+import liger_losses
+
+
+def use_instead_of_liger():
+    """Let ``from liger_kernel.chunked_loss import LigerFusedLinear...`` give this library's classes.
+
+    The rest of liger-kernel stays as it is, and need not be installed for this.
+
+    Returns:
+        The module that stands in for ``liger_kernel.chunked_loss``.
+
+    Raises:
+        RuntimeError: ``liger_kernel.chunked_loss`` has been imported before, so that its classes may be in use already.
+    """
+    name = "liger_kernel.chunked_loss"
+    if name in sys.modules:
+        raise RuntimeError(
+            f"{name} has been imported already: call use_instead_of_liger() before any trainer's import."
+        )
+    module = types.ModuleType(name)
+    for class_name in liger_losses.__all__:
+        if class_name.startswith("LigerFusedLinear"):
+            setattr(module, class_name, getattr(liger_losses, class_name))
+    sys.modules[name] = module
+    return module
 
 
 def main():
-    liger_losses.integrations.liger.install()
+    use_instead_of_liger()
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss  # as in trl/trainer/dpo_trainer.py
 
     torch.manual_seed(0)

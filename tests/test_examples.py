@@ -45,6 +45,13 @@ def test_classes_in_place_of_ligers():
     assert "liger_losses.chunked.losses.dpo: loss " in done.stdout
 
 
+def test_classes_in_place_of_ligers_come_too_late(monkeypatch):
+    module = load("trl_liger_compat")
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", module)
+    with pytest.raises(RuntimeError, match="has been imported already"):
+        module.use_instead_of_liger()
+
+
 def test_the_shipped_pairs_are_well_formed():
     rows = [json.loads(line) for line in (EXAMPLES / "data" / "preferences.jsonl").read_text().splitlines()]
     assert len(rows) >= 200

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import types
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -48,6 +49,8 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine.shard import merge, merge_logps
+from liger_losses.integrations.megatron import OutputOptions, output_processor
+from liger_losses.integrations.verl import linear_cross_entropy
 from tests.reference import NAMES, plain_statistics, relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
@@ -612,7 +615,38 @@ def all_kernels(parts):
     half_precision(parts, KERNELS, VARIANTS)
 
 
-CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices)
+def partial_gradients(parts):
+    """What verl and Megatron sum themselves: each rank's part of the hidden states' gradients."""
+    d = batch()
+    hidden, labels = d["h"].detach().requires_grad_(), d["y"].clamp(min=0)
+    expected = linear_statistics(hidden, d["weight"], labels, ("logp", "entropy"), transform=LogitTransform(0.7))
+    upstream = torch.arange(1.0, 1 + labels.numel()).cos().view_as(labels).to(hidden)
+    (whole,) = torch.autograd.grad([expected.logp, expected.entropy], hidden, [upstream, -upstream])
+    for name, part in parts.items():
+        rows = d["weight"][part.rows].detach().requires_grad_()
+        group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
+        whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
+        context = OutputOptions(0.7, entropy=True)
+        with raising(name):
+            found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
+            (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
+            torch.testing.assert_close(
+                torch.stack(found), torch.stack([v.flatten() for v in expected if v is not None])
+            )
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, whole)
+            layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
+            shared_head = {"output_layer": layer, "output_weight": None}
+            for arguments in (whole_head, shared_head):
+                logps, entropy = output_processor(
+                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **arguments
+                )
+                torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
+                (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
+                torch.testing.assert_close(own, whole)
+
+
+CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices, partial_gradients)
 
 
 def work(rank, rendezvous, checks):

@@ -235,7 +235,7 @@ class OpenCall:
             self.owned = (self.labels >= columns.start) & (self.labels < columns.stop)
             self.labels = torch.where(self.owned, self.labels - columns.start, 0)
             class_weight = None if class_weight is None else class_weight[columns]
-            self.sums_over = call.shard if call.shard.mesh is None else None
+            self.sums_over = None if call.shard.partial_gradients else call.shard
         self.call, self.hidden_states = call, hidden_states
         self.weight = weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()

@@ -6,7 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ class Head:
         for name in Head.__match_args__:
             object.__setattr__(made, name, changes.get(name, getattr(self, name)))
         return made
+
+    def with_partial_gradients(self) -> Head:
+        """This head, of which each rank gets its own columns' part of the hidden states' gradients.
+
+        For what sums them itself on the way back, such as Megatron's gather of a sharded sequence, whose backward is a
+        reduce-scatter. Without a group, it is the head itself.
+        """
+        return self if self.shard is None else self.with_fields(shard=replace(self.shard, partial_gradients=True))
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""

@@ -45,14 +45,16 @@ class VocabularyShard:
         group: the process group.
         rank: this rank's number in it.
         sizes: rows of each rank.
-        mesh: of a weight that is a DTensor. The gradients of the hidden states, of which each rank computes its
-            columns' part, are then ``Partial``: DTensor sums them. Without it, they are summed over the group.
+        mesh: of a weight that is a DTensor.
+        partial_gradients: each rank gets its columns' part of the hidden states' gradients, which somebody else sums
+            (DTensor, where there is a mesh). Otherwise they are summed over the group.
     """
 
     group: dist.ProcessGroup
     rank: int
     sizes: tuple[int, ...]
     mesh: DeviceMesh | None = None
+    partial_gradients: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -324,7 +326,7 @@ def share_mesh(weight: Any) -> VocabularyShard:
     mesh, size = weight.device_mesh, weight.shape[0]
     most = -(-size // mesh.size())
     sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
-    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh)
+    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh, partial_gradients=True)
     rows = len(weight.to_local())
     if 0 in sizes or rows != sizes[shard.rank]:
         raise ValueError(

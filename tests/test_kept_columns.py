@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses import Head, LigerFusedLinearGRPOLoss, LogitTransform, TokenSupport, functional, linear_logps
-from liger_losses.kernels import support_logps
+from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
@@ -98,8 +98,8 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
 def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(support_logps, "_PART", 4)  # long sums are taken in parts
-    monkeypatch.setattr(support_logps, "_GATHERED_BYTES", 3000)  # several slices
+    monkeypatch.setattr(row_sums, "_PART", 4)  # long sums are taken in parts
+    monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)  # several slices
     hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
     ids = kept(labels, 29, 7, uncut=(4, 19))
     support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
@@ -132,7 +132,7 @@ def test_the_whole_vocabulary(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
-    monkeypatch.setattr(support_logps, "_PART", 4)
+    monkeypatch.setattr(row_sums, "_PART", 4)
     hidden, weight, labels, _ = problem(20, 20, 9, dtype=torch.bfloat16, masked=0.0)
     support, runs = TokenSupport(kept(labels, 9, 5)), []
     for _ in range(2):
@@ -198,7 +198,7 @@ def test_memory_is_that_of_the_pairs():
         found[:] = gradients(linear_logps(hidden, weight, labels, support=support).sum(), (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support_logps, "_GATHERED_BYTES", 2**17)
+        patch.setattr(row_sums, "GATHERED_BYTES", 2**17)
         assert peak_bytes(call) < weight.numel() * 4 + 4 * size + 2**21  # all rows would be 16 x size, logits 7 MB
     assert len(found) == 2
 

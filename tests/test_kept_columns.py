@@ -1,11 +1,23 @@
 """Log-probabilities over kept columns, against the plain computation with all other logits at minus infinity."""
 
+import itertools
+
 import pytest
 import torch
 
-from liger_losses import Head, LigerFusedLinearGRPOLoss, LogitTransform, TokenSupport, functional, linear_logps
-from liger_losses.kernels import row_sums
+from liger_losses import (
+    Head,
+    LigerFusedLinearGRPOLoss,
+    LogitTransform,
+    TokenSupport,
+    functional,
+    linear_logps,
+    workspace,
+)
+from liger_losses.chunked.engine import support as engine_support
+from liger_losses.kernels import row_sums, support_logps
 from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels.support_columns import KeptIds, find_columns
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
 BACKENDS = [
@@ -14,6 +26,17 @@ BACKENDS = [
 ]
 NAMES = ("logp", "entropy", "lse")
 TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
+
+
+@pytest.fixture(autouse=True)
+def rows_are_read(monkeypatch):
+    """Vocabularies of tests are so small that products would be taken."""
+    choose_above(monkeypatch, 1)
+
+
+def choose_above(monkeypatch, cost):
+    """Tokens with more than V / ``cost`` columns are scored by products."""
+    monkeypatch.setattr(engine_support, "_COST", {"half": (cost, cost), "other": (cost, cost)})
 
 
 def kept(labels, vocab_size, k, *, seed=0, uncut=(), cuts=0.4):
@@ -104,6 +127,96 @@ def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     ids = kept(labels, 29, 7, uncut=(4, 19))
     support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
     compare((hidden, weight, bias), labels, ids, support, backend)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float64", "torch"), ("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "triton")]
+)
+@pytest.mark.parametrize("form", ["padded", "ragged"])
+def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    hidden, weight, labels, bias = problem(0, 12, 300, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 300, 12, uncut=(4, 19))
+    ids[1, :5, 3:] = torch.where(ids[1, :5, 3:] == labels[1, :5, None], ids[1, :5, 3:], -1)
+    support = TokenSupport(ids) if form == "padded" else ragged(ids)
+    seen = []
+    for function in ("project_by_products", "gradients_by_products"):
+        original = getattr(support_logps, function)
+        monkeypatch.setattr(
+            support_logps, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
+        )
+    for cost, products in ((50, 2), (300, 2), (25, 0)):  # some tokens; all that have more than one; none
+        choose_above(monkeypatch, cost)
+        seen.clear()
+        with workspace(30_000):  # several blocks of the vocabulary
+            compare((hidden, weight, bias), labels, ids, support, backend)
+        assert len(seen) == products
+    choose_above(monkeypatch, 300)
+    twice = torch.cat([ids, ids[..., :1]], -1)
+    with pytest.raises(ValueError, match="twice: token .* has .* more than once"):
+        linear_logps(hidden, weight, labels, support=TokenSupport(twice), bias=bias, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("uncut", [(), (2,)])
+def test_sparse_gradients(backend, uncut):
+    hidden, weight, labels, bias = problem(12, 5, 40, masked=0.2, bias=True)
+    ids = kept(labels, 40, 4, uncut=uncut)
+    labels[2] = 3
+    ids[2] = torch.tensor([3, -1, -1, -1]) if not uncut else -1
+
+    def call(**options):
+        return linear_logps(hidden, weight, labels, support=TokenSupport(ids, **options), bias=bias, backend=backend)
+
+    dense = gradients(call().square().sum(), (hidden, weight, bias))
+    found = gradients(call(sparse_grad=True).square().sum(), (hidden, weight, bias))
+    assert found[1].is_sparse == (not uncut)
+    if not uncut:
+        assert found[1].is_coalesced()
+        touched = ids[(labels != -100)[:, None] & (ids >= 0)].unique()
+        assert torch.equal(found[1].indices()[0], touched)
+    for a, b in zip(found, dense, strict=True):
+        assert torch.equal(a.to_dense(), b)
+    with pytest.raises(RuntimeError, match="no compiled function returns sparse gradients"):
+        torch.compile(lambda: call(sparse_grad=True), backend="eager", fullgraph=True)()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_the_kernel_finds_the_same_columns_as_the_reference():
+    g = torch.Generator().manual_seed(0)
+    for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 1))):
+        count, width, size = 13, (3, 40)[case % 2], 50
+        labels = torch.randint(-1, size + 1, (count,), generator=g)
+        labels[torch.rand(count, generator=g) < 0.3] = -100
+        labels[5], labels[count - shift :] = size, -100
+        ids = torch.randint(-1, size, (count, width), generator=g)
+        ids[3, 0], ids[4] = size, -1
+        offsets = None
+        if form == "ragged":
+            lengths = torch.randint(0, width, (count,), generator=g)
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            ids = ids.flatten()[: int(offsets[-1])].int()
+        for first, last, fewest, most in ((0, size, 0, 2**31 - 1), (7, 30, 0, width // 2), (0, size, width // 2, 99)):
+            given = KeptIds(ids, offsets, labels, -100, size, first, last, shift, add_label, fewest, most)
+            (a, a_facts), (b, b_facts) = find_columns(given), find_columns(given, backend="triton")
+            assert torch.equal(a.columns, b.columns)
+            assert torch.equal(a.labels, b.labels)
+            assert (a.width, a.vocab_size) == (b.width, b.vocab_size)
+            # How many pairs are the same may differ, whether there are any may not.
+            assert torch.equal(a_facts[:5], b_facts[:5])
+            assert torch.equal(a_facts > 0, b_facts > 0)
+            assert a_facts[6].any()
+            if offsets is not None:
+                counts = a.columns >= 0
+                assert torch.equal(a.starts, b.starts)
+                assert torch.equal(a.owners[counts], b.owners[counts])
+        if offsets is not None:
+            for place, value in ((3, -1), (0, 1), (-1, 10**6)):
+                wrong = offsets.clone()
+                wrong[place] = value
+                for backend in ("torch", "triton"):
+                    assert find_columns(given._replace(offsets=wrong), backend=backend)[1][7].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -233,9 +346,8 @@ def test_errors_say_what_to_do():
         TokenSupport(ids.float())
     with pytest.raises(TypeError, match="must be a TokenSupport"):
         call(ids)
-    shared = Head(weight).with_fields(shard=object())
-    with pytest.raises(ValueError, match="takes a head that is whole"):
-        linear_logps(hidden, shared, labels, support=TokenSupport(ids))
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 20\).*found the label 20"):
+        linear_logps(hidden, weight, labels.masked_fill(labels == labels[0], 20), support=TokenSupport(ids))
     with pytest.raises(ValueError, match="leave compact at True"):
         call(TokenSupport(ids), compact=False)
 

@@ -33,7 +33,7 @@ class RowSums(NamedTuple):
         starts: ``[S + 1]`` int64; ``None`` where sum s has the terms ``s width`` to ``(s + 1) width``.
         sums: ``[P]`` int32, the number of the sum that a term is part of, S or more for none; ``None`` with ``width``.
         width: how many terms each sum has, or ``None``.
-        count: S.
+        number: S.
         longest: the most terms of a sum, or a bound.
     """
 
@@ -41,7 +41,7 @@ class RowSums(NamedTuple):
     starts: Tensor | None
     sums: Tensor | None
     width: int | None
-    count: int
+    number: int
     longest: int
 
     @property
@@ -50,7 +50,7 @@ class RowSums(NamedTuple):
         if self.starts is not None:
             return self.starts
         assert self.width is not None
-        return torch.arange(self.count + 1, device=self.rows.device) * self.width
+        return torch.arange(self.number + 1, device=self.rows.device) * self.width
 
 
 def sum_rows(values: Tensor, sums: RowSums, matrix: Tensor, dtype: torch.dtype, *, backend: str = "torch") -> Tensor:
@@ -74,9 +74,9 @@ def sum_values(values: Tensor, sums: RowSums, dtype: torch.dtype, *, backend: st
     if backend == "torch":
         ordered, starts = values[: int(sums.edges[-1])], sums.edges
         return torch.segment_reduce(ordered, "sum", offsets=starts).to(dtype)
-    out = torch.empty(sums.count, dtype=dtype, device=values.device)
-    if sums.count:
-        _sum_values_kernel[(sums.count,)](out, values, sums.edges, BLOCK=256, num_warps=1)
+    out = torch.empty(sums.number, dtype=dtype, device=values.device)
+    if sums.number:
+        _sum_values_kernel[(sums.number,)](out, values, sums.edges, BLOCK=256, num_warps=1)
     return out
 
 
@@ -90,8 +90,8 @@ def slices(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
 def _sum_rows_torch(values: Tensor, sums: RowSums, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     edges, size = sums.edges, matrix.shape[1]
     starts, lengths = edges.tolist(), edges.diff()
-    out = torch.empty(sums.count, size, dtype=dtype, device=values.device)
-    for some in slices(sums.count, size, values.dtype):
+    out = torch.empty(sums.number, size, dtype=dtype, device=values.device)
+    for some in slices(sums.number, size, values.dtype):
         first, last = starts[some.start], starts[some.stop]
         which = torch.arange(len(lengths[some]), device=values.device).repeat_interleave(lengths[some])
         total = values.new_zeros(len(lengths[some]), size)
@@ -111,8 +111,8 @@ def step_of(step: tuple[int, int, int], columns: int) -> dict[str, int]:
 
 def _sum_rows_triton(values: Tensor, sums: RowSums, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     matrix, terms = with_contiguous_rows(matrix), len(values)
-    out = torch.empty(sums.count, matrix.shape[1], dtype=dtype, device=values.device)
-    if not sums.count:
+    out = torch.empty(sums.number, matrix.shape[1], dtype=dtype, device=values.device)
+    if not sums.number:
         return out
     step = step_of(_STEP, matrix.shape[1])
     programs = triton.cdiv(matrix.shape[1], step["BLOCK_H"])
@@ -124,8 +124,8 @@ def _sum_rows_triton(values: Tensor, sums: RowSums, matrix: Tensor, dtype: torch
     if sums.longest > part and terms > part:
         chunks = triton.cdiv(terms, part)
         parts = torch.empty(2 * chunks, matrix.shape[1], device=values.device)
-        _part_kernel[(2 * chunks, programs)](parts, sums.sums, sums.count, terms, *given, **step)
-    _sum_rows_kernel[(sums.count, programs)](out, parts, *given, **step)
+        _part_kernel[(2 * chunks, programs)](parts, sums.sums, sums.number, terms, *given, **step)
+    _sum_rows_kernel[(sums.number, programs)](out, parts, *given, **step)
     return out
 
 
@@ -192,13 +192,12 @@ def _sum_rows_kernel(
     first, last = edges_of(starts, width, which)
     ks = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = ks < hidden_size
-    if parts is None:
-        total = _sum_terms(values, rows, matrix, stride, first, last, ks, inside, BLOCK_P, BLOCK_H)
-    elif last - first <= part:
-        total = _sum_terms(values, rows, matrix, stride, first, last, ks, inside, BLOCK_P, BLOCK_H)
-    else:
-        total = tl.zeros((BLOCK_H,), tl.float32)
-        for chunk in range(first // part, (last - 1) // part + 1):
+    if parts is not None:
+        behind = tl.where(last - first > part, (last - 1) // part + 1, first // part)
+        last = tl.where(last - first > part, first, last)
+    total = _sum_terms(values, rows, matrix, stride, first, last, ks, inside, BLOCK_P, BLOCK_H)
+    if parts is not None:
+        for chunk in range(first // part, behind):
             number = 2 * chunk + (first > chunk * part).to(tl.int64)
             total += tl.load(parts + number * hidden_size + ks, mask=inside, other=0.0)
     tl.store(out + which * hidden_size + ks, total.to(out.dtype.element_ty), mask=inside)

@@ -100,6 +100,7 @@ class TokenColumns:
         """``[P]`` int32: ``owners``, also where there is a width."""
         if self.owners is not None:
             return self.owners
+        assert self.width is not None
         tokens = torch.arange(len(self.labels), dtype=torch.int32, device=self.labels.device)
         return tokens.repeat_interleave(self.width, output_size=len(self.columns))
 
@@ -140,78 +141,90 @@ def _starts(kept: KeptIds) -> Tensor | None:
     return torch.cat([starts[1:], starts[-1:]]) if kept.shift else starts
 
 
-def _find_torch(kept: KeptIds) -> tuple[TokenColumns, Tensor]:
-    ids, labels, count, size = kept.ids, kept.labels, len(kept.labels), kept.vocab_size
-    numbers = torch.arange(count, device=labels.device)
-    wrong_offsets = torch.zeros(count, dtype=torch.int32, device=labels.device)
-    if kept.offsets is None:
-        width = ids.shape[-1]
-        flat, lengths = ids.view(count, width).roll(-kept.shift, 0).flatten(), torch.full_like(numbers, width)
-        tokens, lowest = numbers.repeat_interleave(width), -1
-    else:
+class _Rows(NamedTuple):
+    """Flattened ids, and for each: its token, and its place among the pairs. For each token: the place of a label that
+    is added, and whether its offsets are wrong."""
+
+    ids: Tensor
+    tokens: Tensor
+    places: Tensor
+    label_places: Tensor
+    wrong_offsets: Tensor
+
+    @classmethod
+    def of(cls, kept: KeptIds) -> _Rows:
+        ids, count = kept.ids, max(len(kept.labels), 1)
+        numbers = torch.arange(len(kept.labels), device=ids.device)
+        if kept.offsets is None:
+            width = ids.shape[-1]
+            tokens = numbers.repeat_interleave(width)
+            places = torch.arange(ids.numel(), device=ids.device) + tokens * kept.add_label
+            ids = ids.roll(-kept.shift, 0).flatten()
+            return cls(ids, tokens, places, numbers * (width + 1) + width, torch.zeros_like(numbers))
         edges = kept.offsets.long()
-        wrong_offsets = (edges.diff() < 0).int()
-        wrong_offsets[:1] += edges[0] != 0
-        wrong_offsets[:1] += edges[-1] != len(ids)
+        wrong = edges.diff() < 0
+        wrong[:1] |= (edges[0] != 0) | (edges[-1] != len(ids))
         edges = edges.clamp(0, len(ids)).cummax(0).values
-        at = torch.arange(len(ids), device=labels.device)
-        rows = (torch.searchsorted(edges, at, right=True) - 1).clamp(0, max(count - 1, 0))
-        flat, lengths, lowest = ids, edges.diff().roll(-kept.shift), 0
-        tokens = (rows - kept.shift) % max(count, 1)
+        at = torch.arange(len(ids), device=ids.device)
+        rows = (torch.searchsorted(edges, at, right=True) - 1).clamp(0, count - 1)
+        of_tokens = (numbers + kept.shift) % count
+        return cls(
+            ids, (rows - kept.shift) % count, at + rows * kept.add_label, edges[of_tokens + 1] + of_tokens, wrong
+        )
+
+
+def _find_torch(kept: KeptIds) -> tuple[TokenColumns, Tensor]:
+    labels, count, size = kept.labels, len(kept.labels), kept.vocab_size
+    ids, tokens, places, label_places, wrong_offsets = _Rows.of(kept)
+    lowest = 0 if kept.offsets is not None else -1  # -1 is padding
 
     def number_of(mask: Tensor) -> Tensor:
-        return tokens[mask].bincount(minlength=count).int()
+        return tokens[mask].bincount(minlength=count)
 
     active = labels != kept.ignore_index
-    present = (flat != -1) | (lowest == 0)
-    counts = number_of(present)
+    counts = number_of((ids != -1) | (lowest == 0))
     cut = active & (counts > 0)
     narrow = cut & (counts <= kept.most)
     chosen = narrow & (counts > kept.fewest)
-    valid = (flat >= 0) & (flat < size)
-    lacking = cut & (number_of(flat == labels[tokens]) == 0)
-    keys, _ = torch.where(valid & narrow[tokens], tokens * size + flat.clamp(0, size - 1), -1).sort()
+    lacking = cut & (number_of(ids == labels[tokens]) == 0)
+    compared = (ids >= 0) & (ids < size) & narrow[tokens] & (kept.fewest == 0)
+    keys, _ = torch.where(compared, tokens * size + ids, -1).sort()
     again = keys[1:][(keys[1:] == keys[:-1]) & (keys[1:] >= 0)] // size
-    facts = (
-        torch.where(chosen, counts + (lacking if kept.add_label else 0), 0),
+    facts = [
+        torch.where(chosen, counts + lacking * kept.add_label, 0),
         active & (counts == 0),
         cut & ~narrow,
         lacking,
-        torch.where(active, number_of((flat < lowest) | (flat >= size)), 0),
+        torch.where(active, number_of((ids < lowest) | (ids >= size)), 0),
         again.bincount(minlength=count),
         active & ((labels < 0) | (labels >= size)),
         wrong_offsets,
-    )
+    ]
 
-    def local(columns: Tensor, counts: Tensor, no: int) -> Tensor:
+    def local(columns: Tensor, counts: Tensor, none: int) -> Tensor:
         inside = counts & (columns >= kept.first_column) & (columns < kept.last_column)
-        return torch.where(inside, columns - kept.first_column, no).int()
+        return torch.where(inside, columns - kept.first_column, none).int()
 
-    columns, starts = local(flat, chosen[tokens], -1), _starts(kept)
+    columns = torch.full((len(ids) + count * kept.add_label,), -1, dtype=torch.int32, device=ids.device)
+    columns[places] = local(ids, chosen[tokens], -1)
     if kept.add_label:
-        # Each row has one more pair, its last: its label where it is missing.
-        rows = (tokens + kept.shift) % max(count, 1) if kept.offsets is not None else tokens
-        wider = columns.new_full((len(columns) + count,), -1)
-        wider[torch.arange(len(columns), device=columns.device) + rows] = columns
-        ends = numbers * (lengths + 1) + lengths if kept.offsets is None else starts[1:] - 1
-        last = slice(count - kept.shift if kept.offsets is not None else count)
-        wider[ends[last]] = local(labels, chosen & lacking, -1)[last]
-        columns = wider
-    labels = local(labels, chosen, NO_LABEL)
-    owners = None
-    if starts is not None:
+        columns[label_places] = local(labels, chosen & lacking, -1)
+    starts, width, owners = _starts(kept), None, None
+    if starts is None:
+        width = kept.ids.shape[-1] + kept.add_label
+    else:
         at = torch.arange(len(columns), device=columns.device)
         owners = (torch.searchsorted(starts, at, right=True) - 1).clamp(0, max(count - 1, 0)).int()
-    width = None if kept.offsets is not None else ids.shape[-1] + kept.add_label
-    found = TokenColumns(columns, labels, kept.last_column - kept.first_column, width, starts, owners)
+    own_labels = local(labels, chosen, NO_LABEL)
+    found = TokenColumns(columns, own_labels, kept.last_column - kept.first_column, width, starts, owners)
     return found, torch.stack([fact.int() for fact in facts])
 
 
 def _find_triton(kept: KeptIds) -> tuple[TokenColumns, Tensor]:
     ids, labels, offsets, count = kept.ids.contiguous(), kept.labels, kept.offsets, len(kept.labels)
-    pairs, width, owners = ids.numel() + (count if kept.add_label else 0), None, None
+    pairs, owners = ids.numel() + count * kept.add_label, None
+    width = ids.shape[-1] if offsets is None else None
     if offsets is None:
-        width = ids.shape[-1]
         columns = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     else:
         offsets = offsets.contiguous()
@@ -226,8 +239,8 @@ def _find_triton(kept: KeptIds) -> tuple[TokenColumns, Tensor]:
             kept.vocab_size, kept.first_column, kept.last_column, kept.fewest, kept.most,
             SHIFT=kept.shift, ADDED=int(kept.add_label), BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
-    total = None if width is None else width + kept.add_label
-    found = TokenColumns(columns, own_labels, kept.last_column - kept.first_column, total, _starts(kept), owners)
+    width = None if width is None else width + kept.add_label
+    found = TokenColumns(columns, own_labels, kept.last_column - kept.first_column, width, _starts(kept), owners)
     return found, facts
 
 

@@ -113,7 +113,8 @@ class _SupportStatistics(torch.autograd.Function):
         hidden, weight, logits, entropy, lse = ctx.saved_tensors
         columns, options = ctx.columns, ctx.options
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        softmax = _Softmax(*(None if g is None else g.contiguous() for g in upstream), entropy, lse)
+        g_logp, g_entropy, g_lse = (None if g is None else g.contiguous() for g in upstream)
+        softmax = _Softmax(g_logp, g_entropy, g_lse, entropy, lse)
         start_sum_ = None if options.exchange is None else options.exchange.start_sum_
         # Parts of a sum over ranks are not rounded before they are summed.
         dtype = hidden.dtype if start_sum_ is None else logits.dtype
@@ -168,7 +169,9 @@ def _grad_weight(
     starts = torch.cat([lengths.new_zeros(1), lengths[:count].cumsum(0)])
     sums = RowSums(columns.tokens[order], starts, numbers.int(), None, count, len(columns.labels))
     rows = sum_rows(values[order], sums, hidden, weight.dtype, backend=options.backend)
-    return torch.sparse_coo_tensor(present[:count].long()[None], rows, weight.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        present[:count].long()[None], rows, weight.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 class _Softmax(NamedTuple):

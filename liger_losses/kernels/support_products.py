@@ -70,8 +70,8 @@ def gradients_by_products(
     for rows, size, _, at in _blocks(columns, products.block_bytes, values.itemsize):
         # Pairs of other blocks are all written to one place, behind the end.
         dense = values.new_zeros(size + 1, dtype=dtype).scatter_(0, at, values.to(dtype))[:size].view(count, -1)
-        if weight is not None:
+        if weight is not None and grad_hidden is not None:
             matmul_into(grad_hidden, dense, weight[rows].to(dtype), accumulate=True)
-        if hidden is not None:
+        if hidden is not None and grad_weight is not None:
             matmul_into(grad_weight[rows], dense.t(), hidden.to(dtype))
     return grad_hidden, grad_weight

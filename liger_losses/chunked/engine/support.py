@@ -242,9 +242,10 @@ class _Call:
         exchange = _exchange(self.head.shard, labels[tokens])
         options = self.options._replace(exchange=exchange, products=Products(self.operand_dtype, block_bytes))
         found = support_statistics(hidden, self.head.weight, self.head.bias, columns, options)
-        if not everything:
-            found = tuple(value.new_zeros(count).index_copy(0, tokens, value) for value in found)
-        return dict(zip(SUPPORT_STATISTICS, found, strict=True))
+        values = dict(zip(SUPPORT_STATISTICS, found, strict=True))
+        if everything:
+            return values
+        return {name: value.new_zeros(count).index_copy(0, tokens, value) for name, value in values.items()}
 
     def check(self, facts: Tensor, numbers: Facts) -> None:
         """Raise ValueError for ids, offsets and labels that are wrong, and name the first token."""

@@ -36,7 +36,7 @@ def rows_are_read(monkeypatch):
 
 def choose_above(monkeypatch, cost):
     """Tokens with more than V / ``cost`` columns are scored by products."""
-    monkeypatch.setattr(engine_support, "_COST", {"half": (cost, cost), "other": (cost, cost)})
+    monkeypatch.setattr(engine_support, "_COST", {"cuda": (cost, cost), "cpu": (cost, cost)})
 
 
 def kept(labels, vocab_size, k, *, seed=0, uncut=(), cuts=0.4):
@@ -111,34 +111,40 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"),
+    ("form", "dtype", "backend"),
     [
-        ("float64", "torch"),
-        *[(dtype, b) for dtype in ("float32", "bfloat16", "float16") for b in ("torch", "triton")],
+        *itertools.product(("padded", "ragged"), ("float64", "float32", "bfloat16"), ("torch",)),
+        *itertools.product(("padded", "ragged"), ("bfloat16",), ("triton",)),
+        ("padded", "float16", "triton"),
+        ("ragged", "float32", "triton"),
     ],
 )
-@pytest.mark.parametrize("form", ["padded", "ragged"])
 def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(row_sums, "_PART", 4)  # long sums are taken in parts
     monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)  # several slices
-    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, 29, 7, uncut=(4, 19))
+    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 6), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 29, 7, uncut=(4, 11))
     support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
     compare((hidden, weight, bias), labels, ids, support, backend)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [("float64", "torch"), ("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "triton")]
+    ("form", "dtype", "backend"),
+    [
+        ("padded", "float64", "torch"),
+        ("ragged", "float32", "torch"),
+        ("ragged", "bfloat16", "torch"),
+        ("padded", "bfloat16", "triton"),
+    ],
 )
-@pytest.mark.parametrize("form", ["padded", "ragged"])
 def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    hidden, weight, labels, bias = problem(0, 12, 300, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, 300, 12, uncut=(4, 19))
-    ids[1, :5, 3:] = torch.where(ids[1, :5, 3:] == labels[1, :5, None], ids[1, :5, 3:], -1)
+    hidden, weight, labels, bias = problem(0, 12, 300, shape=(2, 5), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 300, 12, uncut=(4, 9))
+    ids[1, :3, 3:] = torch.where(ids[1, :3, 3:] == labels[1, :3, None], ids[1, :3, 3:], -1)
     support = TokenSupport(ids) if form == "padded" else ragged(ids)
     seen = []
     for function in ("project_by_products", "gradients_by_products"):
@@ -146,7 +152,8 @@ def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch
         monkeypatch.setattr(
             support_logps, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
         )
-    for cost, products in ((50, 2), (300, 2), (25, 0)):  # some tokens; all that have more than one; none
+    costs = ((50, 2), (300, 2), (25, 0))  # some tokens take products; all that have more than one column; none
+    for cost, products in costs[: 1 if backend == "triton" else 3]:
         choose_above(monkeypatch, cost)
         seen.clear()
         with workspace(30_000):  # several blocks of the vocabulary
@@ -158,11 +165,12 @@ def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch
         linear_logps(hidden, weight, labels, support=TokenSupport(twice), bias=bias, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("uncut", [(), (2,)])
+@pytest.mark.parametrize(("backend", "uncut"), [("torch", ()), ("torch", (2,)), ("triton", ())])
 def test_sparse_gradients(backend, uncut):
-    hidden, weight, labels, bias = problem(12, 5, 40, masked=0.2, bias=True)
-    ids = kept(labels, 40, 4, uncut=uncut)
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    hidden, weight, labels, bias = problem(8, 5, 20, masked=0.2, bias=True)
+    ids = kept(labels, 20, 4, uncut=uncut)
     labels[2] = 3
     ids[2] = torch.tensor([3, -1, -1, -1]) if not uncut else -1
 
@@ -186,7 +194,7 @@ def test_sparse_gradients(backend, uncut):
 def test_the_kernel_finds_the_same_columns_as_the_reference():
     g = torch.Generator().manual_seed(0)
     for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 1))):
-        count, width, size = 13, (3, 40)[case % 2], 50
+        count, width, size = 7, (3, 3, 40, 3)[case % 4], 50
         labels = torch.randint(-1, size + 1, (count,), generator=g)
         labels[torch.rand(count, generator=g) < 0.3] = -100
         labels[5], labels[count - shift :] = size, -100
@@ -197,30 +205,30 @@ def test_the_kernel_finds_the_same_columns_as_the_reference():
             lengths = torch.randint(0, width, (count,), generator=g)
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
             ids = ids.flatten()[: int(offsets[-1])].int()
-        for first, last, fewest, most in ((0, size, 0, 2**31 - 1), (7, 30, 0, width // 2), (0, size, width // 2, 99)):
-            given = KeptIds(ids, offsets, labels, -100, size, first, last, shift, add_label, fewest, most)
-            (a, a_facts), (b, b_facts) = find_columns(given), find_columns(given, backend="triton")
-            assert torch.equal(a.columns, b.columns)
-            assert torch.equal(a.labels, b.labels)
-            assert (a.width, a.vocab_size) == (b.width, b.vocab_size)
-            # How many pairs are the same may differ, whether there are any may not.
-            assert torch.equal(a_facts[:5], b_facts[:5])
-            assert torch.equal(a_facts > 0, b_facts > 0)
-            assert a_facts[6].any()
-            if offsets is not None:
-                counts = a.columns >= 0
-                assert torch.equal(a.starts, b.starts)
-                assert torch.equal(a.owners[counts], b.owners[counts])
+        limits = ((0, size, 0, 2**31 - 1), (7, 30, 0, width // 2), (0, size, width // 2, 99))[case % 3]
+        given = KeptIds(ids, offsets, labels, -100, size, *limits[:2], shift, add_label, *limits[2:])
+        (a, a_facts), (b, b_facts) = find_columns(given), find_columns(given, backend="triton")
+        assert torch.equal(a.columns, b.columns)
+        assert torch.equal(a.labels, b.labels)
+        assert (a.width, a.vocab_size) == (b.width, b.vocab_size)
+        # How many pairs are the same may differ, whether there are any may not.
+        assert torch.equal(a_facts[:5], b_facts[:5])
+        assert torch.equal(a_facts > 0, b_facts > 0)
+        assert a_facts[6].any()
+        if offsets is not None:
+            counts = a.columns >= 0
+            assert torch.equal(a.starts, b.starts)
+            assert torch.equal(a.owners[counts], b.owners[counts])
         if offsets is not None:
             for place, value in ((3, -1), (0, 1), (-1, 10**6)):
                 wrong = offsets.clone()
                 wrong[place] = value
-                for backend in ("torch", "triton"):
+                for backend in ("torch", "triton")[: 1 + (case == 5)]:
                     assert find_columns(given._replace(offsets=wrong), backend=backend)[1][7].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (40, 6, 11, 4)])
+@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (20, 6, 11, 4)])
 def test_sizes(n, h, v, k, backend):
     hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
     ids = kept(labels, v, k)
@@ -246,7 +254,7 @@ def test_the_whole_vocabulary(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
     monkeypatch.setattr(row_sums, "_PART", 4)
-    hidden, weight, labels, _ = problem(20, 20, 9, dtype=torch.bfloat16, masked=0.0)
+    hidden, weight, labels, _ = problem(12, 20, 9, dtype=torch.bfloat16, masked=0.0)
     support, runs = TokenSupport(kept(labels, 9, 5)), []
     for _ in range(2):
         found = linear_logps(hidden, weight, labels, support=support, entropy=True, lse=True, backend=backend)

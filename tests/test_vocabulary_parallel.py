@@ -260,7 +260,7 @@ def of_kept_columns(limit, call):
 
     def limited(head, ref, d):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine_support, "_COST", dict.fromkeys(("half", "other"), 2 * (VOCAB // limit,)))
+            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), 2 * (VOCAB // limit,)))
             return call(head, ref, d)
 
     return limited

@@ -154,13 +154,13 @@ def _sum_terms(values, rows, matrix, stride, first, last, ks, inside, BLOCK_P: t
     return tl.sum(terms, 0)
 
 
-_INTEGERS = ["width", "part", "count", "terms"]
+_INTEGERS = ["width", "part", "sum_count", "terms"]
 _POINTERS = ["values", "rows", "starts", "sums", "matrix"]
 
 
 @jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_POINTERS)
 def _part_kernel(
-    parts, sums, count, terms, values, rows, starts, width, matrix, stride, hidden_size, part,
+    parts, sums, sum_count, terms, values, rows, starts, width, matrix, stride, hidden_size, part,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Two programs per chunk of the terms: the long sum at its first term, and that at its last."""
@@ -169,7 +169,7 @@ def _part_kernel(
     end = tl.minimum(begin + part, terms)
     at = tl.where(number % 2 == 0, begin, end - 1)
     which = at // width if sums is None else tl.load(sums + at).to(tl.int64)
-    if which < count:
+    if which < sum_count:
         first, last = edges_of(starts, width, which)
         # A sum that begins with the chunk is the first program's alone.
         other = (number % 2 == 1) & (first <= begin)

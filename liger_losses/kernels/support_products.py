@@ -48,7 +48,7 @@ def project_by_products(hidden: Tensor, weight: Tensor, columns: TokenColumns, p
     projected = torch.zeros(len(columns.columns), dtype=wide, device=hidden.device)
     buffer: Tensor | None = None
     for rows, size, inside, at in _blocks(columns, products.block_bytes, wide.itemsize):
-        buffer = projected.new_zeros(size + 1) if buffer is None else buffer  # the first block is the largest
+        buffer = projected.new_empty(size + 1) if buffer is None else buffer  # the first block is the largest
         matmul_into(buffer[:size].view(len(hidden), -1), operand, weight[rows].to(products.dtype).t())
         projected = torch.where(inside, buffer[at], projected)
     return projected

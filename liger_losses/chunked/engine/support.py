@@ -19,7 +19,6 @@ from liger_losses.chunked.engine.plan import default_bound, default_workspace
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, agreement
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
 from liger_losses.kernels.support_logps import NO_COLUMNS, Exchange, SupportOptions, support_statistics
 from liger_losses.kernels.support_products import Products
@@ -28,10 +27,10 @@ from liger_losses.kernels.tracing import record, state
 #: What can be asked about kept columns.
 SUPPORT_STATISTICS = ("logp", "entropy", "lse")
 #: Reading the row of one kept column takes as long as computing so many of all columns by products, with gradients and
-#: without: a token that keeps more than V / this takes the products. For half precision on a GPU, from times on an H200
-#: (8192 tokens, 218 columns each of 128256, H 4096: 14.5 and 5.6 ms; the whole vocabulary's 52.6 and 13.7); for all
-#: other dtypes and devices, from those of fp32 on two cores.
-_COST = {"half": (160, 240), "other": (20, 20)}
+#: without: a token that keeps more than V / this takes the products. On an H200, from times of bf16 (8192 tokens, 218
+#: columns each of 128256, H 4096: 14.5 and 5.6 ms; the whole vocabulary: 52.6 and 13.7); on other devices, from those
+#: of fp32 on two cores.
+_COST = {"cuda": (160, 240), "cpu": (300, 300)}
 _NO_LIMIT = 2**31 - 1
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -201,7 +200,7 @@ class _Call:
         operand = operand_dtype(compute_dtype, device, backend)
         tensors = (hidden_states, head.weight, *([] if head.bias is None else [head.bias]))
         grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        cost = _COST["half" if device.type == "cuda" and operand in HALF_DTYPES else "other"][0 if grad else 1]
+        cost = _COST["cuda" if device.type == "cuda" else "cpu"][0 if grad else 1]
         most = _NO_LIMIT if support.sparse_grad else max(1, size // cost)
         first = 0 if head.shard is None else head.shard.first_column
         kept = KeptIds(

@@ -20,10 +20,8 @@ from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.support_columns import KeptIds, find_columns
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
-BACKENDS = [
-    "torch",
-    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
-]
+NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 NAMES = ("logp", "entropy", "lse")
 TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
 
@@ -191,7 +189,7 @@ def test_sparse_gradients(backend, uncut, monkeypatch):
         torch.compile(lambda: call(sparse_grad=True), backend="eager", fullgraph=True)()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@NEEDS_TRITON
 def test_the_kernel_finds_the_same_columns_as_the_reference():
     g = torch.Generator().manual_seed(0)
     for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 1))):
@@ -404,8 +402,11 @@ def test_grpo(options):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_head_with_a_transform_under_autocast(backend):
+@pytest.mark.parametrize(
+    ("backend", "cost"), [("torch", 1), ("torch", 30), pytest.param("triton", 1, marks=NEEDS_TRITON)]
+)
+def test_a_head_with_a_transform_under_autocast(backend, cost, monkeypatch):
+    choose_above(monkeypatch, cost)
     hidden, weight, labels, _ = problem(9, 8, 30)
     ids = kept(labels, 30, 5)
     expected = plain(hidden, weight, labels, ids, softcap=3.0)["logp"]
@@ -420,6 +421,9 @@ def test_a_head_with_a_transform_under_autocast(backend):
         )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    # Neither route rounds more than the hidden states.
+    unrounded = plain(half.float(), weight, labels, ids, softcap=3.0)["logp"]
+    torch.testing.assert_close(found, unrounded, rtol=1e-5, atol=1e-5)
     ours, exact = gradients(found.sum(), (half, weight)), gradients(expected.sum(), (hidden, weight))
     assert [grad.dtype for grad in ours] == [torch.bfloat16, torch.float32]
     for a, b in zip(ours, exact, strict=True):

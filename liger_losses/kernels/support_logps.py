@@ -97,8 +97,7 @@ class _SupportStatistics(torch.autograd.Function):
             if options.products is None:
                 logits = kernels.project(hidden, weight, bias, columns, options.transform)
             else:
-                with torch.autocast(hidden.device.type, enabled=False):
-                    projected = project_by_products(hidden, weight, columns, options.products)
+                projected = project_by_products(hidden, weight, columns, options.products)
                 logits = _to_logits(projected, bias, columns, options.transform)
             logp, entropy, lse = kernels.summarize(logits, columns, 0.0 if exchange is None else NO_COLUMNS)
         if exchange is not None:
@@ -124,10 +123,9 @@ class _SupportStatistics(torch.autograd.Function):
             values = _BACKENDS[options.backend].differentiate(logits, columns, options.transform, softmax)
             if options.products is not None:
                 needed = hidden if needs_weight else None, weight if needs_hidden else None
-                with torch.autocast(hidden.device.type, enabled=False):
-                    grad_hidden, grad_weight = gradients_by_products(
-                        values, columns, *needed, weight.dtype, options.products
-                    )
+                grad_hidden, grad_weight = gradients_by_products(
+                    values, columns, *needed, weight.dtype, options.products
+                )
             elif needs_hidden:  # the larger part of the other's preparation is the host's: it takes place beside this
                 grad_hidden = sum_rows(values, _sums_of_tokens(columns), weight, dtype, backend=options.backend)
             if needs_hidden and start_sum_ is not None:

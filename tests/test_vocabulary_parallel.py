@@ -41,6 +41,7 @@ from liger_losses import (
     Teacher,
     TeacherLogits,
     TeacherTopK,
+    TokenSupport,
     linear_divergence,
     linear_divergence_loss,
     linear_logps,
@@ -48,6 +49,7 @@ from liger_losses import (
     linear_token_loss,
     workspace,
 )
+from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.shard import merge, merge_logps
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
@@ -249,7 +251,37 @@ def columns(d):
     return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19])) % VOCAB
 
 
+def support(d, **options):
+    """Kept columns: the label's among them, fewer of some tokens, none of one."""
+    ids = (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20])) % VOCAB
+    ids[:2, :, 2:], ids[3, 4] = -1, -1
+    return TokenSupport(ids, **options)
+
+
+def of_kept_columns(limit, call):
+    """By reading rows for tokens with up to so many columns, by products for others."""
+
+    def limited(head, ref, d):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), 2 * (VOCAB // limit,)))
+            return call(head, ref, d)
+
+    return limited
+
+
+def kept_logps(head, ref, d, **options):
+    return linear_logps(d["h"], head, d["y"], support=support(d), entropy=True, lse=True, temperature=0.7, **options)
+
+
 OPERATIONS = {
+    "kept columns": of_kept_columns(30, kept_logps),
+    "kept columns, some by products": of_kept_columns(3, kept_logps),
+    "kept columns, sparse": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
+    ),
+    "kept columns, GRPO": of_kept_columns(
+        30, lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d))
+    ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
     "statistics": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
@@ -476,7 +508,7 @@ def dtensors(parts):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     d, variant = batch(), VARIANTS["bias"]
     for name, placement in itertools.product(
-        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps"), (Replicate(), Shard(1))
+        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns"), (Replicate(), Shard(1))
     ):
         call = case_of(name)
         expected, expected_grads = run(call, d, variant)
@@ -547,6 +579,15 @@ def errors(parts):
     )
     other_labels = labels.flip(0) if rank == 1 else labels
     expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, other_labels))
+    wrong = support(d).ids.clone()
+    wrong[..., 1] = VOCAB if rank == 1 else -1
+    expect(
+        r"ids must be in \[0, 30\)",
+        "rank 1 .* raised",
+        lambda: linear_logps(hidden, head, labels, support=TokenSupport(wrong)),
+    )
+    given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",

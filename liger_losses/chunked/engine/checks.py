@@ -15,7 +15,15 @@ from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 from liger_losses.kernels.tracing import state
 
+#: What counts as several hidden states, heads or labels.
+LISTS = (list, tuple, nn.ModuleList)
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def one_each(value: Any, count: int) -> list[Any]:
+    """A list of one for each target, from such a list, or from what serves all of them."""
+    return list(value) if isinstance(value, LISTS) else [value] * count
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:

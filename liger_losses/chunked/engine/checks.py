@@ -74,6 +74,15 @@ def check_labels(labels: Any) -> None:
         )
 
 
+def check_shift(shift: Any) -> None:
+    """Raise TypeError or ValueError unless this is a number of positions, or several of them."""
+    for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
+        if not isinstance(positions, int):
+            raise TypeError(f"shift must be a number of positions, or a list of one for each head, got {shift!r}.")
+        if positions < 0:
+            raise ValueError(f"shift must not be negative, as labels come from later positions; got {shift!r}.")
+
+
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise TypeError or ValueError unless this is a finite number in ``[low, high]`` (above low with ``open_low``)."""
     if isinstance(value, bool) or not isinstance(value, Real):

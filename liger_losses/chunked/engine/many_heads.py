@@ -16,22 +16,13 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_inputs, check_labels, one_each
+from liger_losses.chunked.engine.checks import LISTS, check_inputs, check_labels, check_shift, one_each
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.engine.traced import empty_statistics
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.logit_transform import LogitTransform
-
-
-def check_shift(shift: Any) -> None:
-    """Raise TypeError or ValueError unless this is a number of positions, or several of them."""
-    for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
-        if not isinstance(positions, int):
-            raise TypeError(f"shift must be a number of positions, or a list of one for each head, got {shift!r}.")
-        if positions < 0:
-            raise ValueError(f"shift must not be negative, as labels come from later positions; got {shift!r}.")
 
 
 def count_targets(**given: Any) -> int:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Query, Statistics, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_tensor
+from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.many_heads import Targets, check_shift
+from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import call_in_graph, register
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
@@ -160,7 +160,8 @@ def linear_logps(
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
     transform = LogitTransform(temperature, logit_scale, softcap)
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
-    check_shift(shift)
+    if not isinstance(shift, bool):
+        check_shift(shift)
     if isinstance(hidden_states, LISTS) or isinstance(weight, LISTS):
         if support is not None:
             raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")

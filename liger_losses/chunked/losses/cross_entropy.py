@@ -16,12 +16,13 @@ from liger_losses.chunked.engine.checks import (
     check_labels,
     check_names,
     check_range,
+    check_shift,
     check_tensor,
     check_vector,
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.many_heads import check_shift, count_targets, shift_each
+from liger_losses.chunked.engine.many_heads import count_targets, shift_each
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, operator
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -160,7 +161,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         super().check_options()
         check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
         check_names([self.reduction], ("mean", "sum", "none"), "reduction")
-        check_shift(self.shift)
+        if not isinstance(self.shift, bool):
+            check_shift(self.shift)
         if self.head_weights is not None:
             if not isinstance(self.head_weights, (list, tuple)):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
@@ -311,7 +313,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         inputs = {"token_weights": weights}
         for name, i in (("ce_total", 0), ("z_total", 1)):
             if i == 0 or self.ce_weight is not None:  # else they are the same
-                inputs[name] = [target.totals[i].expand(target.labels.shape) for target in targets]
+                inputs[name] = [target.totals[i].to(dtype).expand(target.labels.shape) for target in targets]
         return inputs
 
     def _token_loss(

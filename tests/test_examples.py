@@ -233,6 +233,11 @@ def test_the_demo_explains_itself():
     [
         ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
         ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
+        (
+            "medusa",
+            ["--steps", "2", "--batch-size", "4", "--own-heads", "--prompts", "2", "--new-tokens", "4"],
+            "tokens per step of decoding",
+        ),
         ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
         (
             "grpo",

@@ -240,7 +240,7 @@ def test_memory_does_not_grow_with_heads(wiring):
 
     extra(1)
     one, many = extra(1), extra(6)
-    assert many <= one + 6 * n * h * 4, (one, many)  # less than the gradient of another head, 16 times that
+    assert many <= one + 3 * n * h * 4, (one, many)
 
 
 def test_frozen_parts():

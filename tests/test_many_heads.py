@@ -9,6 +9,7 @@ from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
     LogitTransform,
+    functional,
     linear_logps,
     linear_statistics,
     linear_token_loss,
@@ -238,7 +239,6 @@ def test_memory_does_not_grow_with_heads(wiring):
         outputs = sum(grad.nbytes for grad in call())
         return peak_bytes(call) - outputs
 
-    extra(1)
     one, many = extra(1), extra(6)
     assert many <= one + 3 * n * h * 4, (one, many)
 
@@ -355,16 +355,29 @@ def test_any_token_loss(dtype):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_in_a_compiled_function(reduction):
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, reduction=reduction)
+def test_the_pure_function_of_lists():
+    logps, lse = [-torch.rand(n) for n in (3, 5)], [torch.rand(n) for n in (3, 5)]
+    scales = [torch.tensor(0.5), torch.tensor(2.0)]
+    found = functional.cross_entropy(logps, lse=lse, lse_square_scale=0.1, ce_scale=scales)
+    for k in range(2):
+        single = functional.cross_entropy(logps[k], lse=lse[k], lse_square_scale=0.1, ce_scale=scales[k])
+        assert all(torch.equal(a, b) for a, b in zip(found[k][:2], single[:2], strict=True))
+    with pytest.raises(ValueError, match="2 of logps, 1 of lse"):
+        functional.cross_entropy(logps, lse=lse[:1])
+
+
+def test_in_a_compiled_function():
+    mean, none = (
+        LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, reduction=reduction)
+        for reduction in ("mean", "none")
+    )
     leaves, _, labels = targets("one hidden state")
 
-    def function(hidden, first, second, third):
-        loss, metrics = loss_module([first, second, third], torch.tanh(hidden), labels)
-        logps = linear_logps([hidden, hidden], first, labels, shift=[1, 2])
-        loss = sum(part.sum() for part in loss) if reduction == "none" else loss
-        return loss + logps[0].sum() + logps[1].sum(), metrics.losses
+    def function(hidden, *heads):
+        loss, metrics = mean(list(heads), torch.tanh(hidden), labels)
+        first, second, third = none(list(heads), hidden, labels)[0]
+        logps = linear_logps([hidden, hidden], heads[0], labels, shift=[1, 2])
+        return loss + (first - 2 * second + 3 * third).sum() + (logps[0] * logps[1]).sum(), metrics.losses
 
     expected, expected_metrics = function(*leaves)
     found, metrics = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)

@@ -69,20 +69,21 @@ class _Target(NamedTuple):
 
 
 def cross_entropy(
-    logps: Tensor,
+    logps: Any,
     *,
-    mean_logps: Tensor | None = None,
-    lse: Tensor | None = None,
-    label_weights: Tensor | None = None,
+    mean_logps: Any = None,
+    lse: Any = None,
+    label_weights: Any = None,
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
-    ce_scale: Tensor | None = None,
-    z_scale: Tensor | None = None,
-) -> CrossEntropyTerms:
+    ce_scale: Any = None,
+    z_scale: Any = None,
+) -> Any:
     """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
 
     Args:
-        logps: ``[n]``, log-probabilities of the labels.
+        logps: ``[n]``, log-probabilities of the labels; or a list, one tensor for each of K heads: every other tensor
+            is then one for all of them, or a list.
         mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
         lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
@@ -90,8 +91,15 @@ def cross_entropy(
         ce_scale, z_scale: what ``ce`` and ``z`` are multiplied by, ``[]`` or ``[n]``, constants; 1 by default.
 
     Returns:
-        Tokens' terms, differentiable, and their derivatives.
+        :class:`CrossEntropyTerms`: tokens' terms, differentiable, and their derivatives; a list of K for lists.
     """
+    if isinstance(logps, (list, tuple)):
+        tensors = {"mean_logps": mean_logps, "lse": lse, "label_weights": label_weights}
+        tensors |= {"ce_scale": ce_scale, "z_scale": z_scale}
+        count = count_targets(logps=logps, **tensors)
+        numbers = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
+        each = [{name: one_each(value, count)[k] for name, value in tensors.items()} for k in range(count)]
+        return [cross_entropy(part, **given, **numbers) for part, given in zip(logps, each, strict=True)]
     ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
     label_scale = ce_scale if label_weights is None else ce_scale * label_weights
     derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}

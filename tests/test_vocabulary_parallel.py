@@ -203,6 +203,10 @@ LOSSES = {
         plain_call,
     ),
     "cross entropy, per token": (lambda: CE(reduction="none"), plain_call),
+    "cross entropy, many heads": (
+        lambda: CE(head_weights=[1.0, 0.5, 0.8], shift=[0, 1, 2], return_token_accuracy=True),
+        lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
+    ),
     "DPO": (lambda: LigerFusedLinearDPOLoss(beta=0.3, compute_nll_loss=True), pairs),
     "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
     "CPO": (LigerFusedLinearCPOLoss, pairs),
@@ -315,6 +319,7 @@ OPERATIONS = {
     "token loss": lambda head, ref, d: linear_token_loss(
         d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
     ),
+    "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
     "no token": lambda head, ref, d: linear_logps(d["h"], head, torch.full_like(d["y"], -100)),
 }
 

@@ -5,6 +5,7 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -194,6 +195,11 @@ class Call:
             {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
         )
         return frozenset(names)
+
+    def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
+        """From statistics ``[T]`` of all tokens to those of each tensor of labels, in its shape."""
+        parts = {name: self.tokens.split(value) for name, value in values.items()}
+        return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(self.tokens.shapes))]
 
     @cached_property
     def facts(self) -> str:
@@ -440,8 +446,9 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
                 f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
+    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
-        check_like_labels(name, value, shapes[0])
+        check_like_labels(name, value, like)
     return vocab_size
 
 

@@ -15,14 +15,15 @@ from torch import Tensor
 from liger_losses.kernels.tracing import state
 
 
-def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Move the label of position ``t + 1`` to position ``t``; the last position gets ``ignore_index``.
+def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
+    """Move the label of position ``t + positions`` to position ``t``; the last positions get ``ignore_index``.
 
     The hidden states stay as they are: shortening them instead would copy them.
     """
     if not labels.shape[-1]:
         return labels
-    return torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignore_index)], -1)
+    beyond = min(positions, labels.shape[-1])
+    return torch.cat([labels[..., beyond:], labels.new_full((*labels.shape[:-1], beyond), ignore_index)], -1)
 
 
 def host_checks(device: torch.device) -> bool:
@@ -101,9 +102,13 @@ class Tokens:
 
     def first(self, parts: int) -> Tokens:
         """The active tokens of the first ``parts`` tensors of labels."""
-        count = sum(self.counts[:parts])
-        mask = None if self.mask is None else self.mask[:count]
-        return Tokens(self.labels[:count], self.shapes[:parts], self.counts[:parts], self.indices[:parts], mask)
+        return self.part(slice(0, parts))
+
+    def part(self, parts: slice) -> Tokens:
+        """The active tokens of some of the tensors of labels, which follow each other."""
+        rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
+        mask = None if self.mask is None else self.mask[rows]
+        return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
 
     @property
     def count(self) -> int:
@@ -168,13 +173,21 @@ class Tokens:
                     target.index_copy_(0, index[first:last], part.to(target.dtype))
             offset += last - first
 
+    def gather_flat(self, values: Tensor) -> Tensor:
+        """From one value (or row) per token ``[T]`` to one per active token ``[N]``."""
+        return self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
+
     def gather_all(self, values: Tensor) -> Tensor:
         """From one value per token ``[T]`` to one per active token ``[N]``; 0 for masked ones."""
-        active = self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
-        return self.masked(active)
+        return self.masked(self.gather_flat(values))
 
     def gather_like_labels(self, values: Tensor) -> Tensor:
-        """From ``[..., k]`` in the shape of the only tensor of labels to one value (or row) per active token."""
+        """From ``[..., k]`` in the labels' shape to one value (or row) per active token.
+
+        Of several tensors of labels, the values are ``[T, k]``, those of all tokens.
+        """
+        if len(self.shapes) > 1:
+            return self.gather_flat(values)
         (shape,) = self.shapes
         return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
 

@@ -221,7 +221,7 @@ class OpenCall:
             class_weight = None if class_weight is None else class_weight[columns]
             self.sums_over = call.shard if call.shard.mesh is None else None
         self.call, self.hidden_states = call, hidden_states
-        self.weight = weight[: self.vocab_size]
+        self.weight = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
@@ -342,16 +342,15 @@ class _Draft:
         if comparison is not None:
             columns = comparison.teacher.vocab_size
             compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
-        space = (
-            f"default workspace {default_bound()}" if options.workspace is None else f"workspace {options.workspace}"
-        )
+        workspace = f"default {default_bound()}" if options.workspace is None else options.workspace
         kinds = [name for name in ("dense", "fused", "exponentials") if getattr(self, name)]
         return (
             f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]}, "
             f"{', '.join((*query.statistics, *query.metrics))}{width}{compared}, gradients of hidden states "
-            f"{self.needs_hidden} and of {needs}, {space}, chunk_size {options.chunk_size}, "
+            f"{self.needs_hidden} and of {needs}, workspace {workspace}, chunk_size {options.chunk_size}, "
             f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
-            f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, {self.head.transform}"
+            f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
+            f"{self.head.transform}"
         )
 
     def checksum(self) -> Tensor:
@@ -363,7 +362,7 @@ class _Draft:
     def call(self) -> Call:
         """The call, once the active tokens are known."""
         head, query, options, operand, fused = self.head, self.query, self.options, self.operand, self.fused
-        hidden, _, _, compute_dtype, vocab_size = self.checked
+        _, _, _, compute_dtype, vocab_size = self.checked
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False

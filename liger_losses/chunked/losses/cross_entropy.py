@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +150,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
                 raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
-        mask = labels != self.ignore_index
         read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
         statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
@@ -159,8 +157,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         spans_ranks = self.group is not None and self.reduction != "none"
         tokens = self.agreed_tokens(_input, head, labels, num_items_in_batch) if spans_ranks else labels
         items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
-        # Read once the first product is queued, so that the device need not wait for them.
-        totals = functools.cache(lambda: self._denominators(labels, mask, items, token_weights))
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def totals() -> tuple[Tensor, Tensor]:
+            """Read once the first product is queued, so that the device need not wait for them."""
+            if not kept:
+                kept.append(self._denominators(labels, items, token_weights))
+            return kept[0]
+
         if spans_ranks:
             totals()
         z: Tensor | None = None
@@ -168,6 +172,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             found = linear_statistics(
                 _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
             )
+            mask = labels != self.ignore_index
             ce, z, _ = self._terms(found, labels.where(mask, 0), totals(), token_weights)
             loss = torch.where(mask, ce + z, 0.0)
         else:
@@ -187,6 +192,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 class_weight=class_weight,
                 options=options,
             )
+            mask = labels != self.ignore_index
             if self.return_z_loss:
                 z = self._terms(found, labels.where(mask, 0), totals(), token_weights).z
         if spans_ranks:
@@ -223,7 +229,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
 
     def _denominators(
-        self, labels: Tensor, mask: Tensor, items: Tensor | None, token_weights: Tensor | None
+        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What cross-entropy and z-loss are divided by: known before any logit."""
         if self.reduction != "mean":
@@ -232,6 +238,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if items is not None:
             ce_total = z_total = items
         else:
+            mask = labels != self.ignore_index
             weights = mask.float() if token_weights is None else token_weights * mask
             ce_total = z_total = weights.sum()
             if self.ce_weight is not None:

@@ -33,8 +33,9 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
         first, rows = 0, []
         for part in labels:
             active, places = part != ignore_index, torch.arange(first, first + len(part), device=part.device)
-            extremes = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
-            rows.append(torch.stack([active.sum(), *extremes, ((part + 1) * (places % 1009 + 1)).sum()]))
+            low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
+            checksum = ((part + 1) * (places % 1009 + 1)).sum()
+            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
         return torch.stack(rows)
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0

@@ -571,6 +571,17 @@ def errors(parts):
     torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
 
 
+def errors_of_labels(parts):
+    """On GPUs, labels are checked while the ranks' facts are on their way."""
+    d, (part, *_) = batch(), parts.values()
+    head, other = Head(d["weight"][part.rows], group=part.group), dist.get_rank() == 1
+    words = "labels must be in" if other else "labels differ|rank 1 .* raised"
+    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], "labels differ")):
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            linear_logps(d["h"], head, labels)
+    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
+
+
 def one_part(parts):
     half_precision(dict(list(parts.items())[:1]))
 
@@ -646,7 +657,7 @@ def work_on_gpu(rank, rendezvous):
     torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in (all_cases, random_shapes):
+    for check in (all_cases, random_shapes, errors_of_labels):
         with raising(check.__name__):
             check(parts)
     # Compiling all variants takes minutes.

@@ -23,7 +23,6 @@ from liger_losses.chunked.engine.tokens import Counting, Tokens
 from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.label_rows import label_facts
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
@@ -293,7 +292,7 @@ def make_call(
         checked = CheckedInputs.of(hidden_states[0] if alone else hidden_states, head, labels, query)
         if not state.shapes_only:
             draft = _Draft(checked, head, query, options, memory)
-            agreement.facts, agreement.checksum = draft.facts, draft.checksum()
+            agreement.facts, agreement.checksum = draft.facts, draft.labels.checksum(draft.backend)
             if device.type == "cpu":  # which also finds what is wrong with the values of one rank
                 call = draft.call()
     if not state.shapes_only and call is None:
@@ -342,22 +341,16 @@ class _Draft:
         if comparison is not None:
             columns = comparison.teacher.vocab_size
             compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
-        workspace = f"default {default_bound()}" if options.workspace is None else options.workspace
+        space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
         kinds = [name for name in ("dense", "fused", "exponentials") if getattr(self, name)]
         return (
             f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]}, "
             f"{', '.join((*query.statistics, *query.metrics))}{width}{compared}, gradients of hidden states "
-            f"{self.needs_hidden} and of {needs}, workspace {workspace}, chunk_size {options.chunk_size}, "
+            f"{self.needs_hidden} and of {needs}, {space}, chunk_size {options.chunk_size}, "
             f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
             f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
             f"{self.head.transform}"
         )
-
-    def checksum(self) -> Tensor:
-        """A number that other labels, or labels in another order, hardly have, 0-dim."""
-        if isinstance(self.labels, Counting):
-            return self.labels.checksum()
-        return label_facts([self.labels.labels], self.options.ignore_index, backend=self.backend)[0, 3]
 
     def call(self) -> Call:
         """The call, once the active tokens are known."""

@@ -79,6 +79,10 @@ class Tokens:
         mask = None if self.mask is None else self.mask[:count]
         return Tokens(self.labels[:count], self.shapes[:parts], self.counts[:parts], self.indices[:parts], mask)
 
+    def checksum(self, backend: str) -> Tensor:
+        """Of the active tokens' labels, 0-dim: see :func:`label_facts`."""
+        return label_facts([self.labels], 0, backend=backend)[0, 3]
+
     @property
     def count(self) -> int:
         """N."""
@@ -192,7 +196,6 @@ class Counting:
         backend: str,
     ) -> None:
         self.shapes, self.vocab_size, self.ignore_index = tuple(part.shape for part in labels), vocab_size, ignore_index
-        self.backend = backend
         self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
         #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
         self.facts: Tensor | None = None
@@ -212,9 +215,9 @@ class Counting:
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.labels[0].device))
 
-    def checksum(self) -> Tensor:
+    def checksum(self, backend: str) -> Tensor:
         """Of all labels, 0-dim: see :func:`label_facts`."""
-        facts = label_facts(self.labels, self.ignore_index, backend=self.backend) if self.facts is None else self.facts
+        facts = label_facts(self.labels, self.ignore_index, backend=backend) if self.facts is None else self.facts
         return facts[:, 3].sum()
 
     def tokens(self) -> Tokens:

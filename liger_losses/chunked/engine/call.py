@@ -6,6 +6,7 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
@@ -295,8 +296,13 @@ def make_call(
             agreement.facts, agreement.checksum = draft.facts, draft.labels.checksum(draft.backend)
             if device.type == "cpu":  # which also finds what is wrong with the values of one rank
                 call = draft.call()
-    if not state.shapes_only and call is None:
-        call = draft.call()  # while the ranks' facts are exchanged
+    try:
+        if not state.shapes_only and call is None:
+            call = draft.call()  # while the ranks' facts are exchanged
+    except Exception:
+        with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
+            agreement.wait()
+        raise
     agreement.wait()
     return checked, call
 

@@ -318,11 +318,8 @@ class _Draft:
         device, grad = head.weight.device, torch.is_grad_enabled()
         wide = torch.promote_types(torch.float32, compute_dtype)
         self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
-        self.labels: Tokens | Counting = (
-            labels
-            if isinstance(labels, Tokens)
-            else Counting(labels, head.vocab_size, options.ignore_index, options.compact, backend)
-        )
+        count = head.vocab_size, options.ignore_index, options.compact, backend
+        self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
         self.operand = operand = operand_dtype(compute_dtype, device, backend)
         self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
         self.needs_weight = grad and head.weight.requires_grad

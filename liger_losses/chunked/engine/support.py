@@ -128,7 +128,7 @@ def linear_support_statistics(
     cut = (counts > 0).view(labels.shape)
     if shift:
         labels, cut = shift_labels(labels, ignored), shift_labels(cut, 0)
-    tokens = Tokens.select([labels.masked_fill(~cut, ignored)], head.vocab_size, ignored)
+    tokens = Tokens.select([labels.masked_fill(~cut, ignored)], head.vocab_size, ignored, backend=options.backend)
     uncut = (labels != ignored) & ~cut
     columns, uncut_tokens = _columns(support, counts, tokens, shift, head.vocab_size, uncut.sum())
     others = None

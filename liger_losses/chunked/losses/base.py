@@ -198,7 +198,7 @@ class ChunkedLoss(nn.Module):
         options = self.options
         if num_items_in_batch is not None:
             checked_items(num_items_in_batch, labels.device)
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
         check_inputs([hidden], head.weight, head.bias, tokens)
         agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens

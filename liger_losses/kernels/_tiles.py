@@ -105,7 +105,7 @@ def _descriptor(rows: int, columns: int) -> Any:
     """Copied, because making one checks again what :func:`aligned` has, and takes the host as long as a launch."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(torch.empty(1, 16, dtype=torch.bfloat16), [rows, columns])
+    return TensorDescriptor.from_tensor(torch.empty(1, 16, dtype=torch.bfloat16, device="cpu"), [rows, columns])
 
 
 #: The interpreter cannot multiply bf16.

@@ -166,18 +166,25 @@ class ChunkedLoss(nn.Module):
     @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
-        made = self._transform
+        made = None if torch.compiler.is_dynamo_compiling() else self._transform
         if made is None:
-            made = self.__dict__["_transform"] = LogitTransform(self.temperature, self.logit_scale, self.softcap)
+            made = LogitTransform(self.temperature, self.logit_scale, self.softcap)
+            self._keep("_transform", made)
         return made
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        made = self._options
+        made = None if torch.compiler.is_dynamo_compiling() else self._options
         if made is None:
-            made = self.__dict__["_options"] = self.attributes_as(EngineOptions, strategy=None)
+            made = self.attributes_as(EngineOptions, strategy=None)
+            self._keep("_options", made)
         return made
+
+    def _keep(self, name: str, made: Any) -> None:
+        """Until an attribute changes. torch.compile would trace a function anew for a change of state."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.__dict__[name] = made
 
     def attributes_as(self, options: Any, **others: Any) -> Any:
         """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""

@@ -567,11 +567,8 @@ def errors(parts):
 
     same = "they differ"
     expect(same, same, lambda: linear_logps(hidden[: 2 + (rank == 1)], head, labels[: 2 + (rank == 1)]))
-    expect(
-        same,
-        same,
-        lambda: linear_logps(hidden, head, labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels),
-    )
+    fewer = labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, fewer))
     expect(same, same, lambda: linear_logps(hidden, head, labels, chunk_size=2 + rank))
     expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
     expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
@@ -621,6 +618,17 @@ def errors(parts):
         only=3,
     )
     torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
+
+
+def errors_of_labels(parts):
+    """On GPUs, labels are checked while the ranks' facts are on their way."""
+    d, (part, *_) = batch(), parts.values()
+    head, other = Head(d["weight"][part.rows], group=part.group), dist.get_rank() == 1
+    words = "labels must be in" if other else "labels differ|rank 1 .* raised"
+    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], "labels differ")):
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            linear_logps(d["h"], head, labels)
+    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
 
 
 def one_part(parts):
@@ -729,7 +737,7 @@ def work_on_gpu(rank, rendezvous):
     torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in (all_cases, random_shapes):
+    for check in (all_cases, random_shapes, errors_of_labels):
         with raising(check.__name__):
             check(parts)
     # Compiling all variants takes minutes.

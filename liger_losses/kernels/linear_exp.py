@@ -13,6 +13,7 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,8 +46,9 @@ class Exponentials(NamedTuple):
     def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
         """Write ``lse``, ``logp`` and ``mean_logit`` into the tensors of these names; the first two are new if there
         are none."""
-        offset, logp = torch.empty(2, len(values["lse"]), device=values["lse"].device)
-        return cls(offset, values["lse"], values.get("logp", logp), values.get("mean_logit"))
+        lse, logp = values["lse"], values.get("logp")
+        logp = torch.empty_like(lse) if logp is None else logp
+        return cls(torch.empty_like(lse), lse, logp, values.get("mean_logit"))
 
 
 def linear_exponentials(
@@ -202,6 +204,7 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
 
 
+@lru_cache(1024)
 def _group(row_tiles: int, column_tiles: int, programs: int) -> int:
     """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible; with few row tiles, the one
     that leaves the fewest tiles to a program."""

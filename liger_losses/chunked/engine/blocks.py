@@ -343,8 +343,13 @@ class ExponentialBlock(Block):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
-        #: ``[N]``, of the whole vocabulary, where ranks share it; else each block computes its own.
-        self.label_logits: Tensor | None = None if opened.call.shard is None else self._label_logits(opened.call.shard)
+        #: Where ranks share the vocabulary, the labels' logits ``[N]``, and -1 in place of labels of other ranks; else
+        #: each block computes its own.
+        self.label_logits: Tensor | None = None
+        self.labels = opened.labels
+        if opened.call.shard is not None and opened.owned is not None:
+            self.label_logits = self._label_logits(opened.call.shard, opened.owned)
+            self.labels = opened.labels.masked_fill(~opened.owned, -1)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
@@ -352,14 +357,11 @@ class ExponentialBlock(Block):
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened = self.call, self.opened
         exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
-        labels, label_logit = opened.labels[part.rows], None
-        if self.label_logits is not None and opened.owned is not None:
-            label_logit = self.label_logits[part.rows]
-            labels = torch.where(opened.owned[part.rows], labels, -1)
+        label_logit = None if self.label_logits is None else self.label_logits[part.rows]
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            labels,
+            self.labels[part.rows],
             exponentials,
             opened.epilogue,
             found=Exponentials.into(part.values),
@@ -374,16 +376,16 @@ class ExponentialBlock(Block):
             if self.offsets.mean_logit is not None:
                 call.shard.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def _label_logits(self, shard: VocabularyShard) -> Tensor:
+    def _label_logits(self, shard: VocabularyShard, owned: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
-        opened, call = self.opened, self.call
-        found = torch.zeros(opened.count, device=opened.weight.device)
-        for rows in blocks(opened.count, call.plan.rows):
+        opened, call, found = self.opened, self.call, []
+        # At once where nothing is copied: no product can start before.
+        for rows in blocks(opened.count, call.plan.rows if call.work.gathers else opened.count):
             hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
-            found[rows] = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
-        assert opened.owned is not None
-        return shard.sum_(found.masked_fill_(~opened.owned, 0.0))
+            found.append(label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend))
+        mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.weight.device), *found])
+        return shard.sum_(mine.masked_fill_(~owned, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -389,12 +390,18 @@ def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> d
         outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
         return dict(zip(call.outputs, outputs, strict=True))
     if known is None:
-        with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(head.weight):
             values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
         known = {name: call.tokens.scatter(values[name]) for name in names}
         if state.recorded is not None:
             state.recorded += known.values()
     return {name: known[name] for name in call.outputs}
+
+
+def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
+    """Entering torch's context costs the host as much as several launches: only where autocast is on."""
+    kind = weight.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _LinearStatistics(torch.autograd.Function):
@@ -411,7 +418,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             stream = Stream(call, weight, bias, hidden)
             if known is not None:
                 values = {name: call.tokens.gather_all(value) for name, value in known.items()}
@@ -441,7 +448,7 @@ class _LinearStatistics(torch.autograd.Function):
             for name, g in zip(call.query.statistics, upstream, strict=False)
             if g is not None
         }
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             stream = Stream(call, weight, bias, hidden)
             if ctx.unit_gradient is not None:
                 return None, None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
@@ -456,7 +463,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
         ctx.call, ctx.gradients = call, gradients
         ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
@@ -474,6 +481,6 @@ class _LinearTokenLoss(torch.autograd.Function):
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
             weight, bias, hidden, _ = ctx.saved_tensors
-            with torch.autocast(weight.device.type, enabled=False):
+            with _without_autocast(weight):
                 gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
         return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

@@ -143,7 +143,8 @@ class Stream:
         """The active tokens, ``size`` or fewer at a time."""
         for rows in blocks(self.count, size):
             hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
-            yield Part(rows, hidden.to(self.call.work.operand_dtype), _rows_of(values, rows))
+            of_part = values if size >= self.count else _rows_of(values, rows)
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part)
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""

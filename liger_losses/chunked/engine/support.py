@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.checks import check_inputs, check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.plan import default_bound, default_workspace
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, agreement
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
@@ -135,26 +135,30 @@ def linear_support_statistics(
     shard, local = head.shard, hidden_states
     if shard is not None:
         local = shard.local(hidden_states)  # an exchange that all ranks reach, before checks that one alone may fail
-    with nullcontext(Agreement()) if shard is None else agreement(shard.group, head.weight.device) as agreed:
+    agreed = None if shard is None else Agreement(shard.group, head.weight.device)
+    with agreed or nullcontext():
         compute_dtype = check_inputs([local], head.weight, head.bias, [labels])
         support.check(labels, head.weight)
         wide = torch.promote_types(torch.float32, compute_dtype)
-        if state.shapes_only:
-            return Statistics(**{name: local.new_empty(labels.shape, dtype=wide) for name in names})
-        labels = shift_labels(labels, options.ignore_index) if shift else labels
-        backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
-        call = _Call.of(local, head, labels, support, shift, backend, options.ignore_index, compute_dtype)
-        columns, facts = find_columns(call.kept, backend=backend)
-        read, narrow = _start_reading(facts.sum(1)), None
-        if shard is None and facts.is_cuda:
-            narrow = call.statistics(columns)  # before the host knows: what errors there are is no harm to it
-        numbers = Facts(*read())
-        call.check(facts, numbers)
-        most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
-        if shard is not None:
-            needs = torch.is_grad_enabled() and local.requires_grad
-            agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
-            agreed.checksum = _checksum(labels) + _checksum(support.ids)
+        if not state.shapes_only:
+            labels = shift_labels(labels, options.ignore_index) if shift else labels
+            backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
+            call = _Call.of(local, head, labels, support, shift, backend, options.ignore_index, compute_dtype)
+            columns, facts = find_columns(call.kept, backend=backend)
+            read, narrow = _start_reading(facts.sum(1)), None
+            if shard is None and facts.is_cuda:
+                narrow = call.statistics(columns)  # before the host knows: what errors there are is no harm to it
+            numbers = Facts(*read())
+            call.check(facts, numbers)
+            most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
+            if agreed is not None:
+                needs = torch.is_grad_enabled() and local.requires_grad
+                agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
+                agreed.checksum = _checksum(labels) + _checksum(support.ids)
+    if agreed is not None:
+        agreed.wait()
+    if state.shapes_only:
+        return Statistics(**{name: local.new_empty(labels.shape, dtype=wide) for name in names})
     parts = []
     if numbers.uncut:
         uncut = labels.masked_fill(facts[Facts._fields.index("uncut")].view(labels.shape) == 0, options.ignore_index)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._triton import choose_backend
+from liger_losses.kernels.label_rows import label_facts
 from liger_losses.kernels.tracing import state
 
 
@@ -56,7 +58,12 @@ class Tokens:
 
     @classmethod
     def select(
-        cls, labels: Sequence[Tensor], vocab_size: int, ignore_index: int = -100, compact: bool = True
+        cls,
+        labels: Sequence[Tensor],
+        vocab_size: int,
+        ignore_index: int = -100,
+        compact: bool = True,
+        backend: str | None = None,
     ) -> Tokens:
         """Find the tokens whose label is not ``ignore_index``, in int64 tensors of any shape.
 
@@ -64,41 +71,8 @@ class Tokens:
         projected and then masked out. A label outside the vocabulary is a ValueError, which the same synchronization
         finds; with ``compact=False`` on a GPU it is a device-side assertion.
         """
-        shapes = tuple(part.shape for part in labels)
-        flat = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
-        valid = [part != ignore_index for part in flat]
-        if not compact or state.shapes_only:
-            merged, mask = torch.cat(flat), torch.cat(valid)
-            safe = merged.masked_fill(~mask, 0)
-            if state.shapes_only:
-                pass
-            elif safe.numel() and host_checks(safe.device):
-                _check_vocabulary([int(safe.amin()), int(safe.amax())], vocab_size, ignore_index)
-            elif safe.numel():
-                torch._assert_async(((safe >= 0) & (safe < vocab_size)).all())
-            counts = tuple(part.numel() for part in flat)
-            return cls(safe, shapes, counts, (None,) * len(flat), mask)
-
-        if flat and flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured, so that the host cannot read how many tokens carry loss; give "
-                "compact=False, with which all of them are projected."
-            )
-        facts = [mask.sum() for mask in valid]
-        for part, mask in zip(flat, valid, strict=True):
-            if part.numel():
-                facts += torch.aminmax(part * mask)  # few kernels: the device idles until they are done
-        numbers = torch.stack(facts).tolist()
-        counts, extremes = tuple(numbers[: len(flat)]), numbers[len(flat) :]
-        _check_vocabulary(extremes, vocab_size, ignore_index)
-        indices = tuple(
-            None if count == part.numel() else torch.nonzero_static(mask, size=count).squeeze(-1)
-            for part, mask, count in zip(flat, valid, counts, strict=True)
-        )
-        active = [
-            part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
-        ]
-        return cls(active[0] if len(active) == 1 else torch.cat(active), shapes, counts, indices, None)
+        backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
+        return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
 
     def first(self, parts: int) -> Tokens:
         """The active tokens of the first ``parts`` tensors of labels."""
@@ -109,6 +83,10 @@ class Tokens:
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
         mask = None if self.mask is None else self.mask[rows]
         return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
+
+    def checksum(self, backend: str) -> Tensor:
+        """Of the active tokens' labels, 0-dim: see :func:`label_facts`."""
+        return label_facts([self.labels], 0, backend=backend)[0, 3]
 
     @property
     def count(self) -> int:
@@ -130,6 +108,8 @@ class Tokens:
 
         Sources are ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
         """
+        if len(sources) == 1 and self.indices[0] is None and sources[0].dim() <= 2:
+            return sources[0][start:stop]
         rows = []
         for segment, first, last in self.pieces(start, stop):
             index, source = self.indices[segment], sources[segment]
@@ -215,3 +195,73 @@ class Tokens:
             return [values.view(*self.shapes[0], *values.shape[1:])]
         parts = values.split([math.prod(shape) for shape in self.shapes])
         return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class Counting:
+    """:meth:`Tokens.select` in two steps: a GPU counts the active tokens while the host does what needs no count."""
+
+    def __init__(
+        self,
+        labels: Sequence[Tensor],
+        vocab_size: int,
+        ignore_index: int,
+        compact: bool,
+        backend: str,
+    ) -> None:
+        self.shapes, self.vocab_size, self.ignore_index = tuple(part.shape for part in labels), vocab_size, ignore_index
+        self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
+        #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
+        self.facts: Tensor | None = None
+        self.on_host: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        if not compact or state.shapes_only:
+            return
+        on_gpu = self.labels[0].is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, so that the host cannot read how many tokens carry loss; give "
+                "compact=False, with which all of them are projected."
+            )
+        self.facts = self.on_host = label_facts(self.labels, ignore_index, backend=backend)
+        if on_gpu:
+            self.on_host = self.facts.to("cpu", non_blocking=True)  # into pinned memory
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(self.labels[0].device))
+
+    def checksum(self, backend: str) -> Tensor:
+        """Of all labels, 0-dim: see :func:`label_facts`."""
+        facts = label_facts(self.labels, self.ignore_index, backend=backend) if self.facts is None else self.facts
+        return facts[:, 3].sum()
+
+    def tokens(self) -> Tokens:
+        """The active tokens, once their number is known."""
+        if self.on_host is None:
+            return self._all_tokens()
+        if self.copied is not None:
+            self.copied.synchronize()
+        facts, flat = self.on_host.tolist(), self.labels
+        extremes = [extreme for _, low, high, _ in facts for extreme in (low, high)]
+        _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
+        counts = tuple(count for count, *_ in facts)
+        indices = tuple(
+            None if count == part.numel() else torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
+            for part, count in zip(flat, counts, strict=True)
+        )
+        active = [
+            part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
+        ]
+        return Tokens(active[0] if len(active) == 1 else torch.cat(active), self.shapes, counts, indices, None)
+
+    def _all_tokens(self) -> Tokens:
+        """All tokens as active ones, with a mask."""
+        merged = torch.cat(self.labels)
+        mask = merged != self.ignore_index
+        safe = merged.masked_fill(~mask, 0)
+        if state.shapes_only:
+            pass
+        elif safe.numel() and host_checks(safe.device):
+            _check_vocabulary([int(safe.amin()), int(safe.amax())], self.vocab_size, self.ignore_index)
+        elif safe.numel():
+            torch._assert_async(((safe >= 0) & (safe < self.vocab_size)).all())
+        counts = tuple(part.numel() for part in self.labels)
+        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), mask)

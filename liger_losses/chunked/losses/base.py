@@ -99,6 +99,9 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
+    #: What attributes make, until one of them changes: a call reads them while the device is idle.
+    _transform: LogitTransform | None = None
+    _options: EngineOptions | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -133,11 +136,12 @@ class ChunkedLoss(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
+        self.__dict__.update(_transform=None, _options=None)
         if changes and "_constructed" in self.__dict__:
             try:
                 self.check_options()
             except (TypeError, ValueError):
-                self.__dict__[name] = before
+                self.__dict__.update({name: before, "_transform": None, "_options": None})
                 raise
             # The graph is the same with another number, unless it is 0, and in training and evaluation.
             number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
@@ -162,12 +166,25 @@ class ChunkedLoss(nn.Module):
     @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
-        return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+        made = None if torch.compiler.is_dynamo_compiling() else self._transform
+        if made is None:
+            made = LogitTransform(self.temperature, self.logit_scale, self.softcap)
+            self._keep("_transform", made)
+        return made
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        return self.attributes_as(EngineOptions, strategy=None)
+        made = None if torch.compiler.is_dynamo_compiling() else self._options
+        if made is None:
+            made = self.attributes_as(EngineOptions, strategy=None)
+            self._keep("_options", made)
+        return made
+
+    def _keep(self, name: str, made: Any) -> None:
+        """Until an attribute changes. torch.compile would trace a function anew for a change of state."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.__dict__[name] = made
 
     def attributes_as(self, options: Any, **others: Any) -> Any:
         """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""
@@ -188,7 +205,7 @@ class ChunkedLoss(nn.Module):
         options = self.options
         if num_items_in_batch is not None:
             checked_items(num_items_in_batch, labels.device)
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
         check_inputs([hidden], head.weight, head.bias, tokens)
         agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -215,14 +214,19 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             raise ValueError("head_weights, and a shift of several numbers, go with lists of heads or hidden states.")
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
         token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
-        mask = labels != self.ignore_index
         statistics, metrics = self._names()
         class_weight = self.ce_weight if self.label_smoothing else None
         spans_ranks = self.group is not None and self.reduction != "none"
         tokens = self.agreed_tokens(_input, head, labels, num_items_in_batch) if spans_ranks else labels
         items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
-        # Read once the first product is queued, so that the device need not wait for them.
-        totals = functools.cache(lambda: self._denominators(labels, mask, items, token_weights))
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def totals() -> tuple[Tensor, Tensor]:
+            """Read once the first product is queued, so that the device need not wait for them."""
+            if not kept:
+                kept.append(self._denominators(labels, items, token_weights))
+            return kept[0]
+
         if spans_ranks:
             totals()
         z: Tensor | None = None
@@ -230,6 +234,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             found = linear_statistics(
                 _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
             )
+            mask = labels != self.ignore_index
             ce, z, _ = self._terms(found, labels.where(mask, 0), totals(), token_weights)
             loss = torch.where(mask, ce + z, 0.0)
         else:
@@ -249,6 +254,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 class_weight=class_weight,
                 options=options,
             )
+            mask = labels != self.ignore_index
             if self.return_z_loss:
                 z = self._terms(found, labels.where(mask, 0), totals(), token_weights).z
         if spans_ranks:
@@ -284,7 +290,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 self.agreed_tokens(*each)
         for part, mask, own, number in zip(labels, masks, weights, numbers, strict=True):
             items = None if number is None else checked_items(number, part.device)
-            targets.append(_Target(part, mask, self._denominators(part, mask, items, own), own))
+            targets.append(_Target(part, mask, self._denominators(part, items, own), own))
         (statistics, metrics), options = self._names(), self.options
         class_weight = self.ce_weight if self.label_smoothing else None
         scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
@@ -406,7 +412,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
 
     def _denominators(
-        self, labels: Tensor, mask: Tensor, items: Tensor | None, token_weights: Tensor | None
+        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What cross-entropy and z-loss are divided by: known before any logit."""
         if self.reduction != "mean":
@@ -415,6 +421,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if items is not None:
             ce_total = z_total = items
         else:
+            mask = labels != self.ignore_index
             weights = mask.float() if token_weights is None else token_weights * mask
             ce_total = z_total = weights.sum()
             if self.ce_weight is not None:

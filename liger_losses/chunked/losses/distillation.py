@@ -273,7 +273,11 @@ class DistillationLoss(ChunkedLoss):
             )
         teacher.check_active(mask, head.vocab_size)
         tokens = Tokens.select(
-            [labels], vocab_size=head.vocab_size, ignore_index=self.ignore_index, compact=self.compact
+            [labels],
+            vocab_size=head.vocab_size,
+            ignore_index=self.ignore_index,
+            compact=self.compact,
+            backend=self.backend,
         )
 
         def soft_loss(s: Statistics, labels: Tensor, teacher_logps: Tensor, soft: Tensor, hard: Any = None) -> Tensor:

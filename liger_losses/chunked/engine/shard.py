@@ -247,7 +247,7 @@ class Agreement:
         digest = -1 if error is not None else zlib.crc32(self.facts.encode())
         # From pinned memory: the host would wait for another copy to a GPU.
         on_gpu = self.device.type == "cuda"
-        mine = torch.tensor([digest, self.number, 0], dtype=torch.int64, pin_memory=on_gpu)
+        mine = torch.tensor([digest, self.number, 0], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         mine = mine.to(self.device, non_blocking=True)
         if self.checksum is not None and error is None:
             mine[2] = self.checksum

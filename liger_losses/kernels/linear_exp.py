@@ -22,7 +22,14 @@ from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, ti
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_stats import partial_sums
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
+from liger_losses.kernels.logit_transform import (
+    Epilogue,
+    LogitTransform,
+    capped_tanh,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 
 #: About how many row tiles walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
@@ -153,10 +160,10 @@ def gradient_scales(
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
         offset, lse, logp, _ = found
-        scale = p_coef * (offset - lse).exp() * transform.factor
+        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
-        at_label.copy_(total * transform.slope(logp + lse) * transform.factor)
+        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
         if scaled is not None and hidden is not None:
             scaled.copy_(scale[:, None] * hidden)
         return scale, at_label, scaled
@@ -303,8 +310,13 @@ def _scales_kernel(
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
         s *= transform.factor
-        at_label = transform_gradient(at_label, row_logp + row_lse, transform)
+        if transform.temperature is not None:
+            s *= inverse
+        at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
     tl.store(scale_out + row, s)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
@@ -351,6 +363,9 @@ def _exponentials_kernel(
         rows = first_row + tl.arange(0, BLOCK_N)
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, rows < tokens, 1)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
@@ -358,7 +373,7 @@ def _exponentials_kernel(
             x = left if half == 0 else right
             z = x
             if bias is not None or transform.factor is not None:
-                z = transform_block(x, bias, columns, columns < vocab_size, transform)
+                z = transform_block(x, bias, columns, columns < vocab_size, transform, inverse)
             if logit_sums is not None:
                 totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
@@ -367,7 +382,7 @@ def _exponentials_kernel(
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
             if transform.cap is not None:
-                tanh = z / transform.cap
+                tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import project_tile, tile_position, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import Epilogue, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.online_softmax import PARTIAL_SUMS, Sums, combine, online_start, online_step, store_sums
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -55,7 +55,7 @@ def linear_softmax_statistics(
     hidden, parts = with_contiguous_rows(hidden), []
     for start in range(0, max(len(hidden), 1), _MAX_TOKENS):
         rows = slice(start, start + _MAX_TOKENS)
-        partial = partial_sums(hidden[rows], weight, labels[rows], names, epilogue)
+        partial = partial_sums(hidden[rows], weight, labels[rows], names, epilogue.rows(rows))
         parts.append(combine(partial, names, len(weight), epilogue.class_weight))
     return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -103,6 +103,9 @@ def _linear_statistics_kernel(
     rows = first_row + tl.arange(0, BLOCK_N)
     valid = rows < tokens
     label = tl.load(labels + rows, mask=valid, other=-1).to(tl.int32)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, rows, valid, 1)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     per_split = tl.cdiv(column_tiles, splits)
     first_tile = split * per_split
@@ -118,7 +121,7 @@ def _linear_statistics_kernel(
         )  # fmt: skip
         inside = columns < vocab_size
         if bias is not None or transform.factor is not None:
-            z = transform_block(z, bias, columns, inside, transform)
+            z = transform_block(z, bias, columns, inside, transform, inverse)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
         state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)
     store_sums(partial + split * tokens + rows, splits * tokens, valid, label_logit, state, sums)

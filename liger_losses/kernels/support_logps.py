@@ -16,7 +16,12 @@ from torch import Tensor
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import device_of, jit, tl, triton
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block, transform_gradient
+from liger_losses.kernels.logit_transform import (
+    LogitTransform,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 
 #: Bytes of the rows of the head, and of hidden states, that the reference gathers at a time.
 _GATHERED_BYTES = 64 * 2**20
@@ -187,7 +192,8 @@ def _project_torch(
     logits = torch.empty(len(safe), dtype=wide, device=hidden.device)
     for at in _slices(len(safe), hidden.shape[1], wide):
         projected = (hidden[columns.owners[at]].to(wide) * weight[safe[at]].to(wide)).sum(-1)
-        logits[at] = transform(projected, None if bias is None else bias[safe[at]].to(wide))
+        own = transform.rows(columns.owners[at])
+        logits[at] = own(projected, None if bias is None else bias[safe[at]].to(wide))
     return logits.masked_fill_(columns.columns < 0, float("-inf"))
 
 
@@ -211,7 +217,8 @@ def _differentiate_torch(logits: Tensor, columns: TokenColumns, transform: Logit
     grad = torch.where(columns.columns == columns.labels[columns.owners], g_logp, 0.0) + p * (g_lse - g_logp)
     grad -= torch.where(p > 0, g_entropy * p * (log_p + entropy), 0.0)
     counts = columns.columns >= 0
-    return transform.chain_(torch.where(counts, grad, 0.0), torch.where(counts, logits, 0.0))
+    own = transform.rows(columns.owners)
+    return own.chain_(torch.where(counts, grad, 0.0), torch.where(counts, logits, 0.0))
 
 
 def _sum_rows_torch(values: Tensor, sums: RowSums, matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -331,7 +338,10 @@ def _project_kernel(
         products += w.to(tl.float32) * h.to(tl.float32)
     z = tl.sum(products, 1)
     if bias is not None or transform.factor is not None:
-        z = transform_block(z, bias, column, counts, transform)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, token, counts, 0)
+        z = transform_block(z, bias, column, counts, transform, inverse)
     tl.store(logits + at, tl.where(counts, z, float("-inf")), mask=at < pairs)
 
 
@@ -378,6 +388,9 @@ def _differentiate_kernel(
     of_lse = tl.load(grad_lse + token)
     own_entropy = tl.load(entropy + token)
     log_sum = tl.load(lse + token)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, token, True, 0)
     for start in range(tl.load(offsets + token), last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         column = tl.load(columns + at, mask=at < last, other=-1)
@@ -387,7 +400,7 @@ def _differentiate_kernel(
         grad = tl.where(column == label, of_logp, 0.0) + p * (of_lse - of_logp)
         grad -= of_entropy * p * tl.where(p > 0, log_p + own_entropy, 0.0)
         if transform.factor is not None:
-            grad = transform_gradient(grad, tl.where(column >= 0, z, 0.0), transform)
+            grad = transform_gradient(grad, tl.where(column >= 0, z, 0.0), transform, inverse)
         tl.store(values + at, tl.where(column >= 0, grad, 0.0), mask=at < last)
 
 

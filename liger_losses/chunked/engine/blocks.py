@@ -19,6 +19,7 @@ from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -169,6 +170,7 @@ class Part(NamedTuple):
     rows: slice  # which of them
     hidden: Tensor  # [R, H], their hidden states in the operand dtype
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
+    epilogue: Epilogue  # from their projections to logits
 
 
 class Block:
@@ -225,14 +227,14 @@ class LogitBlock(Block):
             projected,
             self.opened.labels[part.rows],
             call.block_names - {"selected_logps"},
-            self.opened.epilogue,
+            part.epilogue,
             scratch=call.plan.scratch,
             backend=call.backend,
         )
         if call.query.selected is not None and "selected_logps" in part.values:
             columns, owned = self._selected(part.rows)
             bias = None if self.opened.bias is None else self.opened.bias[columns]
-            logits = call.transform(projected.gather(1, columns), bias)
+            logits = part.epilogue.transform(projected.gather(1, columns), bias)
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
@@ -282,7 +284,8 @@ class LogitBlock(Block):
         assert coefficients.p_coef is not None
         columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
         local, owned = self._selected(part.rows)
-        slope = call.transform.slope(logps + part.values["lse"][:, None]) * call.transform.factor
+        logits, transform = logps + part.values["lse"][:, None], part.epilogue.transform
+        slope = transform.slope(logits) * transform.factor(logits)
         total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
             at_label = columns == call.tokens.labels[part.rows, None]
@@ -324,7 +327,7 @@ def projection_gradient(
         part.values["lse"],
         call.tokens.labels[part.rows],
         coefficients,
-        opened.epilogue.columns(columns),
+        part.epilogue.columns(columns),
         first_column=opened.first_column + columns.start,
         vocab_size=call.vocab_size,
         grad_bias=None if grad_bias is None else grad_bias[columns],
@@ -361,7 +364,7 @@ class ExponentialBlock(Block):
             opened.weight,
             labels,
             exponentials,
-            opened.epilogue,
+            part.epilogue,
             found=Exponentials.into(part.values),
             label_logit=label_logit,
             backend=call.backend,
@@ -381,7 +384,7 @@ class ExponentialBlock(Block):
         for rows in blocks(opened.count, call.plan.rows):
             hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
-            found[rows] = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
+            found[rows] = label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend)
         assert opened.owned is not None
         return shard.sum_(found.masked_fill_(~opened.owned, 0.0))
 
@@ -412,7 +415,7 @@ class ExponentialBlock(Block):
                 self.offsets,
                 hidden if call.needs_weight else None,
                 head_grads.labels_out(part.rows),
-                transform=call.transform,
+                transform=part.epilogue.transform,
                 backend=call.backend,
             )
             if opened.owned is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
 from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
 from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
-from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
+from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
@@ -108,15 +108,15 @@ class Comparison:
 
     teacher: Teacher | TeacherLogits
     divergence: Divergence
-    temperature: float = 1.0  # what both models' logits are divided by in the divergence
+    temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
 
 
 @dataclass(frozen=True)
 class Query:
     """What is asked about each token.
 
-    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``) have the labels' shape in what a user gives,
-    and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
+    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``, temperatures) have the labels' shape in what a
+    user gives, and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
     """
 
     statistics: tuple[str, ...]  # names of Statistics that are differentiated
@@ -145,7 +145,9 @@ class Query:
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
-        selected, weights = self.selected, self.token_weights
+        selected, weights, comparison = self.selected, self.token_weights, self.comparison
+        if comparison is not None and isinstance(comparison.temperature, Tensor):
+            comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
             if tokens.mask is not None:
@@ -159,6 +161,7 @@ class Query:
             metrics=tuple(name for name in self.metrics if name not in self.statistics),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
+            comparison=comparison,
             token_inputs={n: tokens.gather_like_labels(value.detach()) for n, value in self.token_inputs.items()},
             token_weights=weights,
         )
@@ -204,14 +207,20 @@ class Call:
         comparison, compared = self.query.comparison, ""
         if comparison is not None:
             columns = comparison.teacher.vocab_size
-            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
+            at = _said(comparison.temperature)
+            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={at})"
         return (
             f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}{compared}, "
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
             f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"{self.transform}"
+            f"temperature {_said(self.transform.temperature)}, logit_scale {self.transform.logit_scale}, "
+            f"softcap {self.transform.softcap}"
         )
+
+
+def _said(temperature: float | Tensor) -> str:
+    return "one per token" if isinstance(temperature, Tensor) else str(temperature)
 
 
 class OpenCall:
@@ -308,14 +317,11 @@ def make_call(
         checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options, memory)
         if call is not None:
             default = "" if options.workspace is not None else f", default workspace {default_bound()}"
-            found.facts, found.checksum = call.facts + default, _checksum(call.tokens.labels)
+            found.facts, found.checksum = call.facts + default, checksum(call.tokens.labels)
+            compared = call.transform if call.query.comparison is None else call.query.comparison
+            if isinstance(compared.temperature, Tensor):
+                found.checksum = found.checksum + checksum(compared.temperature.float().view(torch.int32))
     return checked, call
-
-
-def _checksum(labels: Tensor) -> Tensor:
-    """A number that other labels, or labels in another order, hardly have."""
-    places = torch.arange(1, len(labels) + 1, device=labels.device)
-    return ((labels + 1) * (places % 1009 + 1)).sum()
 
 
 def _make_call(
@@ -398,9 +404,12 @@ def _make_call(
     if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
         # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
         grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+    transform = head.transform
+    if isinstance(transform.temperature, Tensor):
+        transform = replace(transform, temperature=tokens.temperatures(transform.temperature, work.logits_dtype))
     call = Call(
         query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
-        transform=head.transform,
+        transform=transform,
         shard=head.shard,
         vocab_size=vocab_size,
         tokens=tokens,
@@ -459,9 +468,9 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     if isinstance(comparison.teacher, Teacher):
         heads["teacher"] = comparison.teacher.head
     for whose, either in heads.items():
-        if either.transform.temperature != 1.0:
+        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
             raise ValueError(
-                f"the {whose}'s head has temperature {either.transform.temperature}, which must be 1; give "
+                f"the {whose}'s head has temperature {_said(either.transform.temperature)}, which must be 1; give "
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)

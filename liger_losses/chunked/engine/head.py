@@ -105,7 +105,7 @@ class Head:
                 raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
             check_vector("bias", bias, weight.weight)
             weight = weight.with_fields(bias=bias)
-        if transform is None or transform == weight.transform:
+        if transform is None:
             return weight
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
@@ -144,12 +144,17 @@ def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
     values, untouched = {}, LogitTransform()
     for name in LogitTransform.__match_args__:
         ours, theirs, default = (getattr(transform, name) for transform in (own, given, untouched))
-        if ours != default and theirs not in (default, ours):
+        if _differ(ours, default) and _differ(theirs, default) and _differ(theirs, ours):
             raise ValueError(
                 f"{name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
             )
-        values[name] = theirs if ours == default else ours
+        values[name] = ours if _differ(ours, default) else theirs
     return LogitTransform(**values)
+
+
+def _differ(a: object, b: object) -> bool:
+    """Whether two values of a transform are not the same; a temperature per token is the same as itself alone."""
+    return a is not b and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
 
 
 def _say_what_to_pass(module: nn.Module) -> str:

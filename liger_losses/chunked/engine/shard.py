@@ -276,8 +276,15 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreem
     if len(set(checksums)) > 1:
         raise ValueError(
             "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but their "
-            "labels differ. Where each rank has a batch of its own, give all ranks of the group the same one."
+            "labels differ, or their temperatures. Where each rank has a batch of its own, give all ranks of the group "
+            "the same one."
         )
+
+
+def checksum(numbers: Tensor) -> Tensor:
+    """A number that other integers, or these in another order, hardly have."""
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return ((numbers + 1) * (places % 1009 + 1)).sum()
 
 
 def check_teacher_shard(student: VocabularyShard | None, teacher: VocabularyShard) -> None:

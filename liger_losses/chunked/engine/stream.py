@@ -141,9 +141,11 @@ class Stream:
 
     def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
         """The active tokens, ``size`` or fewer at a time."""
+        epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         for rows in blocks(self.count, size):
             hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
-            yield Part(rows, hidden.to(self.call.work.operand_dtype), _rows_of(values, rows))
+            own = epilogue.rows(rows) if per_token else epilogue
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), _rows_of(values, rows), own)
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
@@ -190,7 +192,7 @@ class Stream:
             part.values["lse"],
             call.tokens.labels[part.rows],
             coefficients,
-            opened.epilogue.columns(columns),
+            part.epilogue.columns(columns),
             first_column=opened.first_column + columns.start,
             vocab_size=call.vocab_size,
             backend=call.backend,
@@ -202,13 +204,11 @@ class Stream:
         labels = opened.labels[part.rows]
         if names <= {"logp", "lse", "mean_logit"}:
             found = Exponentials.into(part.values)
-            linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
+            linear_exponentials(part.hidden, opened.weight, labels, None, part.epilogue, found=found, backend=backend)
             if self.call.shard is not None:
                 opened.merge_(part.rows, {name: getattr(found, name) for name in {*names, "logp"}})
             return
-        computed = linear_softmax_statistics(
-            part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend
-        )
+        computed = linear_softmax_statistics(part.hidden, opened.weight, labels, names, part.epilogue, backend=backend)
         if self.call.shard is not None:
             opened.merge_(part.rows, computed)
         for name in names & part.values.keys():
@@ -231,7 +231,7 @@ class Stream:
 
     def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:
         """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
-        tokens, query, (rows, _, values) = self.call.tokens, self.call.query, part
+        tokens, query, (rows, _, values, _) = self.call.tokens, self.call.query, part
         assert query.token_loss is not None
         with torch.enable_grad():
             leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}

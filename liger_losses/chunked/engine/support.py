@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.checks import check_inputs, check_tensor
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.tokens import Tokens, check_temperature, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.support_logps import SupportOptions, TokenColumns, support_statistics
 from liger_losses.kernels.tracing import record, state
@@ -121,6 +121,8 @@ def linear_support_statistics(
         raise ValueError("support= finds on the host which tokens have kept columns; leave compact at True.")
     compute_dtype = check_inputs([hidden_states], head.weight, head.bias, [labels])
     support.check(labels, head.weight)
+    if isinstance(head.transform.temperature, Tensor):
+        check_temperature(head.transform.temperature, head.weight.device, [labels.shape])
     wide = torch.promote_types(torch.float32, compute_dtype)
     if state.shapes_only:
         return Statistics(**{name: hidden_states.new_empty(labels.shape, dtype=wide) for name in names})
@@ -145,8 +147,11 @@ def linear_support_statistics(
     hidden, index = hidden_states.reshape(-1, hidden_states.shape[-1]), tokens.indices[0]
     if index is not None:
         hidden = hidden.index_select(0, index)
+    transform = head.transform
+    if isinstance(transform.temperature, Tensor):
+        transform = replace(transform, temperature=tokens.temperatures(transform.temperature, wide))
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
-    found = support_statistics(hidden, head.weight, head.bias, columns, SupportOptions(head.transform, backend))
+    found = support_statistics(hidden, head.weight, head.bias, columns, SupportOptions(transform, backend))
     values = dict(zip(SUPPORT_STATISTICS, found, strict=True))
     if index is not None:
         values = {n: value.new_zeros(labels.numel()).index_copy(0, index, value) for n, value in values.items()}

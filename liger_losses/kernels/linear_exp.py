@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import partial_sums
+from liger_losses.kernels.linear_stats import FIXED_SPLITS, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
     LogitTransform,
@@ -66,6 +66,7 @@ def linear_exponentials(
     found: Exponentials | None = None,
     label_logit: Tensor | None = None,
     projections: bool = False,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
@@ -80,6 +81,8 @@ def linear_exponentials(
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
+        batch_invariant: of ``triton``, sum so that a token's statistics have the same bits whatever N is: each tile of
+            columns has a sum of its own.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -92,7 +95,7 @@ def linear_exponentials(
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    hidden, tokens = with_contiguous_rows(hidden), len(hidden)
+    hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if not tokens:
@@ -100,10 +103,11 @@ def linear_exponentials(
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     group = _group(row_tiles, column_tiles, programs)
     lanes = max(1, min(programs // group, column_tiles))
-    partial = torch.empty(lanes, tokens, device=hidden.device)
+    sums_of_row = column_tiles if batch_invariant else lanes
+    partial = torch.empty(sums_of_row, tokens, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group, "lanes": lanes}
-    arguments["PROJECTIONS"] = projections
+    arguments |= {"PROJECTIONS": projections, "BY_TILE": batch_invariant}
     by_row = (triton.cdiv(tokens, 128),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
@@ -112,15 +116,16 @@ def linear_exponentials(
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, logit_sums, label_logit, *statistics, found, lanes, tokens, 1.0 / len(weight), limit,
+            partial, logit_sums, label_logit, *statistics, found, sums_of_row, tokens, 1.0 / len(weight),
+            limit,
             BLOCK=128, LANES=32,
         )  # fmt: skip
         return found
 
     needed = launch(label_logit, None)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
-    splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
+    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+    splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
         arguments |= {"out": None, "out_stride": None}
@@ -334,12 +339,14 @@ def _scales_kernel(
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, needed, group, lanes, transform,
-    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    PROJECTIONS: tl.constexpr, BY_TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
 
-    Exponentials are taken and stored in two halves of a tile.
+    Exponentials are taken and stored in two halves of a tile. A program writes one sum for all of its tiles of a row;
+    ``BY_TILE``, one for each.
     """
     program = tl.program_id(0)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
@@ -352,7 +359,7 @@ def _exponentials_kernel(
     for tile in tl.range(program, tiles, group * lanes, flatten=True):
         column_tile = tile % in_group // group
         first_row = (tile // in_group * group + program % group) * BLOCK_N
-        if column_tile < lanes:  # the first of this program in this group
+        if BY_TILE or column_tile < lanes:  # the first of this program in this group
             sums = tl.zeros((BLOCK_N,), tl.float32)
             totals = tl.zeros((BLOCK_N,), tl.float32)
         first_column = column_tile * BLOCK_V
@@ -388,7 +395,7 @@ def _exponentials_kernel(
                 e = x
             if out is not None:
                 store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
-        at = program // group * tokens + rows
+        at = (column_tile if BY_TILE else program // group) * tokens + rows
         tl.store(partial + at, sums, mask=rows < tokens)
         if logit_sums is not None:
             tl.store(logit_sums + at, totals, mask=rows < tokens)

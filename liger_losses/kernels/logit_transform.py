@@ -115,6 +115,11 @@ def _check_temperatures(temperature: Tensor) -> None:
         )
 
 
+def said(temperature: float | Tensor) -> str:
+    """A temperature in messages."""
+    return "one per token" if isinstance(temperature, Tensor) else str(temperature)
+
+
 class Epilogue(NamedTuple):
     """What turns projections ``[R, C]`` into logits: ``logits = transform(projected + bias)``.
 

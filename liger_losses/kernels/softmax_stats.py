@@ -72,9 +72,12 @@ def softmax_statistics(
     if "argmax" in names:
         values["argmax"] = torch.empty_like(labels)
     for part in row_slices(projected, scratch):
-        statistics = reference_statistics(projected[part], labels[part], names, epilogue.rows(part))
+        own, at, transform = projected[part], labels[part], epilogue.rows(part)
+        if len(own) == 1:  # the sum of a single row would be shared by threads, and taken in another order
+            own, at = own.expand(2, -1), at.expand(2)
+        statistics = reference_statistics(own, at, names, transform)
         for name, value in values.items():
-            value[part] = statistics[name]
+            value[part] = statistics[name][: len(value[part])]
     return values
 
 

@@ -19,6 +19,7 @@ from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -212,6 +213,28 @@ class Block:
         self.wait()  # the block's memory is about to be freed
 
 
+def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
+    """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
+    call, labels = opened.call, opened.labels[part.rows]
+    names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
+    if not names <= {"logp", "lse", "mean_logit"}:
+        return linear_softmax_statistics(
+            part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
+        )
+    found = linear_exponentials(
+        part.hidden,
+        opened.weight,
+        labels,
+        out,
+        part.epilogue,
+        found=Exponentials.into(part.values),
+        projections=out is not None,
+        batch_invariant=invariant,
+        backend=backend,
+    )
+    return {name: getattr(found, name) for name in {*names, "logp"}}
+
+
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
@@ -222,15 +245,19 @@ class LogitBlock(Block):
         self.projections = opened.weight.new_empty(rows, width, dtype=self.call.work.logits_dtype)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, projected = self.call, self._project(part.hidden)
-        computed = softmax_statistics(
-            projected,
-            self.opened.labels[part.rows],
-            call.block_names - {"selected_logps"},
-            part.epilogue,
-            scratch=call.plan.scratch,
-            backend=call.backend,
-        )
+        call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
+        if call.batch_invariant and call.work.fused_products:
+            computed = fused_statistics(self.opened, part, projected)
+        else:
+            self._project(part.hidden, fixed=call.batch_invariant)
+            computed = softmax_statistics(
+                projected,
+                self.opened.labels[part.rows],
+                call.block_names - {"selected_logps"},
+                part.epilogue,
+                scratch=call.plan.scratch,
+                backend=call.backend,
+            )
         if call.query.selected is not None and "selected_logps" in part.values:
             columns, owned = self._selected(part.rows)
             bias = None if self.opened.bias is None else self.opened.bias[columns]
@@ -256,9 +283,10 @@ class LogitBlock(Block):
     def refill(self, part: Part, upstream: Upstream) -> None:
         self._project(part.hidden)
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        projected = self.projections[: len(hidden), : self.vocab_size]
-        return self.opened.projection.into(projected, hidden, 0, self.vocab_size)
+    def _project(self, hidden: Tensor, fixed: bool = False) -> None:
+        projection = self.opened.projection
+        project = projection.into_fixed if fixed else projection.into
+        project(self.projections[: len(hidden), : self.vocab_size], hidden, 0, self.vocab_size)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -367,6 +395,7 @@ class ExponentialBlock(Block):
             part.epilogue,
             found=Exponentials.into(part.values),
             label_logit=label_logit,
+            batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
         if any(call.needs_hidden) and call.strategy != "resident":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
-from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
+from liger_losses.chunked.engine.head import Head, Projection, can_fuse, check_invariant, operand_dtype
 from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
 from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
@@ -23,7 +23,7 @@ from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
 from liger_losses.kernels.tracing import record, state
@@ -173,6 +173,7 @@ class Call:
 
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
+    batch_invariant: bool  # whether a token's statistics have the same bits in any batch
     shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
     vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
@@ -207,20 +208,16 @@ class Call:
         comparison, compared = self.query.comparison, ""
         if comparison is not None:
             columns = comparison.teacher.vocab_size
-            at = _said(comparison.temperature)
+            at = said(comparison.temperature)
             compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={at})"
         return (
             f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}{compared}, "
             f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
             f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
             f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"temperature {_said(self.transform.temperature)}, logit_scale {self.transform.logit_scale}, "
+            f"temperature {said(self.transform.temperature)}, logit_scale {self.transform.logit_scale}, "
             f"softcap {self.transform.softcap}"
         )
-
-
-def _said(temperature: float | Tensor) -> str:
-    return "one per token" if isinstance(temperature, Tensor) else str(temperature)
 
 
 class OpenCall:
@@ -341,6 +338,8 @@ def _make_call(
 
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
+    if head.batch_invariant:
+        check_invariant(head.weight.device, backend, query.comparison is not None)
     operand = operand_dtype(compute_dtype, head.weight.device, backend)
     grad = torch.is_grad_enabled()
     needs_hidden = tuple(grad and part.requires_grad for part in hidden)
@@ -378,6 +377,7 @@ def _make_call(
         device_memory=memory,
         teacher_hidden_bytes=teacher_hidden_bytes,
         fused_divergence=fused_divergence,
+        sums_bytes=vocab_size // 32 if head.batch_invariant else 1024,
     )
     if head.shard is not None:
         compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
@@ -410,6 +410,7 @@ def _make_call(
     call = Call(
         query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
         transform=transform,
+        batch_invariant=head.batch_invariant,
         shard=head.shard,
         vocab_size=vocab_size,
         tokens=tokens,
@@ -470,7 +471,7 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     for whose, either in heads.items():
         if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
             raise ValueError(
-                f"the {whose}'s head has temperature {_said(either.transform.temperature)}, which must be 1; give "
+                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)

@@ -71,6 +71,7 @@ class Workload:
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
+    sums_bytes: int = 1024  # of one token's partial sums, beside exponentials
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -92,8 +93,8 @@ class Workload:
             return columns * operand + (
                 self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
             )
-        if self.exponentials:  # 1024: the partial sums of the kernel's programs
-            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + 1024
+        if self.exponentials:
+            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + self.sums_bytes
         item = self.logits_dtype.itemsize
         return columns * item + self.hidden_size * (8 + operand + 2 * item)
 

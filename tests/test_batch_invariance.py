@@ -98,19 +98,21 @@ DRAWS = [
 
 @interpreted
 @pytest.mark.parametrize("names", [("logp", "lse"), ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *[pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32)]]
+)
 def test_by_triton_kernels(names, dtype):
     assert differing(head_of(dtype, 16, 600, True), DRAWS, names, "triton") == 0
 
 
 @interpreted
-def test_by_triton_kernels_where_exponentials_are_kept():
-    """And where the weight's bias needs a gradient, so that blocks hold logits."""
-    for names in (("logp", "lse"), ("logp", "entropy")):
-        for bias in (False, True):
-            head = head_of(torch.bfloat16, 16, 600, True, needs=True)
-            head.bias.requires_grad_(bias)
-            assert differing(head, DRAWS, names, "triton") == 0
+@pytest.mark.parametrize("names", [("logp", "lse"), pytest.param(("logp", "entropy"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_by_triton_kernels_where_exponentials_are_kept(names, bias):
+    """And where the bias needs a gradient, so that blocks hold logits."""
+    head = head_of(torch.bfloat16, 16, 600, True, needs=True)
+    head.bias.requires_grad_(bias)
+    assert differing(head, DRAWS, names, "triton") == 0
 
 
 @interpreted

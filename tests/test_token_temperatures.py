@@ -79,7 +79,9 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "route", [pytest.param(r, marks=pytest.mark.slow) if r in ("exponentials", "logits") else r for r in ROUTES]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_exact_as_plain_pytorch(route, backend):
     names, options, capped = ROUTES[route]
@@ -156,7 +158,9 @@ def test_distillation(form, backend):
 
 
 @interpreted
-@pytest.mark.parametrize("form", ["forward_kl", "reverse_kl", "cosine"])
+@pytest.mark.parametrize(
+    "form", ["reverse_kl", *[pytest.param(f, marks=pytest.mark.slow) for f in ("forward_kl", "cosine")]]
+)
 def test_divergence_in_tiles(form):
     """With a small workspace, the student's logits are not in memory."""
     hidden, weight, labels, _ = problem(130, 16, 260, dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.long_context [--only "1B full"] [--limit SECONDS] [--out FILE.json]
 
-Every provider runs in a process of its own, on lengths that double from 4096 to 1,048,576, until there is no memory or
+Every provider runs in a process of its own, on lengths that double from 4096 to 2,097,152, until there is no memory or
 the next step would go beyond the limit of seconds per provider. With ``--longest``, lengths between the last that
 trained and the first that did not are tried too. ``--stand-in`` replaces attention, whose time grows with the square of
 the length, by a function that saves the same tensors and computes nothing: memory is then measured in seconds, and the
@@ -25,7 +25,7 @@ import torch
 from benchmarks.end_to_end import MODELS
 from benchmarks.measure import environment, release
 
-LENGTHS = tuple(2**i for i in range(12, 21))
+LENGTHS = tuple(2**i for i in range(12, 22))
 TINY = (64, 128)
 PROVIDERS = ("plain", "liger-kernel", "liger-kernel + TiledMLP", "ours", "ours + tile_mlps")
 #: By name: the model, and whether LoRA is trained (rank 16, all linear layers of the decoder) or all weights.
@@ -119,7 +119,7 @@ def step(model: Any, optimizer: Any, length: int, device: torch.device) -> tuple
 def measure(run: str, provider: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each length, in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lengths = TINY if options.tiny else LENGTHS
+    lengths = TINY if options.tiny else tuple(options.lengths or LENGTHS)
     try:
         model = build(run, provider, device, options.stand_in, options.tiny)
     except ImportError as reason:
@@ -133,14 +133,15 @@ def measure(run: str, provider: str, options: argparse.Namespace) -> list[dict[s
     while waiting:
         length = waiting.pop(0)
         trained = [row for row in rows if row["median_ms"] is not None]
-        # Attention's time grows with the square of the length.
-        expected = trained[-1]["median_ms"] / 1e3 * (length / trained[-1]["tokens"]) ** 2 if trained else 0.0
+        # Attention's time grows with the square of the length, everything else's with the length.
+        growth = 1 if options.stand_in else 2
+        expected = trained[-1]["median_ms"] / 1e3 * (length / trained[-1]["tokens"]) ** growth if trained else 0.0
         if time.perf_counter() - started + expected > options.limit:
             rows.append(_row(provider, length, note=f"not run: about {expected:.0f} s"))
             break
         release(device)
         try:
-            if not fits or expected < 1:  # the first compiles, the short ones vary
+            if not fits or expected < options.limit / 10:  # the first compiles, the short ones vary
                 step(model, optimizer, length, device)
             milliseconds, peak, loss = step(model, optimizer, length, device)
             rows.append(_row(provider, length, milliseconds, peak, note=f"loss {loss:.4f}"))
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", help=f"one of {', '.join(RUNS)}")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="with commas between them")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of steps for each provider and model")
+    parser.add_argument("--lengths", type=int, nargs="*", help="instead of powers of two from 4096 to 2,097,152")
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
@@ -197,6 +199,7 @@ def main() -> None:
                 command += ["--limit", str(options.limit), "--out", str(file)]
                 flags = ("longest", "stand_in", "tiny")
                 command += [f"--{name.replace('_', '-')}" for name in flags if getattr(options, name)]
+                command += ["--lengths", *map(str, options.lengths)] if options.lengths else []
                 subprocess.run(command, check=True)
                 rows += json.loads(file.read_text())
         benchmarks.append(_benchmark(run, rows, options.stand_in))

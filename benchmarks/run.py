@@ -15,11 +15,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import distillation, entries, few_tokens, support
+from benchmarks import distillation, entries, few_tokens, many_heads, support
 from benchmarks.entries import Benchmark, Shape
 from benchmarks.measure import Call, MiB, NotRun, environment, extra_bytes, milliseconds, release
 
-BENCHMARKS = (*entries.BENCHMARKS, *few_tokens.BENCHMARKS, *distillation.BENCHMARKS, *support.BENCHMARKS)
+BENCHMARKS = (
+    *entries.BENCHMARKS,
+    *few_tokens.BENCHMARKS,
+    *distillation.BENCHMARKS,
+    *support.BENCHMARKS,
+    *many_heads.BENCHMARKS,
+)
 
 
 @dataclass

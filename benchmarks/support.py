@@ -23,7 +23,7 @@ from benchmarks.entries import (
 from benchmarks.measure import Call
 
 #: The most columns of a token; some places in the second half are padding.
-KEPT = (8, 20, 64, 256)
+KEPT = (8, 20, 64, 256, 1024)
 _SHAPES = (Shape(8192, 4096, 128256), Shape(8192, 2048, 151936))
 
 
@@ -56,15 +56,18 @@ def support_inputs(shape: Shape, device: torch.device) -> SupportInputs:
 def _weighted(inputs: SupportInputs, logps: Any, gradients: bool) -> tuple[Tensor, ...]:
     with torch.set_grad_enabled(gradients):
         loss = (logps() * inputs.upstream).sum()
-    return (loss.detach(), *torch.autograd.grad(loss, inputs.leaves)) if gradients else (loss,)
+    if not gradients:
+        return (loss,)
+    found = torch.autograd.grad(loss, inputs.leaves)
+    return (loss.detach(), *(grad._values() if grad.is_sparse else grad for grad in found))
 
 
-def kept_logps(k: int, gradients: bool = True, ragged: bool = False) -> Provider:
+def kept_logps(k: int, gradients: bool = True, ragged: bool = False, sparse: bool = False) -> Provider:
     """This library's, over `k` columns of each token."""
 
     def build(inputs: SupportInputs) -> Call:
         ids = inputs.ids[min(inputs.ids, key=lambda size: abs(size - k))]
-        support = liger_losses.TokenSupport(ids)
+        support = liger_losses.TokenSupport(ids, sparse_grad=sparse)
         if ragged:
             counts = (ids >= 0).sum(-1)
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -110,6 +113,7 @@ BENCHMARKS = (
             "plain torch, 64 of all logits": plain_kept_logps(64),
             **{f"ours, {k} columns": kept_logps(k) for k in KEPT},
             "ours, 64 columns, ragged": kept_logps(64, ragged=True),
+            "ours, 20 columns, sparse gradient": kept_logps(20, sparse=True),
         },
         flops=8,
     ),

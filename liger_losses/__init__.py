@@ -22,7 +22,11 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import Completions
-from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.losses.cross_entropy import (
+    CrossEntropyOutput,
+    LigerFusedLinearCrossEntropyLoss,
+    ManyHeadsMetrics,
+)
 from liger_losses.chunked.losses.distillation import (
     DistillationLoss,
     DistillationMetrics,
@@ -85,6 +89,7 @@ __all__ = [
     "LigerFusedLinearTVDLoss",
     "LogitTransform",
     "LossInputs",
+    "ManyHeadsMetrics",
     "ORPOMetrics",
     "Pairs",
     "PatchReport",

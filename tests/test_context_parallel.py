@@ -225,6 +225,10 @@ CASES = {
         lambda **o: build("CrossEntropy", use_token_scaling=True, **EVERYTHING)(problem().class_weights, **o),
         weighted_tokens,
     ),
+    "cross-entropy, many heads": (
+        build("CrossEntropy", head_weights=[1.0, 0.5], **EVERYTHING),
+        lambda loss, p: loss([p.weight, p.ref_weight], [p.hidden, p.hidden + 1], p.labels, [p.bias, None]),
+    ),
     "cross-entropy, items": (build("CrossEntropy"), counted_tokens),
     "cross-entropy, sum": (build("CrossEntropy", reduction="sum", **EVERYTHING), tokens),
     "JSD": (build("JSD", temperature=2.0), distilled),

@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -233,6 +234,11 @@ def test_the_demo_explains_itself():
     [
         ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
         ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
+        (
+            "medusa",
+            ["--steps", "2", "--batch-size", "4", "--own-heads", "--prompts", "2", "--new-tokens", "4"],
+            "tokens per step of decoding",
+        ),
         ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
         (
             "grpo",
@@ -268,6 +274,27 @@ def test_distillation_from_files(dpo, saved_model, tmp_path):
     beside, files = ([line.split()[3] for line in one.stdout.splitlines() if "step" in line] for one in done[::2])
     assert len(files) == 2
     assert [float(loss) for loss in files] == pytest.approx([float(loss) for loss in beside], abs=2e-3)
+
+
+def test_tokens_that_medusa_heads_win(dpo, monkeypatch):
+    """Heads that always know the tokens to come, of which one is then always wrong."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    medusa = load("medusa")
+    ids, count = torch.arange(14) * 5 % 17, 3
+    hidden = torch.eye(len(ids))  # position t has the hidden state e_t
+
+    def base_model(**_):
+        return types.SimpleNamespace(last_hidden_state=hidden[None])
+
+    heads = [types.SimpleNamespace(weight=torch.zeros(17, len(ids))) for _ in range(count)]
+    for k, head in enumerate(heads):
+        for t in range(len(ids) - 2 - k):
+            head.weight[ids[t + 2 + k], t] = 1
+    blocks = [medusa.ResidualBlock(len(ids)) for _ in range(count)]
+    model = types.SimpleNamespace(base_model=base_model)
+    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2), (ids, 6)]) == count + 1
+    heads[1].weight.neg_()
+    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2)]) == 2
 
 
 def torchrun(name, *arguments, **variables):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses
 from liger_losses import (
@@ -24,6 +25,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import checks
 from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.kernels import label_rows, linear_exp
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import double, plain_statistics, problem
 
@@ -248,3 +250,83 @@ def test_a_call_passes_few_files(name):
     most_files, most_crossings = MOST[name]
     assert len(files) <= most_files, sorted(Path(file).relative_to(ROOT) for file in files)
     assert crossings <= most_crossings
+
+
+class FirstProduct(Exception):
+    """The first product of logits is about to be launched."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed or allocated: views take a GPU no time, and the host little."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.overloadpacket.__name__
+        if not (function.is_view or name == "promote_types"):
+            self.names.append(name)
+        return function(*arguments, **(keywords or {}))
+
+
+#: Before its first product, by call: the most operations on tensors, and the most calls of this package's functions;
+#: with all tokens active, and with some masked. A GPU is idle meanwhile.
+MOST_BEFORE = {"cross-entropy": ((8, 126), (13, 130)), "log-probs": ((6, 112), (10, 114))}
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", list(MOST_BEFORE))
+def test_little_comes_before_the_first_product(name, masked, monkeypatch):
+    hidden, weight, labels, _ = problem(200, 32, 300, dtype=torch.bfloat16, masked=0.3 * masked)
+    loss, launched = LigerFusedLinearCrossEntropyLoss(backend="triton"), []
+
+    def call():
+        if name == "cross-entropy":
+            return loss(weight, hidden, labels)
+        with torch.no_grad():
+            return linear_logps(hidden, weight, labels, backend="triton")
+
+    call()  # compiles and fills caches
+
+    class Stop:
+        def __getitem__(self, grid):
+            raise FirstProduct
+
+    class Counted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **keywords):
+                before = sys.getprofile()
+                sys.setprofile(None)  # what the interpreter does is no part of a launch
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self.kernel[grid](*arguments, **keywords)
+                launched.append(self.kernel.fn.__name__)
+                sys.setprofile(before)
+
+            return launch
+
+    monkeypatch.setattr(linear_exp, "_exponentials_kernel", Stop())
+    for kernel in ("_label_facts_kernel", "_label_logits_kernel"):
+        monkeypatch.setattr(label_rows, kernel, Counted(getattr(label_rows, kernel)))
+    with Operations() as operations, pytest.raises(FirstProduct):
+        call()
+    assert launched == ["_label_facts_kernel", "_label_logits_kernel"]
+    calls, root = [], str(ROOT)
+
+    def trace(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(trace)
+    try:
+        with pytest.raises(FirstProduct):
+            call()
+    finally:
+        sys.setprofile(None)
+    most_operations, most_calls = MOST_BEFORE[name][masked]
+    assert len(operations.names) <= most_operations, operations.names
+    assert len(calls) <= most_calls, calls

@@ -1,19 +1,40 @@
 """Log-probabilities over kept columns, against the plain computation with all other logits at minus infinity."""
 
+import itertools
+
 import pytest
 import torch
 
-from liger_losses import Head, LigerFusedLinearGRPOLoss, LogitTransform, TokenSupport, functional, linear_logps
-from liger_losses.kernels import support_logps
+from liger_losses import (
+    Head,
+    LigerFusedLinearGRPOLoss,
+    LogitTransform,
+    TokenSupport,
+    functional,
+    linear_logps,
+    workspace,
+)
+from liger_losses.chunked.engine import support as engine_support
+from liger_losses.kernels import row_sums, support_logps
 from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels.support_columns import KeptIds, find_columns
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
-BACKENDS = [
-    "torch",
-    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
-]
+NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 NAMES = ("logp", "entropy", "lse")
 TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}
+
+
+@pytest.fixture(autouse=True)
+def rows_are_read(monkeypatch):
+    """Vocabularies of tests are so small that products would be taken."""
+    choose_above(monkeypatch, 1)
+
+
+def choose_above(monkeypatch, cost):
+    """Tokens with more than V / ``cost`` columns are scored by products."""
+    monkeypatch.setattr(engine_support, "_COST", {"cuda": (cost, cost), "cpu": (cost, cost)})
 
 
 def kept(labels, vocab_size, k, *, seed=0, uncut=(), cuts=0.4):
@@ -88,26 +109,126 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"),
+    ("form", "dtype", "backend"),
     [
-        ("float64", "torch"),
-        *[(dtype, b) for dtype in ("float32", "bfloat16", "float16") for b in ("torch", "triton")],
+        *itertools.product(("padded", "ragged"), ("float64", "float32", "bfloat16"), ("torch",)),
+        *itertools.product(("padded", "ragged"), ("bfloat16",), ("triton",)),
+        ("padded", "float16", "triton"),
+        ("ragged", "float32", "triton"),
     ],
 )
-@pytest.mark.parametrize("form", ["padded", "ragged"])
 def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(support_logps, "_PART", 4)  # long sums are taken in parts
-    monkeypatch.setattr(support_logps, "_GATHERED_BYTES", 3000)  # several slices
-    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 10), dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, 29, 7, uncut=(4, 19))
+    monkeypatch.setattr(row_sums, "_PART", 4)  # long sums are taken in parts
+    monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)  # several slices
+    hidden, weight, labels, bias = problem(0, 37, 29, shape=(2, 6), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 29, 7, uncut=(4, 11))
     support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
     compare((hidden, weight, bias), labels, ids, support, backend)
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype", "backend"),
+    [
+        ("padded", "float64", "torch"),
+        ("ragged", "float32", "torch"),
+        ("ragged", "bfloat16", "torch"),
+        ("padded", "bfloat16", "triton"),
+    ],
+)
+def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    hidden, weight, labels, bias = problem(0, 12, 300, shape=(2, 5), dtype=getattr(torch, dtype), bias=True)
+    ids = kept(labels, 300, 12, uncut=(4, 9))
+    ids[1, :3, 3:] = torch.where(ids[1, :3, 3:] == labels[1, :3, None], ids[1, :3, 3:], -1)
+    support = TokenSupport(ids) if form == "padded" else ragged(ids)
+    seen = []
+    for function in ("project_by_products", "gradients_by_products"):
+        original = getattr(support_logps, function)
+        monkeypatch.setattr(
+            support_logps, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
+        )
+    costs = ((50, 2), (300, 2), (25, 0))  # some tokens take products; all that have more than one column; none
+    for cost, products in costs[: 1 if backend == "triton" else 3]:
+        choose_above(monkeypatch, cost)
+        seen.clear()
+        with workspace(30_000):  # several blocks of the vocabulary
+            compare((hidden, weight, bias), labels, ids, support, backend)
+        assert len(seen) == products
+    choose_above(monkeypatch, 300)
+    twice = torch.cat([ids, ids[..., :1]], -1)
+    with pytest.raises(ValueError, match="twice: token .* has .* more than once"):
+        linear_logps(hidden, weight, labels, support=TokenSupport(twice), bias=bias, backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "uncut"), [("torch", ()), ("torch", (2,)), ("triton", ())])
+def test_sparse_gradients(backend, uncut, monkeypatch):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    hidden, weight, labels, bias = problem(8, 5, 20, masked=0.2, bias=True)
+    ids = kept(labels, 20, 4, uncut=uncut)
+    labels[2] = 3
+    ids[2] = torch.tensor([3, -1, -1, -1]) if not uncut else -1
+
+    def call(**options):
+        return linear_logps(hidden, weight, labels, support=TokenSupport(ids, **options), bias=bias, backend=backend)
+
+    dense = gradients(call().square().sum(), (hidden, weight, bias))
+    choose_above(monkeypatch, 20)  # would make them dense
+    found = gradients(call(sparse_grad=True).square().sum(), (hidden, weight, bias))
+    assert found[1].is_sparse == (not uncut)
+    if not uncut:
+        assert found[1].is_coalesced()
+        touched = ids[(labels != -100)[:, None] & (ids >= 0)].unique()
+        assert torch.equal(found[1].indices()[0], touched)
+    for a, b in zip(found, dense, strict=True):
+        assert torch.equal(a.to_dense(), b)
+    with pytest.raises(RuntimeError, match="no compiled function returns sparse gradients"):
+        torch.compile(lambda: call(sparse_grad=True), backend="eager", fullgraph=True)()
+
+
+@NEEDS_TRITON
+def test_the_kernel_finds_the_same_columns_as_the_reference():
+    g = torch.Generator().manual_seed(0)
+    for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 1))):
+        count, width, size = 7, (3, 3, 40, 3)[case % 4], 50
+        labels = torch.randint(-1, size + 1, (count,), generator=g)
+        labels[torch.rand(count, generator=g) < 0.3] = -100
+        labels[5], labels[count - shift :] = size, -100
+        ids = torch.randint(-1, size, (count, width), generator=g)
+        ids[3, 0], ids[4] = size, -1
+        offsets = None
+        if form == "ragged":
+            lengths = torch.randint(0, width, (count,), generator=g)
+            lengths[0] = 2
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            ids = ids.flatten()[: int(offsets[-1])].int()
+        limits = ((0, size, 0, 2**31 - 1), (7, 30, 0, width // 2), (0, size, width // 2, 99))[case % 3]
+        given = KeptIds(ids, offsets, labels, -100, size, *limits[:2], shift, add_label, *limits[2:])
+        (a, a_facts), (b, b_facts) = find_columns(given), find_columns(given, backend="triton")
+        assert torch.equal(a.columns, b.columns)
+        assert torch.equal(a.labels, b.labels)
+        assert (a.width, a.vocab_size) == (b.width, b.vocab_size)
+        # How many pairs are the same may differ, whether there are any may not.
+        assert torch.equal(a_facts[:5], b_facts[:5])
+        assert torch.equal(a_facts > 0, b_facts > 0)
+        assert a_facts[6].any()
+        if offsets is not None:
+            counts = a.columns >= 0
+            assert torch.equal(a.starts, b.starts)
+            assert torch.equal(a.owners[counts], b.owners[counts])
+        if offsets is not None:
+            for place, value in ((3, -1), (0, 1), (-1, 10**6)):
+                wrong = offsets.clone()
+                wrong[place] = value
+                for backend in ("torch", "triton")[: 1 + (case == 5)]:
+                    assert find_columns(given._replace(offsets=wrong), backend=backend)[1][7].any()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (40, 6, 11, 4)])
+@pytest.mark.parametrize(("n", "h", "v", "k"), [(1, 1, 2, 1), (2, 3, 140, 129), (20, 6, 11, 4)])
 def test_sizes(n, h, v, k, backend):
     hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
     ids = kept(labels, v, k)
@@ -132,8 +253,8 @@ def test_the_whole_vocabulary(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
-    monkeypatch.setattr(support_logps, "_PART", 4)
-    hidden, weight, labels, _ = problem(20, 20, 9, dtype=torch.bfloat16, masked=0.0)
+    monkeypatch.setattr(row_sums, "_PART", 4)
+    hidden, weight, labels, _ = problem(12, 20, 9, dtype=torch.bfloat16, masked=0.0)
     support, runs = TokenSupport(kept(labels, 9, 5)), []
     for _ in range(2):
         found = linear_logps(hidden, weight, labels, support=support, entropy=True, lse=True, backend=backend)
@@ -198,7 +319,7 @@ def test_memory_is_that_of_the_pairs():
         found[:] = gradients(linear_logps(hidden, weight, labels, support=support).sum(), (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support_logps, "_GATHERED_BYTES", 2**17)
+        patch.setattr(row_sums, "GATHERED_BYTES", 2**17)
         assert peak_bytes(call) < weight.numel() * 4 + 4 * size + 2**21  # all rows would be 16 x size, logits 7 MB
     assert len(found) == 2
 
@@ -233,9 +354,8 @@ def test_errors_say_what_to_do():
         TokenSupport(ids.float())
     with pytest.raises(TypeError, match="must be a TokenSupport"):
         call(ids)
-    shared = Head(weight).with_fields(shard=object())
-    with pytest.raises(ValueError, match="takes a head that is whole"):
-        linear_logps(hidden, shared, labels, support=TokenSupport(ids))
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 20\).*found the label 20"):
+        linear_logps(hidden, weight, labels.masked_fill(labels == labels[0], 20), support=TokenSupport(ids))
     with pytest.raises(ValueError, match="leave compact at True"):
         call(TokenSupport(ids), compact=False)
 
@@ -282,8 +402,11 @@ def test_grpo(options):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_head_with_a_transform_under_autocast(backend):
+@pytest.mark.parametrize(
+    ("backend", "cost"), [("torch", 1), ("torch", 30), pytest.param("triton", 1, marks=NEEDS_TRITON)]
+)
+def test_a_head_with_a_transform_under_autocast(backend, cost, monkeypatch):
+    choose_above(monkeypatch, cost)
     hidden, weight, labels, _ = problem(9, 8, 30)
     ids = kept(labels, 30, 5)
     expected = plain(hidden, weight, labels, ids, softcap=3.0)["logp"]
@@ -298,6 +421,9 @@ def test_a_head_with_a_transform_under_autocast(backend):
         )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    # Neither route rounds more than the hidden states.
+    unrounded = plain(half.float(), weight, labels, ids, softcap=3.0)["logp"]
+    torch.testing.assert_close(found, unrounded, rtol=1e-5, atol=1e-5)
     ours, exact = gradients(found.sum(), (half, weight)), gradients(expected.sum(), (hidden, weight))
     assert [grad.dtype for grad in ours] == [torch.bfloat16, torch.float32]
     for a, b in zip(ours, exact, strict=True):

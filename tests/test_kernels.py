@@ -8,7 +8,7 @@ import torch
 
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend, linear_exp, matmul
 from liger_losses.kernels.autograd import scale_
-from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_facts, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -340,6 +340,25 @@ def test_gradients_without_logits(tokens, hidden_size, columns, dtype):
                     )
                     eps = torch.finfo(dtype).eps
                     torch.testing.assert_close(out.double(), exact[:, start:stop], rtol=eps, atol=3e-5)
+
+
+def test_what_the_host_must_know_of_labels():
+    torch.manual_seed(0)
+    parts = [torch.randint(0, 50, (n,), device=DEVICE) for n in (5000, 0, 3, 2048)]
+    parts[0][::3] = -100
+    parts[2][:] = -100
+    parts[3][7], parts[3][9] = -5, 2**40  # outside of any vocabulary
+    for ignore_index in (-100, 7, 2**40):
+        expected, place = [], 0
+        for part in parts:
+            labels = part.tolist()
+            active = [label for label in labels if label != ignore_index]
+            total = sum((label + 1) * ((place + i) % 1009 + 1) for i, label in enumerate(labels))
+            total = (total + 2**63) % 2**64 - 2**63
+            expected.append([len(active), min([*active, 0]), max([*active, 0]), total])
+            place += len(part)
+        for backend in ("torch", "triton"):
+            assert label_facts(parts, ignore_index, backend=backend).tolist() == expected
 
 
 @HALF

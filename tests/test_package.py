@@ -10,6 +10,12 @@ import liger_losses
 ROOT = pathlib.Path(liger_losses.__file__).parent
 LAYERS = ["kernels", "chunked.engine", "chunked.losses", "modules", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
+#: Every integration can be imported without its framework.
+INTEGRATIONS = [
+    f"liger_losses.integrations.{path.stem}"
+    for path in (ROOT / "integrations").glob("[!_]*")
+    if path.stem != "verl_plugin" and path.suffix in ("", ".py")
+]
 
 
 def imports(path):
@@ -22,14 +28,15 @@ def imports(path):
 
 def test_importing_it_needs_torch_alone():
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in HEAVY)
-    code = f"import sys, torch; {blocked} import liger_losses, liger_losses.chunked.engine.ops; print('imported')"
+    modules = ", ".join(["liger_losses", "liger_losses.chunked.engine.ops", "liger_losses.run", *INTEGRATIONS])
+    code = f"import sys, torch; {blocked} import {modules}; print('imported')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "imported", out.stderr
 
 
 def test_importing_it_brings_no_heavy_package():
     code = (
-        "import sys, torch; before = set(sys.modules); import liger_losses; "
+        "import sys, torch; before = set(sys.modules); import liger_losses, liger_losses.integrations.liger; "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.call import STRATEGIES
+from liger_losses.chunked.engine.plan import STRATEGIES
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
 from tests.quantized_layers import LAYERS, Int8Weight, PackedLinear, dequantized
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from liger_losses.kernels.autograd import is_unshared
 from liger_losses.modules import SwiGLUMLP
+from liger_losses.patching import tiles
 from liger_losses.patching.mlps import GatedMLP
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
@@ -221,6 +223,40 @@ def test_what_needs_no_gradient_gets_none():
         assert not tiled(made())(x).requires_grad
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reader", ["nothing", "a variable", "another backward", "the backward that made it"])
+def test_the_gradient_is_written_over_an_input_that_nothing_else_reads(reader, checkpointed, monkeypatch):
+    plain, ours, x, unshared = made(), tiled(made()), inputs(2, 13), []
+    monkeypatch.setattr(tiles, "is_unshared", lambda x: unshared.append(is_unshared(x)) or unshared[-1])
+
+    def run(module, x):
+        given, other = x.tanh() if reader == "the backward that made it" else x * 2, None
+        if reader in ("a variable", "another backward"):
+            other = given if reader == "a variable" else given.square()
+        return module(given), other
+
+    def gradients(module):
+        out, other = checkpoint(run, module, x, use_reentrant=False) if checkpointed else run(module, x)
+        before = None if other is None else other.detach().clone()
+        loss = out.square().sum() + (0 if other is None else other.sum())
+        found = torch.autograd.grad(loss, [x, *module.parameters()])
+        assert other is None or torch.equal(other, before)
+        return found
+
+    check_same(gradients(ours), gradients(plain))
+    # The variable is of the first forward, which checkpointing computes again.
+    assert unshared == [reader == "nothing" or (checkpointed and reader == "a variable")]
+
+
+def test_backward_a_second_time_after_the_input_was_overwritten():
+    ours, x = tiled(made()), inputs(13)
+    out = ours(x * 2).sum()
+    first = torch.autograd.grad(out, ours.down_proj.weight, retain_graph=True)
+    check_same(torch.autograd.grad(out, ours.down_proj.weight), first, 0)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, ours.down_proj.weight)
+
+
 def test_backward_twice():
     ours, x = tiled(made()), inputs(13)
     out = ours(x).square().sum()
@@ -393,12 +429,11 @@ def test_choosing_tiles():
 
 
 def test_the_size_of_a_tile():
-    """A quarter of the input's memory, but no fewer than 4096 tokens."""
+    """64 MiB of the widest tensor in half precision, but no fewer than 4096 tokens."""
     with torch.device("meta"):
-        module, x = SwiGLUMLP(2048, 8192), torch.empty(1, 2**20, 2048)
-        assert Tiles().size(module, x) == 2**16
-        assert Tiles().size(module, x[:, : 2**14]) == 4096
-    assert Tiles(7).size(module, x) == 7
+        assert Tiles().size(SwiGLUMLP(4096, 14336)) == Tiles().size(SwiGLUMLP(2048, 8192)) == 4096
+        assert Tiles().size(module := SwiGLUMLP(576, 1536)) == 21760
+    assert Tiles(7).size(module) == 7
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import types
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,6 +41,7 @@ from liger_losses import (
     Teacher,
     TeacherLogits,
     TeacherTopK,
+    TokenSupport,
     linear_divergence,
     linear_divergence_loss,
     linear_logps,
@@ -47,7 +49,10 @@ from liger_losses import (
     linear_token_loss,
     workspace,
 )
+from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.shard import merge, merge_logps
+from liger_losses.integrations.megatron import OutputOptions, output_processor
+from liger_losses.integrations.verl import linear_cross_entropy
 from tests.reference import NAMES, plain_statistics, relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
@@ -198,6 +203,10 @@ LOSSES = {
         plain_call,
     ),
     "cross entropy, per token": (lambda: CE(reduction="none"), plain_call),
+    "cross entropy, many heads": (
+        lambda: CE(head_weights=[1.0, 0.5, 0.8], shift=[0, 1, 2], return_token_accuracy=True),
+        lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
+    ),
     "DPO": (lambda: LigerFusedLinearDPOLoss(beta=0.3, compute_nll_loss=True), pairs),
     "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
     "CPO": (LigerFusedLinearCPOLoss, pairs),
@@ -246,7 +255,40 @@ def columns(d):
     return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19])) % VOCAB
 
 
+def support(d, **options):
+    """Kept columns: the label's among them, fewer of some tokens, none of one."""
+    ids = (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20])) % VOCAB
+    ids[:2, :, 2:], ids[3, 4] = -1, -1
+    return TokenSupport(ids, **options)
+
+
+def of_kept_columns(limit, call):
+    """By reading rows for tokens with up to so many columns, by products for others."""
+
+    def limited(head, ref, d):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), 2 * (VOCAB // limit,)))
+            return call(head, ref, d)
+
+    return limited
+
+
+def kept_logps(head, ref, d, **options):
+    return linear_logps(d["h"], head, d["y"], support=support(d), entropy=True, lse=True, temperature=0.7, **options)
+
+
 OPERATIONS = {
+    "kept columns": of_kept_columns(30, kept_logps),
+    "kept columns, some by products": of_kept_columns(3, kept_logps),
+    "kept columns, sparse": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
+    ),
+    "kept columns, GRPO": of_kept_columns(
+        30, lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d))
+    ),
+    "logps, a temperature per token": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], entropy=True, temperature=1.0 + (d["y"] % 3)
+    ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
     "statistics": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
@@ -280,6 +322,7 @@ OPERATIONS = {
     "token loss": lambda head, ref, d: linear_token_loss(
         d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
     ),
+    "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
     "no token": lambda head, ref, d: linear_logps(d["h"], head, torch.full_like(d["y"], -100)),
 }
 
@@ -473,7 +516,7 @@ def dtensors(parts):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     d, variant = batch(), VARIANTS["bias"]
     for name, placement in itertools.product(
-        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps"), (Replicate(), Shard(1))
+        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns"), (Replicate(), Shard(1))
     ):
         call = case_of(name)
         expected, expected_grads = run(call, d, variant)
@@ -527,11 +570,8 @@ def errors(parts):
 
     same = "they differ"
     expect(same, same, lambda: linear_logps(hidden[: 2 + (rank == 1)], head, labels[: 2 + (rank == 1)]))
-    expect(
-        same,
-        same,
-        lambda: linear_logps(hidden, head, labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels),
-    )
+    fewer = labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, fewer))
     expect(same, same, lambda: linear_logps(hidden, head, labels, chunk_size=2 + rank))
     expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
     expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
@@ -544,6 +584,15 @@ def errors(parts):
     )
     other_labels = labels.flip(0) if rank == 1 else labels
     expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, other_labels))
+    wrong = support(d).ids.clone()
+    wrong[..., 1] = VOCAB if rank == 1 else -1
+    expect(
+        r"ids must be in \[0, 30\)",
+        "rank 1 .* raised",
+        lambda: linear_logps(hidden, head, labels, support=TokenSupport(wrong)),
+    )
+    given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",
@@ -572,6 +621,17 @@ def errors(parts):
         only=3,
     )
     torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
+
+
+def errors_of_labels(parts):
+    """On GPUs, labels are checked while the ranks' facts are on their way."""
+    d, (part, *_) = batch(), parts.values()
+    head, other = Head(d["weight"][part.rows], group=part.group), dist.get_rank() == 1
+    words = "labels must be in" if other else "labels differ|rank 1 .* raised"
+    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], "labels differ")):
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            linear_logps(d["h"], head, labels)
+    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
 
 
 def one_part(parts):
@@ -612,7 +672,38 @@ def all_kernels(parts):
     half_precision(parts, KERNELS, VARIANTS)
 
 
-CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices)
+def partial_gradients(parts):
+    """What verl and Megatron sum themselves: each rank's part of the hidden states' gradients."""
+    d = batch()
+    hidden, labels = d["h"].detach().requires_grad_(), d["y"].clamp(min=0)
+    expected = linear_statistics(hidden, d["weight"], labels, ("logp", "entropy"), transform=LogitTransform(0.7))
+    upstream = torch.arange(1.0, 1 + labels.numel()).cos().view_as(labels).to(hidden)
+    (whole,) = torch.autograd.grad([expected.logp, expected.entropy], hidden, [upstream, -upstream])
+    for name, part in parts.items():
+        rows = d["weight"][part.rows].detach().requires_grad_()
+        group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
+        whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
+        context = OutputOptions(0.7, entropy=True)
+        with raising(name):
+            found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
+            (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
+            torch.testing.assert_close(
+                torch.stack(found), torch.stack([v.flatten() for v in expected if v is not None])
+            )
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, whole)
+            layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
+            shared_head = {"output_layer": layer, "output_weight": None}
+            for arguments in (whole_head, shared_head):
+                logps, entropy = output_processor(
+                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **arguments
+                )
+                torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
+                (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
+                torch.testing.assert_close(own, whole)
+
+
+CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices, partial_gradients)
 
 
 def work(rank, rendezvous, checks):
@@ -649,7 +740,7 @@ def work_on_gpu(rank, rendezvous):
     torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in (all_cases, random_shapes):
+    for check in (all_cases, random_shapes, errors_of_labels):
         with raising(check.__name__):
             check(parts)
     # Compiling all variants takes minutes.

@@ -28,13 +28,16 @@ class Tiles(NamedTuple):
     arguments: dict[str, Any]
 
 
+@cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def with_contiguous_rows(matrix: Tensor) -> Tensor:
-    """The matrix, copied only if its columns are not adjacent."""
+def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
+    """The matrix, copied only if its columns are not adjacent, or ``with_aligned`` if its memory begins anywhere."""
+    if with_aligned and not aligned(matrix):
+        return matrix.clone(memory_format=torch.contiguous_format)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
@@ -44,7 +47,8 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
     The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
     descriptors, whose stride is ``None``; others are pointers.
     """
-    accelerated = has_tma(hidden.device)
+    (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
+    accelerated = has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
     # Devices without it have less shared memory.
     depth = _DEPTH if tma else _DEPTH // 2
@@ -53,9 +57,9 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         "weight": descriptor(weight, _COLUMNS, depth) if tma else weight,
         "hidden_stride": None if tma else hidden.stride(0),
         "weight_stride": None if tma else weight.stride(0),
-        "tokens": len(hidden),
-        "vocab_size": len(weight),
-        "hidden_size": hidden.shape[1],
+        "tokens": tokens,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": _TOKENS,
@@ -68,13 +72,14 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         arguments["out"] = descriptor(out, _TOKENS, _COLUMNS // 2)
     elif out is not None:
         arguments.update(out=out, out_stride=out.stride(0))
-    return Tiles(-(-len(hidden) // _TOKENS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
+    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // _COLUMNS), processors(device), arguments)
 
 
 def aligned(matrix: Tensor) -> bool:
     """Whether the tensor memory accelerator supports the matrix: not empty, with 16-byte aligned, contiguous rows."""
-    row_bytes = matrix.stride(0) * matrix.dtype.itemsize
-    return matrix.numel() > 0 and matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+    stride, adjacent = matrix.stride()
+    in_16_bytes = stride * matrix.dtype.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
+    return in_16_bytes and adjacent == 1 and matrix.numel() > 0
 
 
 @cache
@@ -91,9 +96,18 @@ def has_tma(device: torch.device) -> bool:
 
 def descriptor(matrix: Tensor, rows: int, columns: int) -> object:
     """The matrix as the tensor memory accelerator takes it, in blocks of ``rows`` and ``columns``."""
+    like = _descriptor(rows, columns)
+    made = object.__new__(type(like))
+    made.__dict__.update(like.__dict__, base=matrix, shape=matrix.shape, strides=matrix.stride())
+    return made
+
+
+@cache
+def _descriptor(rows: int, columns: int) -> Any:
+    """Copied, because making one checks again what :func:`aligned` has, and takes the host as long as a launch."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    return TensorDescriptor.from_tensor(torch.empty(1, 16, dtype=torch.bfloat16, device="cpu"), [rows, columns])
 
 
 #: The interpreter cannot multiply bf16.

@@ -1,16 +1,48 @@
-"""Operations on the rows of the head that the labels index: label logits, and the labels' terms of both gradients.
+"""Operations on labels and the rows of the head that they index.
 
-N tokens, H hidden size, V vocabulary size.
+Which labels there are, the labels' logits, and the labels' terms of both gradients. T tokens, N of them active, H
+hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+
+
+def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
+    """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
+
+    Args:
+        labels: ``[T]`` int64 each, contiguous; S tensors.
+        ignore_index: the label of tokens without loss.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and
+        ``sum_t (label_t + 1) (t mod 1009 + 1)`` modulo 2^64, with t counted through all tensors, which other labels,
+        or labels in another order, hardly have.
+    """
+    if backend == "torch":
+        first, rows = 0, []
+        for part in labels:
+            active, places = part != ignore_index, torch.arange(first, first + len(part), device=part.device)
+            low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
+            checksum = ((part + 1) * (places % 1009 + 1)).sum()
+            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
+            first += len(part)
+        return torch.stack(rows)
+    facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
+    for i, part in enumerate(labels):
+        _label_facts_kernel[(1,)](facts[i], part, len(part), first, int(ignore_index), BLOCK=2048, num_warps=8)
+        first += len(part)
+    return facts
 
 
 def label_logits(
@@ -108,6 +140,29 @@ def add_to_label_rows_(
     return grad_weight
 
 
+@jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
+def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.constexpr):
+    """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
+    count = tl.zeros((BLOCK,), tl.int64)
+    low = tl.zeros((BLOCK,), tl.int64)
+    high = tl.zeros((BLOCK,), tl.int64)
+    checksum = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < tokens
+        label = tl.load(labels + at, mask=inside, other=0)
+        active = inside & (label != ignore_index)
+        kept = tl.where(active, label, 0)
+        count += active.to(tl.int64)
+        low = tl.minimum(low, kept)
+        high = tl.maximum(high, kept)
+        checksum += tl.where(inside, (label + 1) * ((first + at) % 1009 + 1), 0)
+    tl.store(out, tl.sum(count, 0))
+    tl.store(out + 1, tl.min(low, 0))
+    tl.store(out + 2, tl.max(high, 0))
+    tl.store(out + 3, tl.sum(checksum, 0))
+
+
 @jit(do_not_specialize_on_alignment=["labels"])
 def _label_logits_kernel(
     out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
@@ -124,7 +179,10 @@ def _label_logits_kernel(
         products += h * w
     logit = tl.sum(products, 0)
     if bias is not None or transform.factor is not None:
-        logit = transform_block(logit, bias, label, True, transform)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
+        logit = transform_block(logit, bias, label, True, transform, inverse)
     tl.store(out + row, logit)
 
 

@@ -95,7 +95,7 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         kind, parts = "Head", [value.weight, getattr(value, "bias", None), None]
     elif kind in _records:
         parts = [getattr(value, name) for name in _records[kind][1]]
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, nn.ModuleList)):
         kind, parts = "tuple", list(value)
     else:
         return None

@@ -15,13 +15,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_losses.kernels._triton import warn_once
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.autograd import (
+    autocast_dtype,
+    graph_is_kept,
+    is_unshared,
+    once_differentiable,
+    saves_privately,
+)
 
 #: Computes a module's output ``[1, tokens, ...]`` from its input ``[1, tokens, H]``.
 Compute = Callable[[Any, Tensor], Tensor]
 
-# Below this, matrix products take longer per token.
-_SMALLEST = 4096
+# Tiles of fewer tokens make matrix products, and the sums of the weights' gradients, slower per token; wider ones gain
+# no time.
+_SMALLEST, _WIDEST_TENSOR = 4096, 2**25
+_SECOND_BACKWARD = (
+    "Trying to backward through the graph a second time, after the gradient of the input of an MLP that is computed in "
+    "tiles was written over it. Specify retain_graph=True in the first backward if you need to backward through the "
+    "graph again."
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +41,8 @@ class Tiles:
     """The tokens of a tile.
 
     Attributes:
-        tokens: how many; by default so many that the widest tensor of a tile takes a quarter of the memory of the
-            module's input, a multiple of 256 and at least 4096.
+        tokens: how many; by default at most 2^25 divided by the width of a tile's widest tensor (64 MiB in half
+            precision), a multiple of 256 and at least 4096.
     """
 
     tokens: int | None = None
@@ -38,12 +50,12 @@ class Tiles:
     def __str__(self) -> str:
         return "tiles" if self.tokens is None else f"tiles of {self.tokens} tokens"
 
-    def size(self, module: nn.Module, x: Tensor) -> int:
-        """The tokens of a tile of ``x [..., H]``."""
+    def size(self, module: nn.Module) -> int:
+        """The tokens of a tile."""
         if self.tokens is not None:
             return self.tokens
         widths = [width for part in module.modules() if type(width := getattr(part, "out_features", None)) is int]
-        return max(_SMALLEST, -(-x.numel() // (4 * max(widths, default=1) * 256)) * 256)
+        return max(_SMALLEST, _WIDEST_TENSOR // max(widths, default=1) // 256 * 256)
 
 
 def tiles_of(option: bool | int | None) -> Tiles | None:
@@ -77,7 +89,7 @@ def compute_tiled(
     Returns:
         ``[..., the width of the output]``.
     """
-    step = tiles.size(module, x)
+    step = tiles.size(module)
     count = x.numel() // max(x.shape[-1], 1)
     if count <= step:
         return compute(module, x)
@@ -110,11 +122,15 @@ class _Call:
 
 
 class _SavedFirst(torch.autograd.Function):
-    """Saves the input before anything is computed: activation checkpointing recomputes up to what was saved last."""
+    """Saves the input before anything is computed: activation checkpointing recomputes up to what was saved last.
+
+    It is saved as a tensor of its own, so that backward sees whether anything else refers to its memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.may_be_overwritten = saves_privately() and not x.is_leaf
+        ctx.save_for_backward(x.detach())
         return x.view_as(x)
 
     @staticmethod
@@ -125,7 +141,7 @@ class _SavedFirst(torch.autograd.Function):
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, saved_first: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.saved_first = call, saved_first
+        ctx.call, ctx.saved_first, ctx.overwritten = call, saved_first, False
         if saved_first is None:  # the input needs no gradient
             ctx.save_for_backward(x)
         ctx.versions = [weight._version for weight in weights]
@@ -142,9 +158,12 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call, needs_x = ctx.call, ctx.needs_input_grad[2]
         _check_weights(call, ctx.versions)
+        if ctx.overwritten:
+            raise RuntimeError(_SECOND_BACKWARD)
         (saved,) = (ctx.saved_first or ctx).saved_tensors
+        ctx.overwritten = needs_x and ctx.saved_first.may_be_overwritten and not graph_is_kept() and is_unshared(saved)
         x, grad = (tensor.reshape(1, -1, tensor.shape[-1]) for tensor in (saved, grad))
-        grad_x = torch.empty_like(x) if needs_x else None
+        grad_x = None if not needs_x else x if ctx.overwritten else torch.empty_like(x)
         sums: list[Tensor | None] = [None] * len(call.weights)
         with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states), _unhooked(call.weights):
             for start in range(0, x.shape[1], call.step):

@@ -36,6 +36,11 @@ def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank,
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
     for adapter in adapters:
+        if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (len(weight), len(adapter.a)):
+            raise ValueError(
+                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
+                f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {len(weight)} rows."
+            )
         dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
         parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
         rows.append(adapter.b)

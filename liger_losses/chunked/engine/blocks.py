@@ -19,6 +19,8 @@ from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -171,6 +173,7 @@ class Part(NamedTuple):
     rows: slice  # which of them
     hidden: Tensor  # [R, H], their hidden states in the operand dtype
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
+    epilogue: Epilogue  # from their projections to logits
 
 
 class Block:
@@ -212,6 +215,28 @@ class Block:
         self.wait()  # the block's memory is about to be freed
 
 
+def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
+    """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
+    call, labels = opened.call, opened.labels[part.rows]
+    names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
+    if not names <= {"logp", "lse", "mean_logit"}:
+        return linear_softmax_statistics(
+            part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
+        )
+    found = linear_exponentials(
+        part.hidden,
+        opened.weight,
+        labels,
+        out,
+        part.epilogue,
+        found=Exponentials.into(part.values),
+        projections=out is not None,
+        batch_invariant=invariant,
+        backend=backend,
+    )
+    return {name: getattr(found, name) for name in {*names, "logp"}}
+
+
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
@@ -222,19 +247,23 @@ class LogitBlock(Block):
         self.projections = opened.weight.new_empty(rows, width, dtype=self.call.work.logits_dtype)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, projected = self.call, self._project(part.hidden)
-        computed = softmax_statistics(
-            projected,
-            self.opened.labels[part.rows],
-            call.block_names - {"selected_logps"},
-            self.opened.epilogue,
-            scratch=call.plan.scratch,
-            backend=call.backend,
-        )
+        call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
+        if call.batch_invariant and call.work.fused_products:
+            computed = fused_statistics(self.opened, part, projected)
+        else:
+            self._project(part.hidden, fixed=call.batch_invariant)
+            computed = softmax_statistics(
+                projected,
+                self.opened.labels[part.rows],
+                call.block_names - {"selected_logps"},
+                part.epilogue,
+                scratch=call.plan.scratch,
+                backend=call.backend,
+            )
         if call.query.selected is not None and "selected_logps" in part.values:
             columns, owned = self._selected(part.rows)
             bias = None if self.opened.bias is None else self.opened.bias[columns]
-            logits = call.transform(projected.gather(1, columns), bias)
+            logits = part.epilogue.transform(projected.gather(1, columns), bias)
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
@@ -256,9 +285,10 @@ class LogitBlock(Block):
     def refill(self, part: Part, upstream: Upstream) -> None:
         self._project(part.hidden)
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        projected = self.projections[: len(hidden), : self.vocab_size]
-        return self.opened.projection.into(projected, hidden, 0, self.vocab_size)
+    def _project(self, hidden: Tensor, fixed: bool = False) -> None:
+        projection = self.opened.projection
+        project = projection.into_fixed if fixed else projection.into
+        project(self.projections[: len(hidden), : self.vocab_size], hidden, 0, self.vocab_size)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -284,7 +314,8 @@ class LogitBlock(Block):
         assert coefficients.p_coef is not None
         columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
         local, owned = self._selected(part.rows)
-        slope = call.transform.slope(logps + part.values["lse"][:, None]) * call.transform.factor
+        logits, transform = logps + part.values["lse"][:, None], part.epilogue.transform
+        slope = transform.slope(logits) * transform.factor(logits)
         total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
             at_label = columns == call.tokens.labels[part.rows, None]
@@ -326,7 +357,7 @@ def projection_gradient(
         part.values["lse"],
         call.tokens.labels[part.rows],
         coefficients,
-        opened.epilogue.columns(columns),
+        part.epilogue.columns(columns),
         first_column=opened.first_column + columns.start,
         vocab_size=call.vocab_size,
         grad_bias=None if grad_bias is None else grad_bias[columns],
@@ -345,8 +376,13 @@ class ExponentialBlock(Block):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
-        #: ``[N]``, of the whole vocabulary, where ranks share it; else each block computes its own.
-        self.label_logits: Tensor | None = None if opened.call.shard is None else self._label_logits(opened.call.shard)
+        #: Where ranks share the vocabulary, the labels' logits ``[N]``, and -1 in place of labels of other ranks; else
+        #: each block computes its own.
+        self.label_logits: Tensor | None = None
+        self.labels = opened.labels
+        if opened.call.shard is not None and opened.owned is not None:
+            self.label_logits = self._label_logits(opened.call.shard, opened.owned)
+            self.labels = opened.labels.masked_fill(~opened.owned, -1)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
@@ -354,18 +390,16 @@ class ExponentialBlock(Block):
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened = self.call, self.opened
         exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
-        labels, label_logit = opened.labels[part.rows], None
-        if self.label_logits is not None and opened.owned is not None:
-            label_logit = self.label_logits[part.rows]
-            labels = torch.where(opened.owned[part.rows], labels, -1)
+        label_logit = None if self.label_logits is None else self.label_logits[part.rows]
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            labels,
+            self.labels[part.rows],
             exponentials,
-            opened.epilogue,
+            part.epilogue,
             found=Exponentials.into(part.values),
             label_logit=label_logit,
+            batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
         if any(call.needs_hidden) and call.strategy != "resident":
@@ -376,16 +410,16 @@ class ExponentialBlock(Block):
             if self.offsets.mean_logit is not None:
                 call.shard.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def _label_logits(self, shard: VocabularyShard) -> Tensor:
+    def _label_logits(self, shard: VocabularyShard, owned: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
-        opened, call = self.opened, self.call
-        found = torch.zeros(opened.count, device=opened.weight.device)
-        for rows in blocks(opened.count, call.plan.rows):
+        opened, call, found = self.opened, self.call, []
+        # At once where nothing is copied: no product can start before.
+        for rows in blocks(opened.count, call.plan.rows if call.work.gathers else opened.count):
             hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
-            found[rows] = label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend)
-        assert opened.owned is not None
-        return shard.sum_(found.masked_fill_(~opened.owned, 0.0))
+            found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
+        mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.weight.device), *found])
+        return shard.sum_(mine.masked_fill_(~owned, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
@@ -414,7 +448,7 @@ class ExponentialBlock(Block):
                 self.offsets,
                 hidden if call.needs_weight else None,
                 head_grads.labels_out(part.rows),
-                transform=call.transform,
+                transform=part.epilogue.transform,
                 backend=call.backend,
             )
             if opened.owned is not None:

@@ -5,29 +5,37 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
-from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
-from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
+from liger_losses.chunked.engine.head import Head, Projection, can_fuse, check_invariant, operand_dtype
+from liger_losses.chunked.engine.plan import (
+    EngineOptions,
+    Plan,
+    Workload,
+    default_bound,
+    device_memory,
+    make_plan,
+)
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.shard import VocabularyShard, agreement, check_teacher_shard
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.engine.tokens import Tokens
-from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
+from liger_losses.chunked.engine.tokens import Counting, Tokens
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
-from liger_losses.kernels.tracing import record, state
+from liger_losses.kernels.tracing import state
 
 
 class Statistics(NamedTuple):
@@ -48,76 +56,21 @@ class Statistics(NamedTuple):
     divergence: Any = None
 
 
-#: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
-STRATEGIES = {
-    "statistics": "nothing needs a gradient: statistics only. 2",
-    "one_pass": "separable loss: loss and gradients of a block while its logits exist. 6 (4)",
-    "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
-    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H], saved for backward. 4",
-    "two_pass": "coupled loss: statistics first, then every block again, once the upstream gradients are known. 8 (6)",
-}
-
-
-@record
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to stream; no option changes a result beyond rounding.
-
-    Args:
-        ignore_index: the label of tokens without loss.
-        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
-            they are projected and their results multiplied by 0: their hidden states must be finite.
-        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
-            memory and :func:`liger_losses.set_default_workspace`.
-        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
-        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
-            costs a buffer of the weight's size.
-        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
-            the environment variable ``LIGER_LOSSES_BACKEND``.
-        strategy: force one of :data:`STRATEGIES` (for tests and measurements).
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
-    """
-
-    ignore_index: int = -100
-    compact: bool = True
-    workspace: int | None = None
-    chunk_size: int | None = None
-    accum_dtype: torch.dtype | None = None
-    backend: str | None = None
-    strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
-            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
-        for name in ("workspace", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-        if self.accum_dtype not in (None, torch.float32):
-            raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
-        if self.backend is not None:
-            check_names([self.backend], BACKENDS, "backend")
-        if self.strategy is not None:
-            check_names([self.strategy], STRATEGIES, "strategy")
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""
 
     teacher: Teacher | TeacherLogits
     divergence: Divergence
-    temperature: float = 1.0  # what both models' logits are divided by in the divergence
+    temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
 
 
 @dataclass(frozen=True)
 class Query:
     """What is asked about each token.
 
-    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``) have the labels' shape in what a user gives,
-    and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
+    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``, temperatures) have the labels' shape in what a
+    user gives, and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
     """
 
     statistics: tuple[str, ...]  # names of Statistics that are differentiated
@@ -146,7 +99,9 @@ class Query:
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
-        selected, weights = self.selected, self.token_weights
+        selected, weights, comparison = self.selected, self.token_weights, self.comparison
+        if comparison is not None and isinstance(comparison.temperature, Tensor):
+            comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
             if tokens.mask is not None:
@@ -160,6 +115,7 @@ class Query:
             metrics=tuple(name for name in self.metrics if name not in self.statistics),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
+            comparison=comparison,
             token_inputs={n: tokens.gather_like_labels(value.detach()) for n, value in self.token_inputs.items()},
             token_weights=weights,
         )
@@ -171,6 +127,7 @@ class Call:
 
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
+    batch_invariant: bool  # whether a token's statistics have the same bits in any batch
     shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
     quantized: QuantizedWeight | None  # multiplied by the first columns of the hidden states, before the weight
     vocab_size: int  # the number of columns, of all ranks
@@ -192,28 +149,13 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        names = {*self.outputs, "lse"} | (
-            {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
-        )
-        return frozenset(names)
+        beside = {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
+        return frozenset({*self.outputs, "lse", *beside})
 
-    @cached_property
-    def facts(self) -> str:
-        """What all ranks that share a vocabulary must have in common."""
-        work, plan, selected = self.work, self.plan, self.query.selected
-        width = "" if selected is None else f" of {selected.shape[-1]} columns"
-        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
-        comparison, compared = self.query.comparison, ""
-        if comparison is not None:
-            columns = comparison.teacher.vocab_size
-            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
-        return (
-            f"{self.tokens.count} active tokens of {work.hidden_size}, {', '.join(self.outputs)}{width}{compared}, "
-            f"gradients of hidden states {self.needs_hidden} and of {needs}, strategy {self.strategy}, blocks of "
-            f"{plan.rows}, {plan.part_rows} and {plan.tile_rows} tokens, products in {work.operand_dtype} by "
-            f"{self.backend} (fused: {work.fused}, exponentials: {work.exponentials}), {self.vocab_size} columns, "
-            f"{self.transform}"
-        )
+    def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
+        """From statistics ``[T]`` of all tokens to those of each tensor of labels, in its shape."""
+        parts = {name: self.tokens.split(value) for name, value in values.items()}
+        return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(self.tokens.shapes))]
 
 
 class OpenCall:
@@ -234,12 +176,13 @@ class OpenCall:
         if call.shard is not None:
             columns = call.shard.columns(call.vocab_size)
             self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
-            self.owned = (self.labels >= columns.start) & (self.labels < columns.stop)
-            self.labels = torch.where(self.owned, self.labels - columns.start, 0)
+            local = self.labels - columns.start
+            self.labels = local.clamp(0, self.vocab_size - 1)
+            self.owned = self.labels == local
             class_weight = None if class_weight is None else class_weight[columns]
-            self.sums_over = call.shard if call.shard.mesh is None else None
+            self.sums_over = None if call.shard.partial_gradients else call.shard
         self.call, self.hidden_states = call, hidden_states
-        self.weight = weight[: self.vocab_size]
+        self.weight = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
@@ -263,7 +206,7 @@ def _flat(hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-_DIFFERENTIABLE = tuple(name for name in STATISTICS if name != "argmax")
+_DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
 
 
 class CheckedInputs(NamedTuple):
@@ -299,8 +242,9 @@ def make_call(
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
     if head.shard is None:
-        return _make_call(hidden_states, head, labels, query, options)
-    device = head.weight.device
+        checked = CheckedInputs.of(hidden_states, head, labels, query)
+        return checked, None if state.shapes_only else _Draft(checked, head, query, options).call()
+    device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
     hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
@@ -308,138 +252,179 @@ def make_call(
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.shard.least_memory(device_memory(device), device)
-    with agreement(head.shard.group, device) as found:
-        checked, call = _make_call(hidden_states[0] if alone else hidden_states, head, labels, query, options, memory)
-        if call is not None:
-            default = "" if options.workspace is not None else f", default workspace {default_bound()}"
-            found.facts, found.checksum = call.facts + default, _checksum(call.tokens.labels)
+    with Agreement(head.shard.group, device) as agreement:
+        checked = CheckedInputs.of(hidden_states[0] if alone else hidden_states, head, labels, query)
+        if not state.shapes_only:
+            draft = _Draft(checked, head, query, options, memory)
+            agreement.facts, agreement.checksum = draft.facts, draft.checksum
+            if device.type == "cpu":  # which also finds what is wrong with the values of one rank
+                call = draft.call()
+    try:
+        if not state.shapes_only and call is None:
+            call = draft.call()  # while the ranks' facts are exchanged
+    except Exception:
+        with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
+            agreement.wait()
+        raise
+    agreement.wait()
     return checked, call
 
 
-def _checksum(labels: Tensor) -> Tensor:
-    """A number that other labels, or labels in another order, hardly have."""
-    places = torch.arange(1, len(labels) + 1, device=labels.device)
-    return ((labels + 1) * (places % 1009 + 1)).sum()
+class _Draft:
+    """All of a call but what depends on the number of active tokens, which a GPU counts meanwhile."""
 
+    def __init__(
+        self, checked: CheckedInputs, head: Head, query: Query, options: EngineOptions, memory: int | None = None
+    ) -> None:
+        self.checked, self.head, self.query, self.options, self.memory = checked, head, query, options, memory
+        hidden, labels, _, compute_dtype, vocab_size = checked
+        device, grad = head.weight.device, torch.is_grad_enabled()
+        wide = torch.promote_types(torch.float32, compute_dtype)
+        self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+        if head.batch_invariant:
+            check_invariant(head, backend, query.comparison is not None)
+        count = head.vocab_size, options.ignore_index, options.compact, backend
+        self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
+        self.operand = operand = operand_dtype(compute_dtype, device, backend)
+        self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
+        self.needs_weight = grad and head.weight.requires_grad
+        self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
+        self.dense = _dense(hidden, operand)
+        self.fused_products = can_fuse(head, operand, backend)
+        self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
+        # fp16 cannot hold exponentials of every size.
+        self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
+        self.grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
+        if head.shard is not None:
+            compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
+            head.shard.check_columns(compared)
 
-def _make_call(
-    hidden_states: Any,
-    head: Head,
-    labels: Any,
-    query: Query,
-    options: EngineOptions,
-    memory: int | None = None,
-) -> tuple[CheckedInputs, Call | None]:
-    checked = CheckedInputs.of(hidden_states, head, labels, query)
-    if state.shapes_only:
-        return checked, None
-    hidden, tokens, _, compute_dtype, vocab_size = checked
-    if not isinstance(tokens, Tokens):
-        tokens = Tokens.select(tokens, head.vocab_size, options.ignore_index, options.compact)
+    @property
+    def facts(self) -> str:
+        """What all ranks that share a vocabulary must have in common, beside labels: the rest of a call follows."""
+        query, options, (hidden, _, shapes, _, vocab_size) = self.query, self.options, self.checked
+        width = "" if query.selected is None else f" of {query.selected.shape[-1]} columns"
+        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
+        comparison, compared = query.comparison, ""
+        if comparison is not None:
+            columns = comparison.teacher.vocab_size
+            at = said(comparison.temperature)
+            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={at})"
+        space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
+        kinds = [name for name in ("dense", "fused", "exponentials") if getattr(self, name)]
+        return (
+            f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]}, "
+            f"{', '.join((*query.statistics, *query.metrics))}{width}{compared}, gradients of hidden states "
+            f"{self.needs_hidden} and of {needs}, {space}, chunk_size {options.chunk_size}, "
+            f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
+            f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
+            f"{self.head.transform.said}"
+        )
 
-    wide = torch.promote_types(torch.float32, compute_dtype)
-    backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
-    operand = operand_dtype(compute_dtype, head.weight.device, backend)
-    grad = torch.is_grad_enabled()
-    needs_hidden = tuple(grad and part.requires_grad for part in hidden)
-    needs_weight = grad and head.weight.requires_grad
-    needs_bias = grad and head.bias is not None and head.bias.requires_grad
-    fused_products = can_fuse(head, operand, backend)
-    fused = fused_products and not needs_bias and not query.needs_logits
-    # fp16 cannot hold exponentials of every size.
-    exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
-    temporaries, teacher_row_bytes = 4 if backend == "torch" or needs_bias else 0, 0
-    teacher_hidden_bytes, fused_divergence = 0, False
-    dequantized = 0 if head.quantized is None else head.hidden_size
-    if query.comparison is not None:
-        temporaries, teacher = TEMPORARIES if backend == "torch" else 0, query.comparison.teacher
-        teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
-        if isinstance(teacher, Teacher) and (dequantized or teacher.head.quantized is not None):
-            dequantized = head.hidden_size + teacher.head.hidden_size
-        if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
-            # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-            fused_divergence = can_fuse(teacher.head, operand, backend)
-            if _gathers([teacher.hidden_states], tokens, operand):
-                teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
-    work = Workload(
-        tokens=tokens.count,
-        hidden_size=head.hidden_size,
-        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
-        vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
-        operand_dtype=operand,
-        weight_dtype=head.weight.dtype,
-        device=head.weight.device,
-        temporaries=temporaries,
-        gathers=_gathers(hidden, tokens, operand),
-        fused=fused,
-        exponentials=exponentials,
-        fused_products=fused_products,
-        teacher_row_bytes=teacher_row_bytes,
-        ranks=1 if head.shard is None else len(head.shard.sizes),
-        device_memory=memory,
-        teacher_hidden_bytes=teacher_hidden_bytes,
-        fused_divergence=fused_divergence,
-        dequantized_columns=dequantized,
-    )
-    if head.shard is not None:
-        compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
-        head.shard.check_columns(compared)
-    plan = make_plan(work, options.workspace, options.chunk_size)
-    grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
-    strategy = "statistics"
-    if any(needs_hidden) or needs_weight or needs_bias:
-        # A half-precision grad_weight must not be rounded many times.
-        few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
-        # fp16 gradients underflow without the loss scale, which is only known in backward.
-        one_pass = query.separable and torch.float16 not in (compute_dtype, operand) and few_roundings
-        frozen_head = not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1
-        # Those that are exact for these inputs and fit the workspace, the cheapest first.
-        allowed = {"one_pass": one_pass, "frozen_head": frozen_head, "resident": plan.resident}
-        single = [name for name, possible in allowed.items() if possible]
-        # Logits that are kept are one block, of all tokens.
-        tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
-        possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
-        strategy = possible[0]
-        if options.strategy is not None:
-            check_names([options.strategy], possible, "strategy for these inputs")
-            strategy = options.strategy
-    if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
-        # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
-        grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
-    call = Call(
-        query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
-        transform=head.transform,
-        shard=head.shard,
-        quantized=head.quantized,
-        vocab_size=vocab_size,
-        tokens=tokens,
-        work=work,
-        plan=plan,
-        strategy=strategy,
-        grad_weight_dtype=grad_weight_dtype,
-        backend=backend,
-        needs_hidden=needs_hidden,
-        needs_weight=needs_weight,
-        needs_bias=needs_bias,
-    )
-    return checked, call
+    @property
+    def checksum(self) -> Tensor:
+        """Of the labels, and of the temperatures of tokens that carry loss, 0-dim."""
+        compared = self.head.transform if self.query.comparison is None else self.query.comparison
+        found, temperature = self.labels.checksum(self.backend), compared.temperature
+        if isinstance(temperature, Tensor):
+            found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
+        return found
+
+    def call(self) -> Call:
+        """The call, once the active tokens are known."""
+        head, query, options, operand, fused = self.head, self.query, self.options, self.operand, self.fused
+        _, _, _, compute_dtype, vocab_size = self.checked
+        tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
+        temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
+        teacher_hidden_bytes, fused_divergence = 0, False
+        dequantized = 0 if head.quantized is None else head.hidden_size
+        if query.comparison is not None:
+            temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
+            teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
+            if isinstance(teacher, Teacher) and (dequantized or teacher.head.quantized is not None):
+                dequantized = head.hidden_size + teacher.head.hidden_size
+            if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
+                # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
+                fused_divergence = can_fuse(teacher.head, operand, self.backend)
+                if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
+                    teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
+        work = Workload(
+            tokens=tokens.count,
+            hidden_size=head.hidden_size,
+            # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
+            vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
+            operand_dtype=operand,
+            weight_dtype=head.weight.dtype,
+            device=head.weight.device,
+            temporaries=temporaries,
+            gathers=tokens.indices[0] is not None or not self.dense,
+            fused=fused,
+            exponentials=self.exponentials,
+            fused_products=self.fused_products,
+            teacher_row_bytes=teacher_row_bytes,
+            ranks=1 if head.shard is None else len(head.shard.sizes),
+            device_memory=self.memory,
+            teacher_hidden_bytes=teacher_hidden_bytes,
+            fused_divergence=fused_divergence,
+            dequantized_columns=dequantized,
+            sums_bytes=vocab_size // 32 if head.batch_invariant else 1024,
+        )
+        plan = make_plan(work, options.workspace, options.chunk_size)
+        grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
+        if any(self.needs_hidden) or needs_weight or self.needs_bias:
+            # A half-precision grad_weight must not be rounded many times.
+            few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
+            # fp16 gradients underflow without the loss scale, which is only known in backward.
+            one_pass = query.separable and torch.float16 not in (compute_dtype, operand) and few_roundings
+            frozen = not (needs_weight or self.needs_bias or query.needs_logits) and len(query.statistics) == 1
+            # Those that are exact for these inputs and fit the workspace, the cheapest first.
+            allowed = {"one_pass": one_pass, "frozen_head": frozen, "resident": plan.resident}
+            single = [name for name, possible in allowed.items() if possible]
+            # Logits that are kept are one block, of all tokens.
+            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+            possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
+            strategy = possible[0]
+            if options.strategy is not None:
+                check_names([options.strategy], possible, "strategy for these inputs")
+                strategy = options.strategy
+        if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
+            # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
+            grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+        transform = head.transform
+        if isinstance(transform.temperature, Tensor):
+            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, work.logits_dtype))
+        return Call(
+            query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
+            transform=transform,
+            batch_invariant=head.batch_invariant,
+            shard=head.shard,
+            quantized=head.quantized,
+            vocab_size=vocab_size,
+            tokens=tokens,
+            work=work,
+            plan=plan,
+            strategy=strategy,
+            grad_weight_dtype=grad_weight_dtype,
+            backend=self.backend,
+            needs_hidden=self.needs_hidden,
+            needs_weight=needs_weight,
+            needs_bias=self.needs_bias,
+        )
 
 
 def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""
     if query.class_weight is not None:
         check_vector("class_weight", query.class_weight, head.weight, head.vocab_size)
-    names: tuple[str, ...] = _DIFFERENTIABLE
-    metrics: tuple[str, ...] = STATISTICS
-    vocab_size = head.vocab_size
+    names, vocab_size = _DIFFERENTIABLE, head.vocab_size
     if query.selected is not None:
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:
-        names, metrics = ("divergence", "logp"), ("entropy",)
+        names = ("divergence", "logp")
         vocab_size = _check_comparison(query, head, shapes[0])
     beside = "" if query.selected is None else " beside selected_logps"
     check_names(query.statistics, names, f"differentiable statistic{beside}")
-    check_names(query.metrics, metrics, "statistic")
+    check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")
     if query.selected is not None:
         check_tensor("selected", query.selected)
         if len(shapes) != 1:
@@ -449,8 +434,9 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
                 f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
+    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
-        check_like_labels(name, value, shapes[0])
+        check_like_labels(name, value, like)
     return vocab_size
 
 
@@ -468,9 +454,9 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     if isinstance(comparison.teacher, Teacher):
         heads["teacher"] = comparison.teacher.head
     for whose, either in heads.items():
-        if either.transform.temperature != 1.0:
+        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
             raise ValueError(
-                f"the {whose}'s head has temperature {either.transform.temperature}, which must be 1; give "
+                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)
@@ -481,18 +467,16 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
 
 
-def _gathers(hidden: Sequence[Tensor], tokens: Tokens, operand: torch.dtype) -> bool:
-    """Whether hidden states are copied before they are multiplied."""
-    (first, *more), (index, *_) = hidden, tokens.indices
-    dense = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
-    return bool(more) or index is not None or not dense or first.dtype != operand
+def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
+    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
+    first, *more = hidden
+    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
+    return contiguous and not more and first.dtype == operand
 
 
 def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
     """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
     item = torch.promote_types(torch.float32, operand).itemsize
-    return (
-        vocab_size * item
-        if isinstance(teacher, TeacherLogits)
-        else teacher.head.hidden_size * (operand.itemsize + item)
-    )
+    if isinstance(teacher, TeacherLogits):
+        return vocab_size * item
+    return teacher.head.hidden_size * (operand.itemsize + item)

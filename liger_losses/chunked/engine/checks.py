@@ -18,7 +18,15 @@ from liger_losses.kernels.tracing import state
 if TYPE_CHECKING:
     from liger_losses.chunked.engine.head import Head
 
+#: What counts as several hidden states, heads or labels.
+LISTS = (list, tuple, nn.ModuleList)
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def one_each(value: Any, count: int) -> list[Any]:
+    """A list of one for each target, from such a list, or from what serves all of them."""
+    return list(value) if isinstance(value, LISTS) else [value] * count
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -67,6 +75,15 @@ def check_labels(labels: Any) -> None:
             f"labels must be int64 token ids, got {labels.dtype} of shape {tuple(labels.shape)}; convert them with "
             ".long(), unless these are hidden states or a mask, and the arguments are in another order."
         )
+
+
+def check_shift(shift: Any) -> None:
+    """Raise TypeError or ValueError unless this is a number of positions, or several of them."""
+    for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
+        if not isinstance(positions, int):
+            raise TypeError(f"shift must be a number of positions, or a list of one for each head, got {shift!r}.")
+        if positions < 0:
+            raise ValueError(f"shift must not be negative, as labels come from later positions; got {shift!r}.")
 
 
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -34,7 +34,7 @@ class _Results:
 
 
 def register(function: F) -> F:
-    """A function that :func:`call_in_graph` can call. If it returns a number and more, the rest are metrics."""
+    """A function that :func:`call_in_graph` can call. What a loss returns beside a number, or a list, are metrics."""
     _operations[function.__qualname__] = function
     return function
 
@@ -57,9 +57,15 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
     found = torch.ops.liger_losses.evaluate(tensors, needs, key)
     structure = _structure(key)
-    attached = len(found) if not loss and found[0].dim() else 1
+    attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
+
+
+def _attached(structure: Any) -> int:
+    """How many of a loss's tensors have a gradient: the first one, or those of a list that comes first."""
+    first = structure if structure == "tensor" else structure[1][0]
+    return len(first[1]) if first[0] == "list" else 1
 
 
 def _autocast_name(tensors: list[Tensor]) -> str:

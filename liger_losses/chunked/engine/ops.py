@@ -5,35 +5,31 @@
 - :func:`linear_token_loss`, :func:`linear_divergence_loss`: a sum over tokens of a function of each token's own
   statistics, in one pass.
 
+The first two and :func:`linear_token_loss` take lists of hidden states, heads and labels too (``many_heads.py``).
+
 T tokens, N of them active, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.call import (
-    Call,
-    CheckedInputs,
-    Comparison,
-    EngineOptions,
-    Query,
-    Statistics,
-    make_call,
-)
-from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import call_in_graph, register
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.traced import differentiable, empty_statistics, traced_token_loss
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -41,6 +37,8 @@ from liger_losses.kernels.tracing import state
 
 P = ParamSpec("P")
 R = TypeVar("R")
+#: One for all targets, or a list of one for each.
+OneOrEach = Any
 
 
 def _operator(function: Callable[P, R]) -> Callable[P, R]:
@@ -67,14 +65,14 @@ def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
 
 @_operator
 def linear_statistics(
-    hidden_states: Tensor | Sequence[Tensor],
-    weight: Tensor | nn.Module | Head,
-    labels: Tensor | Sequence[Tensor] | Tokens,
+    hidden_states: OneOrEach,
+    weight: OneOrEach,
+    labels: OneOrEach,
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
     selected: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: OneOrEach = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
@@ -83,14 +81,15 @@ def linear_statistics(
 
     Args:
         hidden_states: ``[..., H]``, or a sequence of such tensors that are streamed as one.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of them, one for each tensor
+            of hidden states (or all for the only one), which run one after another.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
         metrics: further names, returned without gradient.
         selected: ``[..., k]`` int64, for one tensor of hidden states: the statistics may then include
             ``selected_logps [..., k]``, the log-probabilities of these columns; ``logp`` and ``lse`` are the only
             others then.
-        bias: ``[V]``.
+        bias: ``[V]``, or a list where ``weight`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
         options: how to stream.
@@ -104,23 +103,26 @@ def linear_statistics(
             unknown names, a workspace that cannot hold one row.
     """
     query = Query(_names(statistics), _names(metrics), class_weight=class_weight, selected=selected)
+    if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform)
+        return targets.statistics(query, _statistics_of)
     found = _statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
 @_operator
 def linear_logps(
-    hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
-    labels: Tensor,
+    hidden_states: OneOrEach,
+    weight: OneOrEach,
+    labels: OneOrEach,
     *,
     support: TokenSupport | None = None,
-    bias: Tensor | None = None,
+    bias: OneOrEach = None,
     entropy: bool = False,
     lse: bool = False,
     ignore_index: int = -100,
-    shift: bool = False,
-    temperature: float = 1.0,
+    shift: OneOrEach = False,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     compact: bool = True,
@@ -133,33 +135,45 @@ def linear_logps(
     ``logp_t = log_softmax(hidden_states_t @ weight.T + bias)[labels_t]``
 
     Args:
-        hidden_states: ``[..., H]``.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
-        labels: ``[...]`` int64.
+        hidden_states: ``[..., H]``; or a list of K, one for each head (multi-token prediction, Medusa heads). Of
+            hidden states, heads, labels and biases, some may be lists of K; what there is one of serves all.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
+        labels: ``[...]`` int64; or a list of K.
         support: the columns that a sampler kept for each token; log-softmax, entropy and log-sum-exp are then taken
             over these alone.
-        bias: ``[V]``.
+        bias: ``[V]``; or a list of K.
         entropy: also return each token's entropy, in nats, differentiable.
         lse: also return each token's log-sum-exp, differentiable.
         ignore_index: the label of tokens that need no log-probability; they get 0 and cost nothing.
-        shift: position ``t`` predicts the label at ``t + 1``; the last position gets 0.
-        temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
+        shift: position ``t`` predicts the label at ``t + shift``, ``True`` is 1; the last positions get 0. A list of K
+            gives each head its own: ``[1, 2, 3]`` for the next three tokens.
+        temperature: what logits are divided by: a number, or ``[...]`` with one for each hidden state.
+        logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         compact, workspace, chunk_size, backend: see :class:`EngineOptions`.
 
     Returns:
         The log-probabilities ``[...]`` in fp32 (fp64 for fp64 inputs); with ``entropy`` or ``lse``, a
-        :class:`Statistics` with the fields ``logp``, ``entropy``, ``lse``.
+        :class:`Statistics` with the fields ``logp``, ``entropy``, ``lse``. A list of K for lists.
 
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; columns of the support that are out of range, twice, or
             without the label.
     """
-    check_tensor("labels", labels)
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
-    head = Head.of(weight, bias, LogitTransform(temperature, logit_scale, softcap))
+    transform = LogitTransform(temperature, logit_scale, softcap)
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
+    if not isinstance(shift, bool):
+        check_shift(shift)
+    if isinstance(hidden_states, LISTS) or isinstance(weight, LISTS):
+        if support is not None:
+            raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
+        found = targets.statistics(Query(names), _statistics_of)
+        return found if len(names) > 1 else [part.logp for part in found]
+    check_tensor("labels", labels)
+    head = Head.of(weight, bias, transform)
     if support is None:
-        labels = shift_labels(labels, ignore_index) if shift else labels
+        labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
         statistics = linear_support_statistics(
@@ -177,7 +191,7 @@ def linear_divergence(
     divergence: Divergence,
     *,
     logp: bool = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
@@ -195,7 +209,8 @@ def linear_divergence(
         divergence: see :class:`liger_losses.Divergence`.
         logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature
             1, differentiable.
-        temperature: what both models' logits are divided by in the divergence.
+        temperature: what both models' logits are divided by in the divergence: a number, or ``[...]`` with one for each
+            hidden state.
         bias: ``[Vs]``.
         transform: scale and soft-cap of the student's logits.
         options: how to stream.
@@ -212,29 +227,31 @@ def linear_divergence(
 
 
 def linear_token_loss(
-    hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
-    labels: Tensor | Tokens,
+    hidden_states: OneOrEach,
+    weight: OneOrEach,
+    labels: OneOrEach,
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
-    token_inputs: Mapping[str, Tensor] | None = None,
+    token_inputs: Mapping[str, Any] | None = None,
     selected: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: OneOrEach = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
-) -> tuple[Tensor, Statistics]:
+) -> tuple[Tensor, Any]:
     """``sum_t token_loss(statistics_t, labels_t, inputs_t)``: loss and gradients in one pass over the blocks.
 
     Use it when every token's contribution depends on that token's own statistics and on numbers known beforehand
     (weights, advantages, old log-probs); :func:`linear_statistics` serves all other losses.
 
     Args:
-        hidden_states: ``[..., H]``.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
-        labels: ``[...]`` int64.
+        hidden_states: ``[..., H]``; or a list of K, one for each head. Of hidden states, heads, labels, biases and
+            token inputs, some may be lists of K; what there is one of serves all. Targets of one head are one stream,
+            which may give ``token_loss`` tokens of several of them; different heads run one after another.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
+        labels: ``[...]`` int64; or a list of K.
         token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the tokens it is given. It is
             differentiated with respect to the statistics alone; where it returns ``([n], {statistic: [n]})``, the
             second are its derivatives, and no graph is built for them.
@@ -248,12 +265,14 @@ def linear_token_loss(
 
     Returns:
         The loss (0-dim, fp32 or fp64), differentiable once by hidden states, weight and bias, and the detached
-        :class:`Statistics` in the labels' shape.
+        :class:`Statistics` in the labels' shape, a list of K for lists.
 
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
-    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
+    many = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
+    if not many:
+        check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
         # No operator can call a function, which becomes part of the graph: the loss takes two passes.
         found = linear_statistics(
@@ -268,15 +287,19 @@ def linear_token_loss(
             transform=transform,
             options=options,
         )
-        return _traced_token_loss(found, labels, token_loss, token_inputs or {}, options.ignore_index)
+        return traced_token_loss(found, labels, token_loss, token_inputs or {}, options.ignore_index)
     query = Query(
         _names(statistics),
         _names(metrics),
         class_weight=class_weight,
         selected=selected,
         token_loss=token_loss,
-        token_inputs=token_inputs or {},
+        token_inputs={} if many else token_inputs or {},
     )
+    if many:
+        inputs = token_inputs or {}
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, **inputs)
+        return targets.token_loss(query, inputs, _loss_of_statistics)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
@@ -290,7 +313,7 @@ def linear_divergence_loss(
     weights: Mapping[str, Tensor],
     *,
     metrics: tuple[str, ...] = (),
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
@@ -324,24 +347,8 @@ def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, optio
         hidden_states, head = head.expand(hidden_states)
     checked, call = make_call(hidden_states, head, labels, query, options)
     if call is None:
-        return _empty_statistics(checked, query)
-    return _by_tensor(call, _compute_statistics(call, head, checked.hidden_states))
-
-
-def _empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
-    """The statistics' shapes and dtypes."""
-    dtype, hidden = torch.promote_types(torch.float32, checked.compute_dtype), checked.hidden_states[0]
-    width = () if query.selected is None else query.selected.shape[-1:]
-    names = dict.fromkeys((*query.statistics, *query.metrics))
-
-    def empty(name: str, shape: Sequence[int]) -> Tensor:
-        sizes = (*shape, *width) if name == "selected_logps" else shape
-        return hidden.new_empty(sizes, dtype=torch.int64 if name == "argmax" else dtype)
-
-    if state.recorded is not None:
-        tokens = sum([math.prod(shape) for shape in checked.shapes])  # Size.numel() would make it a constant
-        state.recorded += [empty(name, (tokens,)) for name in dict.fromkeys(("lse", *names))]
-    return [Statistics(**{name: empty(name, shape) for name in names}) for shape in checked.shapes]
+        return empty_statistics(checked, query)
+    return _statistics_of(call, head, checked.hidden_states)
 
 
 def _separable_loss(
@@ -353,53 +360,32 @@ def _separable_loss(
     checked, call = make_call(hidden_states, head, labels, query, options)
     if call is None:
         dtype = torch.promote_types(torch.float32, checked.compute_dtype)
-        return hidden_states.new_empty((), dtype=dtype), _empty_statistics(checked, query)[0]
+        return hidden_states.new_empty((), dtype=dtype), empty_statistics(checked, query)[0]
     hidden = checked.hidden_states
     if call.strategy == "one_pass":
         loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
-        return loss, _by_tensor(call, dict(zip(call.outputs, outputs, strict=True)))[0]
+        return loss, call.by_tensor(dict(zip(call.outputs, outputs, strict=True)))[0]
+    loss, found = _loss_of_statistics(call, head, hidden)
+    return loss, found[0]
+
+
+def _loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tuple[Tensor, list[Statistics]]:
+    """A separable loss that does not take one pass, and the detached statistics of each tensor of labels."""
     values = _compute_statistics(call, head, hidden)
-    active = {name: call.tokens.gather([value], 0, call.tokens.count) for name, value in values.items()}
-    detached = _by_tensor(call, {name: value.detach() for name, value in values.items()})[0]
+    active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
+    detached = call.by_tensor({name: value.detach() for name, value in values.items()})
     if call.query.token_weights is not None:
         terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
         return torch.stack(terms).sum(), detached
     assert call.query.token_loss is not None
     named = Statistics(**active)
     result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
-    return call.tokens.masked(_differentiable(result, named)).sum(), detached
+    return call.tokens.masked(differentiable(result, named)).sum(), detached
 
 
-def _differentiable(result: Any, statistics: Statistics) -> Tensor:
-    """What a token loss returned: where that is values and derivatives, a function that has both."""
-    if not isinstance(result, tuple):
-        return result
-    losses, derivatives = result
-    values = {name: getattr(statistics, name) for name in derivatives}
-    return losses.detach() + sum(g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items())
-
-
-def _traced_token_loss(
-    found: Statistics, labels: Tensor, token_loss: Callable[..., Any], inputs: Mapping[str, Tensor], ignore_index: int
-) -> tuple[Tensor, Statistics]:
-    """:func:`linear_token_loss` of statistics in the labels' shape, without a value that the host must know."""
-
-    def flat(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.flatten(0, labels.dim() - 1)
-
-    mask = labels != ignore_index
-    named = Statistics(*[flat(value) for value in found])
-    result = token_loss(
-        named, labels.masked_fill(~mask, 0).flatten(), **{n: flat(value.detach()) for n, value in inputs.items()}
-    )
-    loss = torch.where(mask.flatten(), _differentiable(result, named), 0.0).sum()
-    return loss, Statistics(*[None if value is None else value.detach() for value in found])
-
-
-def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:
-    """From statistics ``[T]`` of all tokens to those of each tensor of labels, in its shape."""
-    parts = {name: call.tokens.split(value) for name, value in values.items()}
-    return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(call.tokens.shapes))]
+def _statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:
+    """The statistics of each tensor of labels, in its shape."""
+    return call.by_tensor(_compute_statistics(call, head, hidden))
 
 
 def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -410,12 +396,18 @@ def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> d
         outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
         return dict(zip(call.outputs, outputs, strict=True))
     if known is None:
-        with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(head.weight):
             values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
         known = {name: call.tokens.scatter(values[name]) for name in names}
         if state.recorded is not None:
             state.recorded += known.values()
     return {name: known[name] for name in call.outputs}
+
+
+def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
+    """Entering torch's context costs the host as much as several launches: only where autocast is on."""
+    kind = weight.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _LinearStatistics(torch.autograd.Function):
@@ -432,7 +424,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             stream = Stream(call, weight, bias, hidden)
             if known is not None:
                 values = {name: call.tokens.gather_all(value) for name, value in known.items()}
@@ -462,7 +454,7 @@ class _LinearStatistics(torch.autograd.Function):
             for name, g in zip(call.query.statistics, upstream, strict=False)
             if g is not None
         }
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             stream = Stream(call, weight, bias, hidden)
             if ctx.unit_gradient is not None:
                 return None, None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
@@ -477,7 +469,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with torch.autocast(weight.device.type, enabled=False):
+        with _without_autocast(weight):
             loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
         ctx.call, ctx.gradients = call, gradients
         ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
@@ -495,6 +487,6 @@ class _LinearTokenLoss(torch.autograd.Function):
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
             weight, bias, hidden, _ = ctx.saved_tensors
-            with torch.autocast(weight.device.type, enabled=False):
+            with _without_autocast(weight):
                 gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
         return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

@@ -1,4 +1,4 @@
-"""How the active tokens are cut into blocks that fit the workspace.
+"""The options of a call, and how its active tokens are cut into blocks that fit the workspace.
 
 N active tokens, H hidden size, V vocabulary size.
 """
@@ -6,13 +6,17 @@ N active tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 
+from liger_losses.chunked.engine.checks import check_names
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
+from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
+from liger_losses.kernels.tracing import record
 
 MiB = 2**20
 
@@ -51,6 +55,61 @@ TILE, TILE_COLUMNS = 128, 256
 MIN_PART = 256
 
 
+#: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
+STRATEGIES = {
+    "statistics": "nothing needs a gradient: statistics only. 2",
+    "one_pass": "separable loss: loss and gradients of a block while its logits exist. 6 (4)",
+    "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
+    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H], saved for backward. 4",
+    "two_pass": "coupled loss: statistics first, then every block again, once the upstream gradients are known. 8 (6)",
+}
+
+
+@record
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to stream; no option changes a result beyond rounding.
+
+    Args:
+        ignore_index: the label of tokens without loss.
+        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
+            they are projected and their results multiplied by 0: their hidden states must be finite.
+        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
+            memory and :func:`liger_losses.set_default_workspace`.
+        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
+        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
+            costs a buffer of the weight's size.
+        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
+            the environment variable ``LIGER_LOSSES_BACKEND``.
+        strategy: force one of :data:`STRATEGIES` (for tests and measurements).
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+
+    ignore_index: int = -100
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
+    strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
+            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
+        for name in ("workspace", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if self.accum_dtype not in (None, torch.float32):
+            raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
+        if self.backend is not None:
+            check_names([self.backend], BACKENDS, "backend")
+        if self.strategy is not None:
+            check_names([self.strategy], STRATEGIES, "strategy")
+
+
 @dataclass(frozen=True)
 class Workload:
     """What the sizes of blocks depend on."""
@@ -72,20 +131,21 @@ class Workload:
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
     dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized
+    sums_bytes: int = 1024  # of one token's partial sums, beside exponentials
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
         """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
         return torch.promote_types(torch.float32, self.operand_dtype)
 
-    @property
+    @cached_property
     def tile_hidden_bytes(self) -> int:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
         fused = self.fused or self.fused_divergence
         return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token in a block of whole rows: its logits, exponentials or gradient, and its hidden state."""
         columns, operand = padded(self.vocab_size), self.operand_dtype.itemsize
@@ -93,12 +153,12 @@ class Workload:
             return columns * operand + (
                 self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
             )
-        if self.exponentials:  # 1024: the partial sums of the kernel's programs
-            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + 1024
+        if self.exponentials:
+            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + self.sums_bytes
         item = self.logits_dtype.itemsize
         return columns * item + self.hidden_size * (8 + operand + 2 * item)
 
-    @property
+    @cached_property
     def part_bytes(self) -> int:
         """With a teacher, bytes of one token's logits of both models."""
         logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
@@ -183,10 +243,25 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
-    budget, tokens, teacher = _budget(work, workspace), work.tokens, work.teacher_row_bytes > 0
+    bound = default_bound() if workspace is None else workspace
+    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
+    return _make_plan(work, bound, workspace is None, work.default_workspace(), memory, chunk_size)
+
+
+@lru_cache(256)
+def _make_plan(
+    work: Workload, bound: int | None, by_default: bool, usual: int, memory: int, chunk_size: int | None
+) -> Plan:
+    """Kept, because the device is idle while the host plans.
+
+    ``bound`` is the call's own workspace, or ``by_default`` what the user has set for all, or ``None``; ``usual`` that
+    of the workload.
+    """
+    budget, tokens = _budget(work, bound, by_default, usual, memory), work.tokens
+    teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, workspace, tiled))
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
     if tiled:
         rows = part = tile_rows
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -218,9 +293,8 @@ class _Budget(NamedTuple):
     weight_chunk: int  # rows
 
 
-def _budget(work: Workload, workspace: int | None) -> _Budget:
+def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, memory: int) -> _Budget:
     """Divide the call's own workspace, the user's default, or that of the workload and the device."""
-    bound = default_bound() if workspace is None else workspace
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
     numbers = 32 if work.fused or work.fused_divergence else 16
@@ -235,18 +309,16 @@ def _budget(work: Workload, workspace: int | None) -> _Budget:
     if bound is not None and bound < least:
         models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
         given, advice = f"workspace={bound} bytes is", "or leave it out"
-        if workspace is None:
+        if by_default:
             given = f"the default workspace that was set is {bound} bytes, which is"
             advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
             f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
             f"{least} bytes, {advice}."
         )
-    usual = work.default_workspace()
-    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
     most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
     most = max(most, least) - vectors
-    size = most if workspace is not None else max(min(usual, most), least - vectors)
+    size = most if not by_default else max(min(usual, most), least - vectors)
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
     weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
@@ -262,10 +334,10 @@ def _part_rows(work: Workload, size: int) -> int:
     return part
 
 
-def _tile_bytes(work: Workload, size: int, workspace: int | None, tiled: bool) -> tuple[int, int, int]:
+def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
     """Of the gradient pass's tiles: all bytes, those of a token's hidden states, and those of one entry."""
     item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
-    if work.fused and workspace is None:
+    if work.fused and by_default:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
     if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs

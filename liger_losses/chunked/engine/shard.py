@@ -10,8 +10,7 @@ and so on. The gradient of a rank's columns then needs no more than the log-sum-
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -45,14 +44,16 @@ class VocabularyShard:
         group: the process group.
         rank: this rank's number in it.
         sizes: rows of each rank.
-        mesh: of a weight that is a DTensor. The gradients of the hidden states, of which each rank computes its
-            columns' part, are then ``Partial``: DTensor sums them. Without it, they are summed over the group.
+        mesh: of a weight that is a DTensor.
+        partial_gradients: each rank gets its columns' part of the hidden states' gradients, which somebody else sums
+            (DTensor, where there is a mesh). Otherwise they are summed over the group.
     """
 
     group: dist.ProcessGroup
     rank: int
     sizes: tuple[int, ...]
     mesh: DeviceMesh | None = None
+    partial_gradients: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -223,61 +224,71 @@ def merge_logps(logps: Tensor) -> Tensor:
     return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
-@dataclass
 class Agreement:
-    """The call that a rank is about to make: ``facts`` and the labels' ``checksum`` must be the same on all ranks.
+    """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
-    Afterwards ``numbers`` holds the ``number`` of each rank, in their order.
+    Without it, a rank that raises would leave the others waiting in their next collective. ``facts`` and ``checksum``,
+    of the call that a rank is about to make, must be the same on all ranks; ``number`` may be any. At the end of the
+    context the exchange begins, and :meth:`wait` must come before any other collective.
     """
 
-    facts: str = ""
-    checksum: Tensor | int = 0
-    number: int = 0
-    numbers: tuple[int, ...] = ()
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.facts = ""
+        self.checksum: Tensor | None = None
+        self.number = 0
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        digest = -1 if error is not None else zlib.crc32(self.facts.encode())
+        # From pinned memory: the host would wait for another copy to a GPU.
+        on_gpu = self.device.type == "cuda"
+        mine = torch.tensor([digest, self.number, 0], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        mine = mine.to(self.device, non_blocking=True)
+        if self.checksum is not None and error is None:
+            mine[2] = self.checksum
+        self._gathered = mine.new_empty(3 * self.group.size())
+        _all_gather(self._gathered, mine, group=self.group)
+
+    def wait(self) -> tuple[int, ...]:
+        """The ``number`` of each rank, in their order.
+
+        Raises:
+            RuntimeError: another rank has raised.
+            ValueError: the ranks' ``facts`` or ``checksum`` differ.
+        """
+        gathered = self._gathered.tolist()
+        digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
+        if -1 in digests:
+            raise RuntimeError(
+                f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank "
+                "raises too; see that rank's error."
+            )
+        if len(set(digests)) > 1:
+            facts: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(facts, self.facts, group=self.group)
+            listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(facts))
+            raise ValueError(
+                "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with "
+                f"the same options; they differ:\n{listed}"
+            )
+        if len(set(checksums)) > 1:
+            raise ValueError(
+                "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but "
+                "their labels differ, or their temperatures. Where each rank has a batch of its own, give all ranks of "
+                "the group the same one."
+            )
+        return numbers
 
 
-@contextmanager
-def agreement(group: dist.ProcessGroup, device: torch.device) -> Iterator[Agreement]:
-    """Within this context each rank makes its checks; at the end all ranks go on, or each raises an error.
-
-    Without it, a rank that raises would leave the others waiting in their next collective.
-
-    Raises:
-        RuntimeError: another rank has raised.
-        ValueError: the ranks' ``facts`` or ``checksum`` differ.
-    """
-    found, error = Agreement(), None
-    try:
-        yield found
-    except Exception as raised:
-        error = raised
-    digest = -1 if error is not None else zlib.crc32(found.facts.encode())
-    mine = torch.tensor([digest, found.number, 0], dtype=torch.int64, device=device)
-    mine[2] = found.checksum
-    out = mine.new_empty(3 * group.size())
-    _all_gather(out, mine, group=group)
-    gathered = out.tolist()
-    digests, found.numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
-    if error is not None:
-        raise error
-    if -1 in digests:
-        raise RuntimeError(
-            f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank raises "
-            "too; see that rank's error."
-        )
-    if len(set(digests)) > 1:
-        facts: list[Any] = [None] * group.size()
-        dist.all_gather_object(facts, found.facts, group=group)
-        listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(facts))
-        raise ValueError(
-            "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with the "
-            f"same options; they differ:\n{listed}"
-        )
-    if len(set(checksums)) > 1:
-        raise ValueError(
-            "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but their "
-            "labels differ. Where each rank has a batch of its own, give all ranks of the group the same one."
-        )
+def checksum(numbers: Tensor) -> Tensor:
+    """A number that other integers, or these in another order, hardly have."""
+    flat = numbers.flatten().long()
+    return ((flat + 1) * (torch.arange(1, len(flat) + 1, device=flat.device) % 1009 + 1)).sum()
 
 
 def check_teacher_shard(student: VocabularyShard | None, teacher: VocabularyShard) -> None:
@@ -324,7 +335,7 @@ def share_mesh(weight: Any) -> VocabularyShard:
     mesh, size = weight.device_mesh, weight.shape[0]
     most = -(-size // mesh.size())
     sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
-    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh)
+    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank(), sizes, mesh, partial_gradients=True)
     rows = len(weight.to_local())
     if 0 in sizes or rows != sizes[shard.rank]:
         raise ValueError(
@@ -345,9 +356,9 @@ def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | No
     check_tensor("weight", weight)
     check_group(group, "tp")
     rank = dist.get_rank(group)
-    with agreement(group, weight.device) as found:
+    with Agreement(group, weight.device) as agreement:
         check_weight(weight, bias)
         biased = "with" if bias is not None else "without"
-        found.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
-        found.number = len(weight)
-    return VocabularyShard(group, rank, found.numbers)
+        agreement.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
+        agreement.number = len(weight)
+    return VocabularyShard(group, rank, agreement.wait())

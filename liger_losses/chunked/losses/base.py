@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_inputs, check_labels, checked_items
+from liger_losses.chunked.engine.checks import check_inputs, check_labels, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
@@ -99,6 +99,9 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
+    #: What attributes make, until one of them changes: a call reads them while the device is idle.
+    _transform: LogitTransform | None = None
+    _options: EngineOptions | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -133,11 +136,12 @@ class ChunkedLoss(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
+        self.__dict__.update(_transform=None, _options=None)
         if changes and "_constructed" in self.__dict__:
             try:
                 self.check_options()
             except (TypeError, ValueError):
-                self.__dict__[name] = before
+                self.__dict__.update({name: before, "_transform": None, "_options": None})
                 raise
             # The graph is the same with another number, unless it is 0, and in training and evaluation.
             number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
@@ -162,12 +166,41 @@ class ChunkedLoss(nn.Module):
     @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
-        return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+        made = None if torch.compiler.is_dynamo_compiling() else self._transform
+        if made is None:
+            made = LogitTransform(self.temperature, self.logit_scale, self.softcap)
+            self._keep("_transform", made)
+        return made
+
+    def transform_at(self, temperature: Tensor | None) -> LogitTransform:
+        """:attr:`transform`, with a temperature per token where a call gives one."""
+        if temperature is None:
+            return self.transform
+        self.check_one_temperature(temperature)
+        return replace(self.transform, temperature=temperature)
+
+    def check_one_temperature(self, temperature: Tensor) -> None:
+        """Raise TypeError or ValueError unless a call's temperature is a tensor, and the loss's own is 1."""
+        check_tensor("temperature", temperature)
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"temperature was given twice: the loss was built with {self.temperature}, and the call has one per "
+                "token; leave the first at 1."
+            )
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        return self.attributes_as(EngineOptions, strategy=None)
+        made = None if torch.compiler.is_dynamo_compiling() else self._options
+        if made is None:
+            made = self.attributes_as(EngineOptions, strategy=None)
+            self._keep("_options", made)
+        return made
+
+    def _keep(self, name: str, made: Any) -> None:
+        """Until an attribute changes. torch.compile would trace a function anew for a change of state."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.__dict__[name] = made
 
     def attributes_as(self, options: Any, **others: Any) -> Any:
         """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""
@@ -188,7 +221,7 @@ class ChunkedLoss(nn.Module):
         options = self.options
         if num_items_in_batch is not None:
             checked_items(num_items_in_batch, labels.device)
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact)
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
         check_inputs([hidden], head, tokens)
         agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens
@@ -305,12 +338,21 @@ class CompletionLoss(ChunkedLoss):
         """Why a call needs a reference, for the error message; ``None`` if it does not."""
         return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
 
-    def prepare(self, batch: CompletionBatch, ref_weight: AnyHead | None, ref_bias: Tensor | None) -> CompletionBatch:
-        """The batch with the reference's head, which is checked, and with labels as the engine takes them."""
+    def prepare(
+        self,
+        batch: CompletionBatch,
+        ref_weight: AnyHead | None,
+        ref_bias: Tensor | None,
+        transform: LogitTransform | None = None,
+    ) -> CompletionBatch:
+        """The batch with the reference's head, which is checked, and with labels as the engine takes them.
+
+        ``transform`` is that of the reference's logits, if it is not :attr:`transform`.
+        """
         ref_head = None
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(ref_weight, ref_bias, self.transform)
+                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
         batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
         if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
             name = type(self).__name__

@@ -111,7 +111,7 @@ class CompletionBatch:
         for part in labels:
             check_device(self.head.weight, labels=part)
         size = self.head.vocab_size if self.ref_head is None else min(self.head.vocab_size, self.ref_head.vocab_size)
-        return Tokens.select(labels, vocab_size=size, ignore_index=options.ignore_index, compact=options.compact)
+        return Tokens.select(labels, size, options.ignore_index, options.compact, options.backend)
 
     @torch.no_grad()
     def reference_logps(self, tokens: Tokens, options: EngineOptions) -> list[Tensor | None]:

@@ -83,7 +83,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
-        tokens = Tokens.select([labels], vocab_size=size, ignore_index=self.ignore_index, compact=self.compact)
+        tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
         with torch.no_grad():
             (student,) = linear_statistics([hidden_states], head, tokens, options=self.options)
             (found,) = linear_statistics([teacher.hidden_states], teacher.head, tokens, options=self.options)

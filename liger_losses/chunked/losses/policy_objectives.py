@@ -312,6 +312,11 @@ def policy_terms(
 
 def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """:func:`grpo_loss` of checked inputs."""
+    return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
+
+
+def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
+    """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
     o, mask = inputs.options, inputs.mask
     number, log_ratio = mask.float(), inputs.log_ratio(logps)
     acting = mask if acting is None else acting
@@ -324,8 +329,7 @@ def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = No
     if o.loss_type == "vespo":
         advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
     level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
-    terms = policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)
-    return inputs.total(inputs.weights * terms)
+    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)
 
 
 def grpo_loss(
@@ -379,12 +383,17 @@ def grpo_loss(
 
 
 @torch.no_grad()
-def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
-    """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
+def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
     o = inputs.options
     ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), inputs))
     cut = _CUT.get(LOSS_TYPES[o.loss_type][0])
-    clipped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask
+    return torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask, ratio
+
+
+def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
+    clipped, ratio = clipped_tokens(logps, inputs)
     return inputs.total(clipped.float()) / inputs.tokens.clamp(min=1), ratio
 
 

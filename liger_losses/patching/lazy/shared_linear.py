@@ -71,7 +71,9 @@ def match_shared(module: Any) -> VocabularyShard:
     forward = vars(module)["forward"]
     try:
         weight, bias = local_parameters(module)
-        shard = replace(share_mesh(module.weight), mesh=None)  # its hidden states are plain tensors
+        shard = replace(
+            share_mesh(module.weight), mesh=None, partial_gradients=False
+        )  # its hidden states are plain tensors
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"

@@ -1,0 +1,55 @@
+"""A plugin of Axolotl: ``plugins: [liger_losses.integrations.axolotl.Plugin]`` in the YAML file.
+
+It patches the model that is trained, and gives TRL's trainers this library's heads. ``liger_losses:`` in the YAML file
+may hold options of :func:`liger_losses.patch`, ``residuals: true`` for example.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from liger_losses.patching.patch import patch
+
+
+@functools.cache
+def _plugin_class() -> type:
+    from axolotl.integrations.base import BasePlugin
+
+    class Plugin(BasePlugin):
+        """Patches the model after adapters are in it, before the trainer is built."""
+
+        def get_input_args(self) -> str:
+            return f"{__name__}.Args"
+
+        def pre_model_load(self, cfg: Any) -> None:
+            """For training on preferences and rewards, TRL's trainers get this library's heads."""
+            if not getattr(cfg, "rl", None):
+                return
+            import liger_losses.trl
+
+            try:
+                liger_losses.trl.enable()
+            except RuntimeError as error:
+                warnings.warn(f"the trainers keep TRL's own heads, and the model is patched: {error}", stacklevel=2)
+
+        def post_model_load(self, cfg: Any, model: Any) -> None:
+            model.liger_report = patch(model, **(getattr(cfg, "liger_losses", None) or {}))
+
+    return Plugin
+
+
+@functools.cache
+def _args_class() -> type:
+    from pydantic import BaseModel, create_model
+
+    options: Any = (dict[str, Any] | None, None)
+    return create_model("Args", __base__=BaseModel, liger_losses=options)
+
+
+def __getattr__(name: str) -> Any:
+    classes = {"Plugin": _plugin_class, "Args": _args_class}
+    if name in classes:
+        return classes[name]()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

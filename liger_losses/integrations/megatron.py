@@ -1,0 +1,92 @@
+"""Losses in the place of the output layer of Megatron-core's ``GPTModel`` (0.18 and newer: ``output_processor=``).
+
+Sequence and tensor parallelism are the model's own. S tokens, B sequences, H hidden size; labels are ``[B, S]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.kernels.logit_transform import LogitTransform
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What ``output_processor_context=`` may be.
+
+    Args:
+        temperature: what the logits are divided by.
+        entropy: return log-probabilities and entropies in place of the loss.
+        ignore_index: the label of tokens without loss.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+    ignore_index: int = IGNORE_INDEX
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    loss_mask: Tensor | None = None,
+    context: OutputOptions | None = None,
+    scale_logits: Any = None,
+    **_others: Any,
+) -> Any:
+    """Each token's loss, as ``GPTModel`` returns it for labels, without the logits.
+
+    Pass it to the model's forward: ``model(..., labels=labels, output_processor=output_processor)``.
+
+    Args:
+        hidden_states: ``[S, B, H]``, or this rank's part of S with sequence parallelism.
+        output_layer, output_weight: the model's; the weight is that of tied embeddings.
+        labels: ``[B, S]`` int64.
+        loss_mask: ``[B, S]``; tokens where it is 0 have loss 0 and cost nothing.
+        context: an :class:`OutputOptions`.
+        scale_logits: the model's scale of its logits (MuP).
+
+    Returns:
+        The losses ``[B, S]``, fp32; with ``OutputOptions(entropy=True)`` the log-probabilities and the entropies, both
+        ``[B, S]`` and differentiable.
+
+    Raises:
+        ValueError: without labels there is no loss; leave ``output_processor=`` out to get logits.
+    """
+    if labels is None:
+        raise ValueError("output_processor computes losses of labels: give labels=, or leave output_processor= out.")
+    options = context or OutputOptions()
+    if loss_mask is not None and loss_mask.shape == labels.shape:
+        labels = labels.masked_fill(loss_mask == 0, options.ignore_index)
+    head = _head(output_layer, output_weight, options.temperature, scale_logits)
+    if getattr(output_layer, "sequence_parallel", False):
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        # Backward of the gather sums the ranks' parts of the gradient.
+        hidden_states, head = gather_from_sequence_parallel_region(hidden_states), head.with_partial_gradients()
+    names = ("logp", "entropy") if options.entropy else ("logp",)
+    engine = EngineOptions(options.ignore_index)
+    found = linear_statistics(hidden_states, head, labels.t().contiguous(), names, options=engine)
+    logps = found.logp.t().contiguous()
+    return (logps, found.entropy.t().contiguous()) if options.entropy else -logps
+
+
+def _head(layer: Any, weight: Tensor | None, temperature: float, scale_logits: Any) -> Head:
+    group = getattr(layer, "tp_group", None)
+    if group is None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+    scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
+    weight = layer.weight if weight is None else weight
+    transform = LogitTransform(temperature, scale)
+    return Head(weight, getattr(layer, "bias", None), transform, group if group.size() > 1 else None)

@@ -1,0 +1,125 @@
+"""Losses of logits that exist already: cross-entropy and GRPO.
+
+Where hidden states and the ``lm_head`` are at hand, prefer this library's losses of these, which need no logits. Of
+log-probabilities, :mod:`liger_losses.functional` has all losses. V vocabulary size, B completions of T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.losses import policy_objectives as objectives
+from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput
+from liger_losses.chunked.losses.cross_entropy import cross_entropy as token_terms
+from liger_losses.chunked.losses.policy import PolicyMetrics, PolicyMetricsWithoutKL
+from liger_losses.integrations.logit_statistics import logit_statistics
+from liger_losses.kernels.logit_transform import LogitTransform
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`, of given logits; options are the same.
+
+    Args:
+        logits, labels: ``[..., V]`` and ``[...]``.
+    """
+    check_names([reduction], ("mean", "sum", "none"), "reduction")
+    check_range("label_smoothing", label_smoothing, 0.0, 1.0)
+    optional = {
+        "mean_logp": label_smoothing,
+        "lse": lse_square_scale or return_z_loss,
+        "argmax": return_token_accuracy or return_predicted_tokens,
+    }
+    names = ("logp", *(name for name, wanted in optional.items() if wanted))
+    transform = LogitTransform(softcap=softcap)
+    found = logit_statistics(
+        logits, labels, names, ignore_index=ignore_index, class_weight=ce_weight, transform=transform
+    )
+    active = labels != ignore_index
+    weights = active.float() if ce_weight is None else ce_weight.float()[labels.where(active, 0)] * active
+    terms = token_terms(
+        found["logp"],
+        mean_logps=found.get("mean_logp"),
+        lse=found.get("lse"),
+        label_weights=weights,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+    )
+    ce, z, count = terms.ce, terms.z, active.sum().clamp(min=1)
+    if reduction == "mean":
+        total = weights.sum()
+        ce, z = ce / torch.where(total == 0, 1.0, total), z / count
+    loss = ce + z if reduction == "none" else (ce + z).sum()
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return loss
+    z_loss = z.detach() if reduction == "none" else z.detach().sum()
+    accuracy = predicted = None
+    if return_token_accuracy:
+        right = ((found["argmax"] == labels) & active).float()
+        accuracy = right if reduction == "none" else right.sum() / count
+    if return_predicted_tokens:
+        predicted = torch.where(active, found["argmax"], -1)
+    return CrossEntropyOutput(loss, z_loss if return_z_loss else None, accuracy, predicted)
+
+
+def grpo_loss(
+    logits: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    is_ratio: Tensor | None = None,
+    temperature: float = 1.0,
+    num_items_in_batch: Tensor | float | None = None,
+    per_token: bool = False,
+    **options: Any,
+) -> Any:
+    """:func:`liger_losses.functional.grpo_loss` of given logits.
+
+    Args:
+        logits: ``[B, T, V]``, those that predict the completions' tokens.
+        completion_ids: ``[B, T]`` int64.
+        mask: ``[B, T]``, 0 for padding; all tokens by default.
+        temperature: what the logits are divided by.
+        per_token: return each token's terms instead of their weighted sum.
+        advantages, old_logps, ref_logps, is_ratio, num_items_in_batch, options: as in that function.
+
+    Returns:
+        The loss (0-dim) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``). With
+        ``per_token``: the terms ``-objective + beta kl``, the KL estimates, and 1.0 where clipping removed the
+        gradient, each ``[B, T]``, 0 for padding.
+    """
+    active = torch.ones_like(completion_ids, dtype=torch.bool) if mask is None else mask != 0
+    labels = completion_ids.masked_fill(~active, -100)
+    logps = logit_statistics(logits, labels, transform=LogitTransform(temperature))["logp"]
+    others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": None, "is_ratio": is_ratio}
+    o = objectives.PolicyOptions(**options)
+    inputs = objectives.PolicyInputs(o, active, advantages, others, num_items_in_batch)
+    kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps.detach())
+    clipped, ratio = objectives.clipped_tokens(logps.detach(), inputs)
+    kl = torch.where(active, kl * ratio if o.use_bias_correction_kl else kl, 0.0)
+    terms = torch.where(active, objectives.coupled_terms(logps, inputs), 0.0)
+    if per_token:
+        return terms, kl, clipped.float()
+    loss, clip_ratio = (inputs.weights * terms).sum(), clipped.sum() / inputs.tokens.clamp(min=1)
+    if not o.beta:
+        return loss, PolicyMetricsWithoutKL(clip_ratio)
+    return loss, PolicyMetrics(kl.sum() / inputs.tokens.clamp(min=1), clip_ratio)

@@ -1,0 +1,72 @@
+"""Cross-entropy of torchtitan models without the logits, in the place of ``ChunkedLossWrapper``.
+
+``from liger_losses.integrations.torchtitan import LinearCrossEntropyLoss``, and in the trainer's configuration
+``loss=LinearCrossEntropyLoss.Config()``. T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine import Head
+from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+
+def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, computed in the forward of ``lm_head``, so that FSDP2's hooks on it do their work.
+
+    Args:
+        lm_head: a linear layer, ``fully_shard``-ed or not.
+        hidden_states: ``[T, H]``; with tensor parallelism, a DTensor on the mesh of the weight.
+        labels: ``[T]`` int64; -100 for tokens without loss.
+    """
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+
+    def forward(hidden: Tensor) -> Tensor:
+        return loss(Head(lm_head.weight, getattr(lm_head, "bias", None)), hidden, labels)
+
+    before = vars(lm_head).get("forward")
+    lm_head.forward = forward
+    try:
+        return lm_head(hidden_states)
+    finally:
+        if before is None:
+            del lm_head.forward
+        else:
+            lm_head.forward = before
+
+
+@functools.cache
+def _loss_class() -> type:
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer gives heads to subclasses of it
+        """``ChunkedLossWrapper`` with this library's cross-entropy in place of chunks and their loss function."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(ChunkedLossWrapper.Config):
+            pass
+
+        def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+            self.lm_head: nn.Module | None = None
+
+        def __call__(
+            self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            """The loss over ``global_valid_tokens``, and no metrics; ``pred`` are the hidden states."""
+            if self.lm_head is None:
+                raise ValueError("call set_lm_head before the first loss.")
+            loss = cross_entropy_in_forward(self.lm_head, pred, labels)
+            return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
+
+    return LinearCrossEntropyLoss
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LinearCrossEntropyLoss":
+        return _loss_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,119 @@
+"""verl's fused heads, answered by this library: with ``use_fused_kernels=True``, that is all there is to do.
+
+verl imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that installs
+this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.kernels.logit_transform import LogitTransform
+
+_NAME = "linear_cross_entropy"
+_TORCH_HEAD, _TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
+#: What was replaced, in this order: the object, the attribute, its value.
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def logps_and_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Per-token log-probabilities and entropies, both differentiable, without the logits.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        weight: ``[V, H]``, or this rank's rows of it, any number of them, with ``group``.
+        labels: ``[...]``, of the whole vocabulary; tokens labelled -100 get 0.
+        temperature: what the logits are divided by.
+        group: the ranks that share the vocabulary. All have the same hidden states and labels, and get the same
+            results. Each gets its columns' part of the hidden states' gradient, as from verl's own head: Megatron sums
+            them where it gathers the sequence.
+
+    Returns:
+        Two tensors ``[...]``, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary.
+    """
+    group = None if group is None or dist.get_world_size(group) == 1 else group
+    head = Head(weight, transform=LogitTransform(float(temperature)), group=group).with_partial_gradients()
+    labels = labels.long().reshape(hidden_states.shape[:-1])
+    found = linear_statistics(hidden_states, head, labels, ("logp", "entropy"), options=EngineOptions())
+    return found.logp, found.entropy
+
+
+def fused_linear_for_ppo(
+    self: nn.Module, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Answers ``FusedLinearForPPO.forward``: log-probabilities and entropies in the shape of ``input_ids``."""
+    return logps_and_entropy(hidden_states, vocab_weights, input_ids, temperature)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Answers ``linear_cross_entropy``: log-probabilities and entropies of all tokens, flat, as verl's own.
+
+    Args:
+        hidden, weight, labels, temperature, dist_process_group: as in :func:`logps_and_entropy`.
+        reduction: of the log-probabilities: ``none``, ``sum`` or ``mean``.
+
+    Raises:
+        ValueError: another reduction.
+    """
+    if reduction.lower() not in ("none", "sum", "mean"):
+        raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}.")
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    logps, entropy = logps_and_entropy(hidden, weight, labels, temperature, dist_process_group)
+    return {"none": logps, "sum": logps.sum(), "mean": logps.mean()}[reduction.lower()], entropy
+
+
+def install() -> None:
+    """Replace verl's fused heads; a second call has no effect.
+
+    These are ``FusedLinearForPPO.forward``, of its FSDP engine with the backends ``torch`` and ``liger``, and
+    ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine, also in modules
+    that have imported it already.
+
+    Raises:
+        ImportError: verl is not installed.
+        RuntimeError: this version of verl lacks one of them; nothing is changed then.
+    """
+    if _replaced:
+        return
+    torch_head, triton_head = (importlib.import_module(name) for name in (_TORCH_HEAD, _TRITON_HEAD))
+    head, original = (getattr(m, n, None) for m, n in ((torch_head, "FusedLinearForPPO"), (triton_head, _NAME)))
+    if head is None or original is None:
+        missing = f"{_TORCH_HEAD}.FusedLinearForPPO" if head is None else f"{_TRITON_HEAD}.{_NAME}"
+        raise RuntimeError(f"this version of verl has no {missing}, which liger_losses replaces (tested with 0.9.1).")
+    _replace(head, "forward", fused_linear_for_ppo)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("verl.") and vars(module).get(_NAME) is original:
+            _replace(module, _NAME, linear_cross_entropy)
+
+
+def uninstall() -> None:
+    """Put verl's own heads back."""
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)

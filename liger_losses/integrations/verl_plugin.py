@@ -1,0 +1,13 @@
+"""The entry point of the group ``verl.plugins``: verl imports this module, and importing it installs our heads.
+
+``VERL_USE_EXTERNAL_PLUGINS=none`` (or a list of other plugins' names) in the environment turns it off.
+"""
+
+import warnings
+
+from liger_losses.integrations.verl import install
+
+try:
+    install()
+except (ImportError, RuntimeError) as error:  # verl logs plugins' errors at the level DEBUG only
+    warnings.warn(f"verl runs with its own fused heads, not with liger_losses: {error}", stacklevel=2)

@@ -1,0 +1,286 @@
+"""Integrations in frameworks: against the frameworks where they are installed, else at the functions that they call."""
+
+import importlib
+import pathlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import liger_losses
+from liger_losses.integrations import llamafactory, loading, megatron, torchtitan, verl
+from tests.reference import double, plain_statistics, problem, relative_error
+
+ROOT = pathlib.Path(liger_losses.__file__).parents[1]
+
+
+def verl_modules(monkeypatch):
+    """Modules with verl's names, and one that has imported a head by name."""
+    for name in ("verl", "verl.utils", "verl.utils.experimental", "verl.utils.kernel"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    torch_head, triton_head, caller = (
+        types.ModuleType(name)
+        for name in (verl._TORCH_HEAD, verl._TRITON_HEAD, "verl.models.mcore.model_forward_fused")
+    )
+    for module in (torch_head, triton_head, caller):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch_head.FusedLinearForPPO = type("FusedLinearForPPO", (torch.nn.Module,), {"forward": lambda self, *a: "verl's"})
+    triton_head.linear_cross_entropy = caller.linear_cross_entropy = lambda *a: "verl's"
+    return torch_head, triton_head, caller
+
+
+def test_verl_plugin_installs_both_heads(monkeypatch):
+    torch_head, triton_head, caller = verl_modules(monkeypatch)
+    monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
+    try:
+        importlib.import_module("liger_losses.integrations.verl_plugin")
+        hidden, weight, labels, _ = problem(shape=(2, 7), masked=0.0)
+        arguments = {"hidden_states": hidden, "vocab_weights": weight, "input_ids": labels, "temperature": 0.7}
+        logps, entropy = torch_head.FusedLinearForPPO().forward(**arguments)
+        assert logps.shape == entropy.shape == labels.shape
+        for head in (triton_head, caller):
+            flat = head.linear_cross_entropy(hidden, weight, labels.int(), 0.7, "none")
+            torch.testing.assert_close(flat, (logps.flatten(), entropy.flatten()))
+            assert head.linear_cross_entropy(hidden, weight, labels, 0.7, "sum")[0] == logps.flatten().sum()
+        grads = torch.autograd.grad(logps.sum() - 0.1 * entropy.sum(), (hidden, weight))
+        exact = double(hidden, weight)
+        statistics = plain_statistics(*exact, labels, temperature=0.7)
+        expected = torch.autograd.grad(statistics["logp"].sum() - 0.1 * statistics["entropy"].sum(), exact)
+        values = (statistics["logp"], statistics["entropy"], *expected)
+        for found, value in zip((logps, entropy, *grads), values, strict=True):
+            assert relative_error(found, value) < 1e-5
+        verl.install()
+        assert len(verl._replaced) == 3
+        with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
+            caller.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
+    finally:
+        verl.uninstall()
+    assert torch_head.FusedLinearForPPO().forward() == caller.linear_cross_entropy() == "verl's"
+
+
+def test_verl_of_another_version_is_left_with_a_warning(monkeypatch):
+    torch_head, _, _ = verl_modules(monkeypatch)
+    del torch_head.FusedLinearForPPO
+    monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
+    with pytest.warns(UserWarning, match=r"verl runs with its own.*has no .*FusedLinearForPPO"):
+        importlib.import_module("liger_losses.integrations.verl_plugin")
+    assert not verl._replaced
+
+
+def test_verl_finds_the_entry_point():
+    tomllib = pytest.importorskip("tomllib")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+    for module in points.values():
+        assert importlib.util.find_spec(module), module
+
+
+def test_the_same_as_verls_own_head():
+    real = pytest.importorskip(verl._TORCH_HEAD, reason="verl is not installed")
+    hidden, weight, labels, _ = problem(n=600, masked=0.0, shape=(2, 300))
+    found = []
+    verl.uninstall()
+    for ours in (False, True):
+        if ours:
+            verl.install()
+        logps, entropy = real.FusedLinearForPPO()(hidden, weight, labels, temperature=0.7)
+        found.append((logps, entropy, *torch.autograd.grad(logps.sum() - 0.1 * entropy.sum(), (hidden, weight))))
+    verl.uninstall()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_megatron_output_processor():
+    hidden, weight, labels, bias = problem(shape=(3, 5), bias=True)
+    group = types.SimpleNamespace(size=lambda: 1)
+    layer = types.SimpleNamespace(weight=weight, bias=bias, tp_group=group, sequence_parallel=False)
+    arguments = {"hidden_states": hidden.transpose(0, 1), "output_layer": layer, "output_weight": None}
+    mask = (labels != -100).float()
+    losses = megatron.output_processor(
+        **arguments, labels=labels.clamp(min=0), loss_mask=mask, scale_logits=lambda logits: logits * 0.5, config=None
+    )
+    logits = (hidden @ weight.t() + bias) * 0.5
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    torch.testing.assert_close(losses, expected)
+    tied = {**arguments, "output_weight": weight.detach()[:40]}
+    layer.bias = None
+    losses = megatron.output_processor(**tied, labels=labels.clamp(0, 39))
+    logits = (hidden @ tied["output_weight"].t()).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.clamp(0, 39).flatten(), reduction="none").view_as(labels)
+    torch.testing.assert_close(losses, expected)
+    with pytest.raises(ValueError, match="give labels="):
+        megatron.output_processor(**arguments, labels=None)
+
+
+def test_torchtitan_loss_under_fully_shard(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    hidden, weight, labels, _ = problem(n=24)
+    head = torch.nn.Linear(24, 61, bias=False)
+    head.weight.data.copy_(weight)
+    expected = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+    expected_grads = torch.autograd.grad(expected, (hidden, weight))
+    loss = torchtitan.cross_entropy_in_forward(head, hidden, labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head.weight)), expected_grads)
+    assert "forward" not in vars(head)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Identity(), head)
+        fully_shard(head)
+        fully_shard(model)
+        states = hidden.detach().requires_grad_()
+        loss = torchtitan.cross_entropy_in_forward(head, model[0](states), labels)
+        (loss / 2).backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(states.grad, expected_grads[0] / 2)
+        torch.testing.assert_close(head.weight.grad.full_tensor(), expected_grads[1] / 2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchtitan_loss_class(monkeypatch):
+    from dataclasses import dataclass
+
+    loss_module = types.ModuleType("torchtitan.components.loss")
+
+    class ChunkedLossWrapper:
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            num_chunks: int = 8
+
+        def set_lm_head(self, lm_head):
+            self.lm_head = lm_head
+
+    loss_module.ChunkedLossWrapper = ChunkedLossWrapper
+    for name in ("torchtitan", "torchtitan.components"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "torchtitan.components.loss", loss_module)
+    torchtitan._loss_class.cache_clear()
+    loss_class = torchtitan.LinearCrossEntropyLoss
+    torchtitan._loss_class.cache_clear()
+    assert issubclass(loss_class, ChunkedLossWrapper)
+    loss = loss_class(loss_class.Config())
+    hidden, _, labels, _ = problem(n=10)
+    with pytest.raises(ValueError, match="call set_lm_head"):
+        loss(hidden, labels)
+    head = torch.nn.Linear(24, 61)
+    loss.set_lm_head(head)
+    value, metrics = loss(hidden, labels, torch.tensor(4.0))
+    torch.testing.assert_close(value, F.cross_entropy(head(hidden), labels, reduction="sum") / 4)
+    assert metrics == {}
+
+
+# --- Those that patch models ------------------------------------------------------------------------------------------
+
+
+def is_patched(model):
+    from liger_losses.patching.lazy_head import patched_heads
+
+    return bool(patched_heads(model)) and "LazyLinear" in str(model.liger_report)
+
+
+def llama():
+    pytest.importorskip("transformers")
+    from tests.model_zoo import build
+
+    return build("llama")
+
+
+def test_axolotl_plugin(monkeypatch):
+    base = types.ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {"__init__": lambda self: None})
+    for name in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "axolotl.integrations.base", base)
+    from liger_losses.integrations import axolotl
+
+    axolotl._plugin_class.cache_clear()
+    plugin = axolotl.Plugin()
+    axolotl._plugin_class.cache_clear()
+    model = llama()
+    cfg = types.SimpleNamespace(rl=None, liger_losses={"rope": False})
+    plugin.pre_model_load(cfg)
+    plugin.post_model_load(cfg, model)
+    assert is_patched(model)
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        axolotl.Other  # noqa: B018
+
+
+def test_llamafactory_kernel(monkeypatch):
+    registered = {}
+    base = types.ModuleType("base")
+    base.KernelPlugin = lambda name: types.SimpleNamespace(register=lambda: lambda cls: registered.update({name: cls}))
+    path = "llamafactory.v1.plugins.model_plugins.kernels.base"
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+    monkeypatch.setitem(sys.modules, path, base)
+    llamafactory.register()
+    config = {"name": "liger_losses", "patch_options": {"rope": False}}
+    model = registered["liger_losses"].apply(model=llama(), config=config, require_logits=True)
+    assert is_patched(model)
+
+
+def test_trainer_callback(tmp_path):
+    model = llama()
+    from transformers import Trainer, TrainingArguments
+
+    from liger_losses.integrations.trainer import PatchCallback
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    Trainer(model, arguments, callbacks=[PatchCallback(rope=False)])
+    assert is_patched(model)
+
+
+def test_models_that_are_loaded_later(tmp_path):
+    model = llama()
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    model.save_pretrained(tmp_path)
+    with loading.patched_loading(rope=False):
+        assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path))
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert is_patched(loaded)
+        assert not info["missing_keys"]
+        assert is_patched(AutoModelForCausalLM.from_config(model.config))
+        assert not hasattr(AutoModel.from_pretrained(tmp_path), "liger_report")  # without a head
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path), "liger_report")
+
+
+def test_a_model_within_a_model_is_patched_with_it():
+    config = llama().config
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    class WithDraft(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.draft = AutoModelForCausalLM.from_config(type(config)(**config.to_dict()))
+
+    seen = []
+    with loading.patched_loading(lambda model: seen.append(type(model).__name__)):
+        WithDraft._from_config(config)
+    assert seen == ["WithDraft"]
+
+
+def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "helper.py").write_text("from transformers import AutoModelForCausalLM as auto\n")
+    (tmp_path / "script.py").write_text(
+        "import sys, helper\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--model', 'x'], sys.argv\n"
+        f"print(helper.auto.from_pretrained({str(tmp_path / 'model')!r}).liger_report)\n"
+    )
+    from liger_losses.run import main
+
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        main([str(tmp_path / "script.py"), "--model", "x"])
+    finally:
+        loading.leave_loaded_models()
+        sys.modules.pop("helper", None)
+    out = capsys.readouterr()
+    assert "LazyLinear" in out.out
+    assert "patches LlamaForCausalLM" in out.err

@@ -18,6 +18,7 @@ from liger_losses import (
     linear_divergence,
     linear_logps,
     linear_statistics,
+    linear_token_loss,
     register_quantized_weight,
 )
 from liger_losses.chunked.engine import EngineOptions
@@ -28,6 +29,7 @@ from tests.quantized_layers import LAYERS, Int8Weight, PackedLinear, dequantized
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
+SLOW = pytest.mark.slow
 
 
 def linear(dtype=torch.float32, bias=False, seed=0):
@@ -70,9 +72,15 @@ def test_cross_entropy_of_quantized_layers(name, dtype):
     assert all(p.grad is None for p in layer.parameters() if p is not layer.bias)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("statistics", "one_pass")])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_statistics_in_every_strategy(strategy, backend):
+STREAMED = [name for name in STRATEGIES if name not in ("statistics", "one_pass")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy"),
+    [*(("torch", name) for name in STREAMED), ("triton", "two_pass")]
+    + [pytest.param("triton", name, marks=pytest.mark.slow) for name in STREAMED if name != "two_pass"],
+)
+def test_statistics_in_every_strategy(backend, strategy):
     hidden, weight, labels, _ = problem(50, H, V, scale=2.0)
     quantized = Int8Weight(weight)
     head = Head(quantized, None, LogitTransform(0.8, 1.2, 5.0))
@@ -118,6 +126,48 @@ def test_lora_on_a_head(base, strategy):
         assert relative_error(ours, theirs) < 2e-6
 
 
+def test_temperatures_of_tokens():
+    hidden, weight, labels, _ = problem(50, H, V)
+    quantized, temperature = Int8Weight(weight), torch.linspace(0.5, 2, 50)
+    found = linear_logps(hidden, Head(quantized), labels, temperature=temperature, workspace=150_000)
+    (gradient,) = torch.autograd.grad(found.sum(), hidden)
+    x, w = double(hidden, quantized.rows(0, V))
+    exact = -F.cross_entropy(x @ w.t() / temperature.double()[:, None], labels, reduction="none")
+    assert relative_error(found, exact) < 1e-6
+    assert relative_error(gradient, *torch.autograd.grad(exact.sum(), x)) < 2e-6
+    divergences = [
+        linear_divergence(
+            hidden, student, labels, Teacher(hidden.detach() * 1.5, teacher), Divergence.forward_kl(), temperature=temperature
+        ).divergence
+        for student, teacher in ((Head(quantized), Head(quantized)), (quantized.rows(0, V), quantized.rows(0, V)))
+    ]
+    assert relative_error(*divergences) < 1e-5
+
+
+def test_many_heads():
+    """One quantized weight under two adapters and under none, of which the last has two targets."""
+    states = [problem(30, H, V, seed=i)[0] for i in range(4)]
+    _, weight, labels, _ = problem(30, H, V)
+    quantized, (a, b), (c, d) = Int8Weight(weight), lora(), lora(2, 5)
+    plain = Head(quantized)
+    heads = [plain, Head(quantized, adapters=(LowRank(a, b, 0.7),)), plain, Head(quantized, adapters=(LowRank(c, d),))]
+    parts, x, w = (*states, a, b, c, d), double(*states), quantized.rows(0, V).double()
+    e, f, g, h = double(a, b, c, d)
+    weights = [w, w + 0.7 * f @ e, w, w + h @ g]
+    exact = [F.cross_entropy(one @ rows.t(), labels, reduction="sum") for one, rows in zip(x, weights, strict=True)]
+    expected = torch.autograd.grad(sum(exact), (*x, e, f, g, h))
+    options = EngineOptions(workspace=150_000)
+    for loss in (
+        -sum(part.sum() for part in linear_logps(states, heads, labels, workspace=150_000)),
+        linear_token_loss(states, heads, labels, lambda found, labels: -found.logp, options=options)[0],
+    ):
+        assert relative_error(loss, sum(exact)) < 1e-6
+        for ours, theirs in zip(torch.autograd.grad(loss, parts), expected, strict=True):
+            assert relative_error(ours, theirs) < 2e-6
+    with pytest.raises(ValueError, match="to fit the weight"):
+        linear_logps([state[:, :30] for state in states], heads, labels)
+
+
 def test_preferences_and_distillation():
     hidden, weight, labels, _ = problem(scale=0.5, shape=(4, 20), h=H, v=V, masked=0.1)
     quantized = Int8Weight(weight)
@@ -143,7 +193,10 @@ def test_preferences_and_distillation():
     assert found.divergence.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("losses", ["cross-entropy", "log-probabilities", "distillation", "teacher"])
+@pytest.mark.parametrize(
+    "losses",
+    ["cross-entropy", "teacher", *(pytest.param(n, marks=SLOW) for n in ("log-probabilities", "distillation"))],
+)
 def test_the_weight_never_exists_as_a_whole(losses):
     """All that a call allocates is less than the weight in floating point."""
     size, columns, tokens = 64, 20_000, 24
@@ -225,11 +278,21 @@ def test_what_is_refused():
         linear_logps(hidden[:, :30], head, labels)
     with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
         linear_logps(hidden, head, labels, support=TokenSupport(labels[:, None]))
+    with pytest.raises(ValueError, match="batch_invariant takes a floating-point weight"):
+        linear_logps(hidden, Head(Int8Weight(weight), batch_invariant=True), labels)
+    adapter = LowRank(*lora())
+    with pytest.raises(ValueError, match="batch_invariant takes a head without adapters"):
+        linear_logps(hidden, Head(weight, batch_invariant=True, adapters=(adapter,)), labels)
+    with pytest.raises(
+        ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
+    ):
+        linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
+    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
+        linear_logps(hidden, Head(weight, adapters=(adapter,)), labels, support=TokenSupport(labels[:, None]))
     with pytest.raises(ValueError, match="cannot be shared by the ranks"):
         Head(Int8Weight(weight), group="tp")
     with pytest.raises(TypeError, match="merge them"):
-        a, b = lora()
-        Teacher(hidden, Head(weight, adapters=(LowRank(a, b),))).head  # noqa: B018
+        Teacher(hidden, Head(weight, adapters=(adapter,))).head  # noqa: B018
     layer = PackedLinear(linear())
     layer.qweight.add_(1)  # another format, or a damaged one
     layer.forward = lambda hidden: hidden @ linear().weight.t()
@@ -291,7 +354,9 @@ def test_dropout_before_an_adapter():
         assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested"])
+@pytest.mark.parametrize(
+    "name", ["packed 4 bit", *(pytest.param(n, marks=SLOW) for n in ("torchao int8", "bitsandbytes nf4, nested"))]
+)
 def test_a_compiled_function_ends_its_graph(name):
     layer, loss_function = LAYERS[name](linear()), LigerFusedLinearCrossEntropyLoss()
     hidden, _, labels, _ = problem(20, H, V)

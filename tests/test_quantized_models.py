@@ -192,7 +192,8 @@ def test_what_is_left_as_it_is():
         assert words in entry.reason
 
 
-@pytest.mark.parametrize("trainer", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["dpo", "sft"])
 def test_trl_trains_lora_on_a_quantized_head(trainer, tmp_path):
     pytest.importorskip("peft")
     pytest.importorskip("torchao")

@@ -29,7 +29,7 @@ _MAX_TOKENS = 32768
 #: Splits, where the order of summation must not depend on the number of tokens: enough that few tokens keep a GPU's
 #: processors busy too. Tokens of one launch then.
 FIXED_SPLITS, _FIXED_TOKENS = 128, 8192
-#: With it, the compiler rounds every multiplication. Which of them it contracts with additions otherwise depends on what
+#: The compiler then rounds every multiplication. Which of them it contracts with additions otherwise depends on what
 #: else a kernel does, such as writing projections.
 UNFUSED = {"enable_fp_fusion": False}
 

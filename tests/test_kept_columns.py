@@ -232,6 +232,11 @@ def test_the_kernel_finds_the_same_columns_as_the_reference():
             counts = a.columns >= 0
             assert torch.equal(a.starts, b.starts)
             assert torch.equal(a.owners[counts], b.owners[counts])
+        if case == 0:
+            row = torch.arange(40)[None]
+            row[0, 34], row[0, 35:] = row[0, 20], -1
+            one = given._replace(ids=row, labels=row[0, :1].clone())
+            assert [find_columns(one, backend=backend)[1][5].item() for backend in ("torch", "triton")] == [1, 1]
         if offsets is not None:
             for place, value in ((3, -1), (0, 1), (-1, 10**6)):
                 wrong = offsets.clone()

@@ -305,12 +305,15 @@ def _find_kernel(
         to = out + (at - first)
         tl.store(columns + to, tl.where(inside, some - first_column, -1).to(tl.int32), mask=at < last)
         if owners is not None:
-            tl.store(owners + to, tl.full((BLOCK,), 0, tl.int32) + token.to(tl.int32), mask=at < last)
+            tl.store(owners + to, token.to(tl.int32), mask=at < last)
         if narrow & (fewest == 0):
-            for other in range(start, end, BLOCK):
-                others_at = other + tl.arange(0, BLOCK)
-                others = tl.load(ids + others_at, mask=others_at < last, other=-1).to(tl.int64)
-                same = (some[:, None] == others[None, :]) & (at[:, None] < others_at[None, :]) & (some >= 0)[:, None]
+            small = some.to(tl.int32)  # larger ones are errors
+            here = tl.arange(0, BLOCK)  # places in int32 take half the registers
+            for ahead in range(0, (end - start).to(tl.int32), BLOCK):
+                others_at = at + ahead
+                others = tl.load(ids + others_at, mask=others_at < last, other=-1).to(tl.int32)
+                later = here[:, None] < ahead + here[None, :]
+                same = (small[:, None] == others[None, :]) & (small >= 0)[:, None] & later
                 twice += tl.sum(same.to(tl.int32), 1)
     if ADDED:
         to = out + (last - first)

@@ -593,6 +593,13 @@ def errors(parts):
     )
     given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
     expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
+    # Column 29 is of the first token on one rank, of the second on the other.
+    offsets = torch.arange(labels.numel() + 1) + 1
+    offsets[0], offsets[1] = 0, 2 if rank == 1 else 1
+    ids = labels.flatten().clamp(min=0)
+    ids = torch.cat([ids[:1], ids.new_tensor([29]), ids[1:]])
+    ragged = TokenSupport(ids, offsets, add_label=True)
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=ragged))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",

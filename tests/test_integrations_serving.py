@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearJSDLoss, linear_logps
+from liger_losses import DistillationLoss, Divergence, linear_logps
 from liger_losses.integrations.serving import teacher_topk, token_support
 from tests.reference import problem
 
@@ -48,7 +48,7 @@ def test_teachers_of_vllm_and_sglang():
         torch.testing.assert_close(found.logps[scored], best.values[scored])
         assert torch.equal(found.indices[scored], best.indices[scored])
         assert found.logps[~scored].isnan().all()
-        loss = LigerFusedLinearJSDLoss(0.0, 1.0, 0.5)(hidden, weight, found, true_labels=labels)
+        loss, *_ = DistillationLoss(Divergence.forward_kl())(weight, hidden, labels, found)
         assert loss.isfinite()
         assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
     assert teacher_topk(vllm, 2, 7).logps.shape == (2, 7, 2)

@@ -699,6 +699,12 @@ def partial_gradients(parts):
             )
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, whole)
+            head = Head(rows, group=part.group)
+            kept = TokenSupport(torch.stack([labels, (labels + 1) % len(d["weight"])], -1))
+            each = [linear_logps(hidden, h, labels, support=kept) for h in (head, head.with_partial_gradients())]
+            summed, own = (torch.autograd.grad(logps, hidden, upstream)[0] for logps in each)
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, summed)
             layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
             shared_head = {"output_layer": layer, "output_weight": None}
             for arguments in (whole_head, shared_head):

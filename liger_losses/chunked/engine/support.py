@@ -344,7 +344,7 @@ def _exchange(shard: VocabularyShard | None, labels: Tensor) -> Exchange | None:
         for value in (logp, entropy, lse):
             value.masked_fill_(nothing, 0.0)
 
-    return Exchange(merge_, shard.start_sum_ if shard.mesh is None else None)
+    return Exchange(merge_, None if shard.partial_gradients else shard.start_sum_)
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:

@@ -177,7 +177,7 @@ def linear_logps(
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
         statistics = linear_support_statistics(
-            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=shift
+            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=int(shift)
         )
     return statistics if len(names) > 1 else statistics.logp
 

@@ -10,6 +10,7 @@ from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LogitTransform,
     QuantizedWeight,
@@ -272,7 +273,7 @@ def test_hidden_states_of_any_dtype_and_autocast():
     assert relative_error(found, exact) < 1e-2
 
 
-def test_what_is_refused():
+def test_what_is_refused(monkeypatch):
     hidden, weight, labels, _ = problem(20, H, V)
     head = Head(Int8Weight(weight))
     with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
@@ -290,6 +291,15 @@ def test_what_is_refused():
         linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
     with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
         linear_logps(hidden, Head(weight, adapters=(adapter,)), labels, support=TokenSupport(labels[:, None]))
+    monkeypatch.setattr(
+        "liger_losses.chunked.losses.policy.linear_support_statistics", None
+    )
+    ids, states = labels.clamp(min=0).view(2, 10), hidden.view(2, 10, H)
+    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
+        LigerFusedLinearGRPOLoss(beta=0.1)(
+            states, head, ids, torch.ones_like(ids), torch.ones(2), ref_input=states.detach(), ref_weight=weight,
+            support=TokenSupport(ids[..., None]),
+        )  # fmt: skip
     with pytest.raises(ValueError, match="cannot be shared by the ranks"):
         Head(Int8Weight(weight), group="tp")
     with pytest.raises(TypeError, match="merge them"):

@@ -106,6 +106,15 @@ class TokenSupport:
             )
 
 
+def check_support_head(head: Head) -> None:
+    """Raise TypeError unless a head is one floating-point weight, whose rows can be read."""
+    if head.quantized is not None or head.adapters:
+        raise TypeError(
+            "support= takes a head with one floating-point weight, not a quantized one, or one with adapters; leave "
+            "support out, or pass Head(dequantized_weight)."
+        )
+
+
 def linear_support_statistics(
     hidden_states: Tensor,
     head: Head,
@@ -139,11 +148,7 @@ def linear_support_statistics(
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    if head.quantized is not None or head.adapters:
-        raise TypeError(
-            "support= takes a head with one floating-point weight, not a quantized one, or one with adapters; leave "
-            "support out, or pass Head(dequantized_weight)."
-        )
+    check_support_head(head)
     if not options.compact:
         raise ValueError("support= finds on the host which tokens have kept columns; leave compact at True.")
     if support.sparse_grad and (state.shapes_only or state.recorded is not None):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_inputs, check_range, check_tensor
-from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
@@ -217,6 +217,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
+        if support is not None:  # before the reference runs
+            check_support_head(head)
         # Over kept columns no tokens are selected, for which the host would wait.
         tokens: Any = batch.select(options) if support is None else None
         if self.group is not None:

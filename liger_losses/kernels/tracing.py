@@ -9,7 +9,7 @@ tensors and strings, so that a call is written down by :func:`encode` while it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -71,8 +71,11 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):  # a DTensor: an operator's gradients would not know their placements
             return None
+        for i, tensor in enumerate(tensors):
+            if tensor is value:  # such as the weight of one head for several targets: it has one gradient
+                return f"('tensor', {i})"
         tensors.append(value)
-        return "('tensor',)"
+        return f"('tensor', {len(tensors) - 1})"
     if value is None or isinstance(value, (bool, str)):
         return f"('constant', {value!r})"
     if isinstance(value, (int, float)):
@@ -81,7 +84,7 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         # A number that changes from call to call: as text, it would be compiled anew for each value; and a float also
         # as the argument of any function but sums and products with tensors.
         tensors.append(torch.ones((), dtype=torch.float64) * value)
-        return "('int',)" if isinstance(value, int) else "('float',)"
+        return f"('{'int' if isinstance(value, int) else 'float'}', {len(tensors) - 1})"
     if isinstance(value, torch.dtype):
         return f"('dtype', {str(value)!r})"
     if isinstance(value, dict):
@@ -105,14 +108,14 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     return f"('{kind}', [{', '.join(forms)}])"
 
 
-def decode(form: Any, tensors: Iterator[Tensor]) -> Any:
+def decode(form: Any, tensors: Sequence[Tensor]) -> Any:
     """The argument whose description :func:`encode` wrote, from the literal's value and the tensors."""
     kind, *parts = form
     if kind == "tensor":
-        return next(tensors)
+        return tensors[parts[0]]
     if kind in ("int", "float"):
         # Numbers that change are not known before the graph runs. Every number that is checked may be 1.
-        number = next(tensors)
+        number = tensors[parts[0]]
         return {"int": int, "float": float}[kind](1 if state.shapes_only else number.item())
     if kind == "constant":
         return parts[0]

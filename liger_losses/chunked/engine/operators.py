@@ -161,7 +161,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
     name, loss, autocast, form = _parsed(key)
-    arguments, keywords, parameters = decode(form, iter(tensors))
+    arguments, keywords, parameters = decode(form, tensors)
     own = _reparametrize_module(losses[loss], parameters) if parameters else nullcontext()
     with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
         result = _named(name, loss)(*arguments, **keywords)

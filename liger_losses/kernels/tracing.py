@@ -63,16 +63,17 @@ def without_values() -> Iterator[None]:
         state.shapes_only = before
 
 
-def encode(value: Any, tensors: list[Tensor]) -> str | None:
+def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
     """A Python literal that describes an argument, whose tensors are appended; ``None`` if nothing can describe it.
 
+    With ``once``, a tensor that is already there is not appended again: it has one gradient, the sum of all its uses.
     torch.compile traces this function.
     """
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):  # a DTensor: an operator's gradients would not know their placements
             return None
         for i, tensor in enumerate(tensors):
-            if tensor is value:  # such as the weight of one head for several targets: it has one gradient
+            if once and tensor is value:
                 return f"('tensor', {i})"
         tensors.append(value)
         return f"('tensor', {len(tensors) - 1})"
@@ -88,7 +89,7 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
     if isinstance(value, torch.dtype):
         return f"('dtype', {str(value)!r})"
     if isinstance(value, dict):
-        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors)
+        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors, once)
         return None if values is None else f"('dict', [{keys}], {values})"
     kind = type(value).__name__
     if isinstance(value, (nn.Linear, nn.Embedding)):
@@ -101,7 +102,7 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         return None
     forms = []
     for part in parts:
-        form = encode(part, tensors)
+        form = encode(part, tensors, once)
         if form is None:
             return None
         forms.append(form)

@@ -49,7 +49,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
     tensors: list[Tensor] = []
-    form = encode([arguments, keywords, parameters], tensors)
+    form = encode([arguments, keywords, parameters], tensors, once=True)
     if form is None or not tensors:
         return _call_eagerly(name, loss, arguments, keywords)
     dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])

@@ -34,8 +34,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def with_contiguous_rows(matrix: Tensor) -> Tensor:
-    """The matrix, copied only if its columns are not adjacent."""
+def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
+    """The matrix, copied only if its columns are not adjacent, or ``with_aligned`` if its memory begins anywhere."""
+    if with_aligned and not aligned(matrix):
+        return matrix.clone(memory_format=torch.contiguous_format)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

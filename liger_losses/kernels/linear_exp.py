@@ -22,8 +22,15 @@ from torch import Tensor
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import partial_sums
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
+from liger_losses.kernels.linear_stats import FIXED_SPLITS, partial_sums
+from liger_losses.kernels.logit_transform import (
+    Epilogue,
+    LogitTransform,
+    capped_tanh,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 
 #: About how many row tiles walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
@@ -61,6 +68,7 @@ def linear_exponentials(
     found: Exponentials | None = None,
     label_logit: Tensor | None = None,
     projections: bool = False,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
@@ -75,6 +83,8 @@ def linear_exponentials(
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
+        batch_invariant: of ``triton``, sum so that a token's statistics have the same bits whatever N is: each tile of
+            columns has a sum of its own.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -87,7 +97,7 @@ def linear_exponentials(
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    hidden, tokens = with_contiguous_rows(hidden), len(hidden)
+    hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if not tokens:
@@ -95,10 +105,11 @@ def linear_exponentials(
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     group = _group(row_tiles, column_tiles, programs)
     lanes = max(1, min(programs // group, column_tiles))
-    partial = torch.empty(lanes, tokens, device=hidden.device)
+    sums_of_row = column_tiles if batch_invariant else lanes
+    partial = torch.empty(sums_of_row, tokens, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group, "lanes": lanes}
-    arguments["PROJECTIONS"] = projections
+    arguments |= {"PROJECTIONS": projections, "BY_TILE": batch_invariant}
     by_row = (triton.cdiv(tokens, 128),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
@@ -107,15 +118,16 @@ def linear_exponentials(
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, logit_sums, label_logit, *statistics, found, lanes, tokens, 1.0 / len(weight), limit,
+            partial, logit_sums, label_logit, *statistics, found, sums_of_row, tokens, 1.0 / len(weight),
+            limit,
             BLOCK=128, LANES=32,
         )  # fmt: skip
         return found
 
     needed = launch(label_logit, None)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
-    splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
+    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+    splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
         arguments |= {"out": None, "out_stride": None}
@@ -155,10 +167,10 @@ def gradient_scales(
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
         offset, lse, logp, _ = found
-        scale = p_coef * (offset - lse).exp() * transform.factor
+        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
-        at_label.copy_(total * transform.slope(logp + lse) * transform.factor)
+        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
         if scaled is not None and hidden is not None:
             scaled.copy_(scale[:, None] * hidden)
         return scale, at_label, scaled
@@ -306,8 +318,13 @@ def _scales_kernel(
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
         s *= transform.factor
-        at_label = transform_gradient(at_label, row_logp + row_lse, transform)
+        if transform.temperature is not None:
+            s *= inverse
+        at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
     tl.store(scale_out + row, s)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
@@ -325,12 +342,14 @@ def _scales_kernel(
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, needed, group, lanes, transform,
-    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    PROJECTIONS: tl.constexpr, BY_TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
 
-    Exponentials are taken and stored in two halves of a tile.
+    Exponentials are taken and stored in two halves of a tile. A program writes one sum for all of its tiles of a row;
+    ``BY_TILE``, one for each.
     """
     program = tl.program_id(0)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
@@ -343,7 +362,7 @@ def _exponentials_kernel(
     for tile in tl.range(program, tiles, group * lanes, flatten=True):
         column_tile = tile % in_group // group
         first_row = (tile // in_group * group + program % group) * BLOCK_N
-        if column_tile < lanes:  # the first of this program in this group
+        if BY_TILE or column_tile < lanes:  # the first of this program in this group
             sums = tl.zeros((BLOCK_N,), tl.float32)
             totals = tl.zeros((BLOCK_N,), tl.float32)
         first_column = column_tile * BLOCK_V
@@ -354,6 +373,9 @@ def _exponentials_kernel(
         rows = first_row + tl.arange(0, BLOCK_N)
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, rows < tokens, 1)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
@@ -361,7 +383,7 @@ def _exponentials_kernel(
             x = left if half == 0 else right
             z = x
             if bias is not None or transform.factor is not None:
-                z = transform_block(x, bias, columns, columns < vocab_size, transform)
+                z = transform_block(x, bias, columns, columns < vocab_size, transform, inverse)
             if logit_sums is not None:
                 totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
@@ -370,13 +392,13 @@ def _exponentials_kernel(
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
             if transform.cap is not None:
-                tanh = z / transform.cap
+                tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x
             if out is not None:
                 store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
-        at = program // group * tokens + rows
+        at = (column_tile if BY_TILE else program // group) * tokens + rows
         tl.store(partial + at, sums, mask=rows < tokens)
         if logit_sums is not None:
             tl.store(logit_sums + at, totals, mask=rows < tokens)

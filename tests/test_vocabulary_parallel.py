@@ -286,6 +286,9 @@ OPERATIONS = {
     "kept columns, GRPO": of_kept_columns(
         30, lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d))
     ),
+    "logps, a temperature per token": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], entropy=True, temperature=1.0 + (d["y"] % 3)
+    ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
     "statistics": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
-from liger_losses.kernels.logit_transform import Epilogue, KernelTransform, transform_block, transform_gradient
+from liger_losses.kernels.logit_transform import (
+    Epilogue,
+    KernelTransform,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
@@ -38,7 +44,7 @@ class Logits(NamedTuple):
     epilogue: Epilogue = Epilogue()
 
     def rows(self, rows: slice) -> Logits:
-        return Logits(self.projected[rows], self.lse[rows], self.epilogue)
+        return Logits(self.projected[rows], self.lse[rows], self.epilogue.rows(rows))
 
     def logits(self) -> Tensor:
         return self.epilogue(self.projected)
@@ -185,10 +191,11 @@ def _divergence_torch(
         assert hard_lse is not None
         assert labels is not None
         # The same logits at temperature 1, and their gradients in units of this temperature.
-        hard = (log_p + student.lse[:, None]).mul_(transform.temperature).sub_(hard_lse[:, None]).exp_()
-        grad.addcmul_(hard, hard_p[:, None], value=transform.temperature)
+        temperature = transform.column(log_p)
+        hard = (log_p + student.lse[:, None]).mul_(temperature).sub_(hard_lse[:, None]).exp_()
+        grad.addcmul_(hard, hard_p[:, None] * temperature)
         inside, at = labels < grad.shape[1], labels[:, None].clamp(max=grad.shape[1] - 1)
-        added = torch.where(inside, hard_label, 0.0)[:, None] * transform.temperature
+        added = torch.where(inside, hard_label, 0.0)[:, None] * temperature
         grad.scatter_(1, at, grad.gather(1, at) + added)
     return value, transform.chain_(grad, student.logits())
 
@@ -240,11 +247,13 @@ def _divergence_triton(
 ) -> None:
     student, teacher = models
     rows, columns = student.projected.shape
+    temperature = student.epilogue.transform.temperature
+    temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     if not rows:
         return
     common: tuple[Any, ...] = (
         value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
-        c.divergence, labels, *c[1:], float(student.epilogue.transform.temperature),
+        c.divergence, labels, *c[1:], temperature,
         None if sums is None else sums.h,
     )  # fmt: skip
     launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
@@ -258,31 +267,36 @@ def _divergence_triton(
 
 
 @jit
-def _both_logits(student, teacher, row, block, columns, BLOCK: tl.constexpr):
-    """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there."""
+def _both_logits(student, teacher, row, block, columns, inverse, BLOCK: tl.constexpr):
+    """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there.
+
+    Both models have the same temperatures; ``inverse`` is what :func:`inverse_temperature` returned.
+    """
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     s = tl.load(student.projected + row * student.stride + at, mask=inside, other=0.0)
     t = tl.load(teacher.projected + row * teacher.stride + at, mask=inside, other=0.0)
     if student.bias is not None or student.transform.factor is not None:
-        s = transform_block(s, student.bias, at, inside, student.transform)
+        s = transform_block(s, student.bias, at, inside, student.transform, inverse)
     if teacher.bias is not None or teacher.transform.factor is not None:
-        t = transform_block(t, teacher.bias, at, inside, teacher.transform)
+        t = transform_block(t, teacher.bias, at, inside, teacher.transform, inverse)
     return at, inside, s, t
 
 
 @jit
-def projection_gradient_block(grad, s, at_label, hard, temperature, transform):
+def projection_gradient_block(grad, s, at_label, hard, temperature, transform, inverse):
     """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
 
     ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
     """
     hard_p, hard_label, hard_lse = hard
     if hard_p is not None:
+        if transform.temperature is not None:
+            temperature = 1.0 / inverse
         p1 = tl.exp(s * temperature - hard_lse)
         grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
     if transform.factor is not None:
-        grad = transform_gradient(grad, s, transform)
+        grad = transform_gradient(grad, s, transform, inverse)
     return grad
 
 
@@ -314,12 +328,15 @@ def _divergence_kernel(
     row = tl.program_id(0).to(tl.int64)
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
     blocks = tl.cdiv(columns, BLOCK)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
     if out is None or not (BALANCED or row_sums is not None):
         for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
             p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
@@ -341,7 +358,7 @@ def _divergence_kernel(
             hard = (None, None, None)
             label = -1
         for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
+            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
             p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
@@ -351,7 +368,7 @@ def _divergence_kernel(
                 grad = row_coef * h
             else:
                 grad = row_coef * (h - p * total)
-            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + row, tl.sum(f_sum, 0))
 
@@ -359,10 +376,13 @@ def _divergence_kernel(
 @jit
 def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
     """A row's sums of squared logits."""
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
     s_sum = tl.zeros((BLOCK,), tl.float32)
     t_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.cdiv(columns, BLOCK)):
-        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
+        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
         s_sum += tl.where(inside, s * s, 0.0)
         t_sum += tl.where(inside, t * t, 0.0)
     return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
@@ -387,6 +407,9 @@ def _cosine_kernel(
     """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(columns, BLOCK)
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
     if student_squares is not None:
         s_square = tl.load(student_squares + row)
         t_square = tl.load(teacher_squares + row)
@@ -396,7 +419,7 @@ def _cosine_kernel(
     t_scale = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, BLOCK)
+        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
         difference = s * s_scale - t * t_scale
         f_sum += difference * difference / 2
     total = tl.sum(f_sum, 0)
@@ -416,8 +439,8 @@ def _cosine_kernel(
             hard = (None, None, None)
             label = -1
         for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, BLOCK)
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
             unit = s * s_scale
             grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
-            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform)
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 
 def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
@@ -179,7 +179,10 @@ def _label_logits_kernel(
         products += h * w
     logit = tl.sum(products, 0)
     if bias is not None or transform.factor is not None:
-        logit = transform_block(logit, bias, label, True, transform)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
+        logit = transform_block(logit, bias, label, True, transform, inverse)
     tl.store(out + row, logit)
 
 

@@ -38,7 +38,7 @@ from liger_losses.kernels.divergence import (
     square_sums,
 )
 from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
-from liger_losses.kernels.logit_transform import Epilogue, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
@@ -163,13 +163,15 @@ def _launch(
         rows = None, None
     else:
         rows = tuple(square.sqrt().clamp(min=SMALLEST_NORM).reciprocal() for square in sums.squares)
+    temperature = student.epilogue.transform.temperature
+    temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     c = (coefficients or Coefficients(totals[0])).contiguous()
     _linear_divergence_kernel[(programs,)](
         **arguments,
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
         coef=c.divergence, labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
-        temperature=float(student.epilogue.transform.temperature), series=series, first_column=first_column,
+        temperature=temperature, series=series, first_column=first_column,
         partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
     )  # fmt: skip
     if out is None or balanced:
@@ -210,6 +212,9 @@ def _linear_divergence_kernel(
         )  # fmt: skip
         rows = first_row + tl.arange(0, BLOCK_N)
         valid = rows < tokens
+        inverse = 1.0
+        if transform.temperature is not None:  # of both models
+            inverse = inverse_temperature(transform, rows, valid, 1)
         if student_rows is not None:
             s_row = tl.load(student_rows + rows, mask=valid, other=0.0)[:, None]
             t_row = tl.load(teacher_rows + rows, mask=valid, other=0.0)[:, None]
@@ -242,9 +247,9 @@ def _linear_divergence_kernel(
                     other=0.0,
                 )
             if bias is not None or transform.factor is not None:
-                s = transform_block(s, bias, columns, inside, transform)
+                s = transform_block(s, bias, columns, inside, transform, inverse)
             if teacher_bias is not None or teacher_transform.factor is not None:
-                t = transform_block(t, teacher_bias, columns, inside, teacher_transform)
+                t = transform_block(t, teacher_bias, columns, inside, teacher_transform, inverse)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 outside = 0.0 if FORM is None else float("-inf")
                 s = tl.where(inside[None, :], s, outside)
@@ -265,7 +270,7 @@ def _linear_divergence_kernel(
                     grad = (difference - s * s_row * total) * s_row
             if out is not None:
                 at_label = columns[None, :] == label
-                grad = projection_gradient_block(grad * row_coef, s, at_label, hard, temperature, transform)
+                grad = projection_gradient_block(grad * row_coef, s, at_label, hard, temperature, transform, inverse)
                 store_tile(out, out_stride, grad, rows, columns, first_row, start, tokens, vocab_size)
             if h_sum is None:
                 f_sum += tl.sum(f, 1)

@@ -18,17 +18,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
+from liger_losses.kernels._tiles import (
+    project_tile,
+    split_tile,
+    store_tile,
+    tile_position,
+    tiles_of,
+    with_contiguous_rows,
+)
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles
-from liger_losses.kernels.linear_stats import partial_sums
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block, transform_gradient
+from liger_losses.kernels.linear_stats import FIXED_SPLITS, partial_sums
+from liger_losses.kernels.logit_transform import (
+    Epilogue,
+    LogitTransform,
+    capped_tanh,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (32 MiB for 131072 columns).
-_MAX_TOKENS = 16384
+_MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
@@ -65,6 +79,7 @@ def linear_exponentials(
     found: Exponentials | None = None,
     label_logit: Tensor | None = None,
     projections: bool = False,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Exponentials:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
@@ -79,6 +94,7 @@ def linear_exponentials(
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
+        batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -91,7 +107,7 @@ def linear_exponentials(
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    hidden, tokens = with_contiguous_rows(hidden), len(hidden)
+    hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     if out is None and tokens > _MAX_TOKENS:
@@ -101,13 +117,15 @@ def linear_exponentials(
             mean_logit = None if mean_logit is None else mean_logit[rows]
             part = Exponentials(offset[rows], lse[rows], logp[rows], mean_logit)
             linear_exponentials(
-                hidden[rows], weight, labels[rows], None, epilogue,
-                found=part, label_logit=label_logit[rows], backend=backend,
+                hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
+                found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
             )  # fmt: skip
         return statistics
     if not tokens:
         return statistics
-    kernel, tiles = hopper_exponentials_kernel, hopper_tiles(hidden, weight, epilogue, out) if hidden.is_cuda else None
+    kernel = hopper_exponentials_kernel
+    # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
+    tiles = None if batch_invariant else hopper_tiles(hidden, weight, epilogue, out)
     if tiles is None:
         kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
     row_tiles, column_tiles, programs, arguments = tiles
@@ -131,8 +149,8 @@ def linear_exponentials(
 
     needed = launch(label_logit, None)
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed)
-    splits = triton.next_power_of_2(programs)  # an upper bound that does not depend on N
+    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+    splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
     _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
         arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
@@ -172,10 +190,10 @@ def gradient_scales(
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
         offset, lse, logp, _ = found
-        scale = p_coef * (offset - lse).exp() * transform.factor
+        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
-        at_label.copy_(total * transform.slope(logp + lse) * transform.factor)
+        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
         if scaled is not None and hidden is not None:
             scaled.copy_(scale[:, None] * hidden)
         return scale, at_label, scaled
@@ -307,8 +325,13 @@ def _scales_kernel(
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
         s *= transform.factor
-        at_label = transform_gradient(at_label, row_logp + row_lse, transform)
+        if transform.temperature is not None:
+            s *= inverse
+        at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
     tl.store(scale_out + row, s)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
@@ -339,14 +362,11 @@ def _exponentials_kernel(
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     tiles = row_tiles * column_tiles
-    in_group = group * column_tiles
     if needed is not None:
         tiles = tiles * tl.load(needed)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        first = tile // in_group * group
-        size = tl.minimum(row_tiles - first, group)
-        column_tile = tile % in_group // size
-        first_row = (first + tile % in_group % size) * BLOCK_N
+        row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, group)
+        first_row = row_tile * BLOCK_N
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
@@ -355,6 +375,9 @@ def _exponentials_kernel(
         rows = first_row + tl.arange(0, BLOCK_N)
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, rows < tokens, 1)
         sums = tl.zeros((BLOCK_N,), tl.float32)
         totals = tl.zeros((BLOCK_N,), tl.float32)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
@@ -364,7 +387,7 @@ def _exponentials_kernel(
             x = left if half == 0 else right
             z = x
             if bias is not None or transform.factor is not None:
-                z = transform_block(x, bias, columns, columns < vocab_size, transform)
+                z = transform_block(x, bias, columns, columns < vocab_size, transform, inverse)
             if logit_sums is not None:
                 totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
@@ -373,7 +396,7 @@ def _exponentials_kernel(
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
             if transform.cap is not None:
-                tanh = z / transform.cap
+                tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if PROJECTIONS:
                 e = x

@@ -1,8 +1,8 @@
 """The exponentials of :mod:`liger_losses.kernels.linear_exp` on Hopper: loads, products and exponentials overlap.
 
-A program has three parts that run at the same time. One warp loads tiles of ``hidden`` and ``weight`` into a ring of
-buffers in shared memory. Two groups of four warps multiply them, each into 64 rows of a tile, and take exponentials of
-their rows while the other group multiplies.
+A program has three parts that run at the same time. One warp loads parts of ``hidden`` and ``weight`` into a ring of
+buffers in shared memory. Two groups of four warps take tiles in turn: while one multiplies, the other takes and stores
+the exponentials of its tile.
 
 Written in Gluon, the part of Triton in which a kernel places its own data; it serves compute capability 9.0, and
 matrices that the tensor memory accelerator supports.
@@ -11,12 +11,13 @@ matrices that the tensor memory accelerator supports.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import Tiles, aligned, processors
+from liger_losses.kernels._tiles import Tiles, aligned, descriptor, processors
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.logit_transform import Epilogue
 
@@ -34,22 +35,12 @@ except ImportError:
     gluon = gl = tma = None
 
 
-class Shape(NamedTuple):
-    """Rows, columns and depth of a tile; buffers of the ring; whether the groups take tiles in turn or share each."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    in_turn: bool
-
-
-#: By what a call stores: nothing, or elements of so many bytes.
-_SHAPES = {
-    0: Shape(128, 256, 64, 4, in_turn=False),
-    2: Shape(128, 256, 64, 4, in_turn=False),
-    4: Shape(128, 256, 64, 3, in_turn=False),
-}
+#: Rows, columns and depth of a tile. Two groups of four warps that take tiles of 128 x 128 in turn take 0.93 to 0.98 of
+#: cuBLAS's time on an H200 (benchmarks/results/exponentials_kernel.txt); tiles of 64 x 256, 0.97 to 0.99; two groups
+#: that share tiles of 128 x 256, and whose exponentials nothing runs beside, 0.98 to 1.00.
+_ROWS, _COLUMNS, _DEPTH = 128, 128, 64
+#: Buffers of the ring, by the bytes of what a call stores (0: nothing): as many as shared memory has room for.
+_STAGES = {0: 6, 2: 6, 4: 5}
 #: Registers of a thread that multiplies.
 _REGISTERS = 240
 
@@ -60,42 +51,46 @@ def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor
     It serves compute capability 9.0, matrices that the tensor memory accelerator supports, and logits without a
     soft-cap, whose derivative takes more registers than there are.
     """
-    stored = [] if out is None else [out]
-    if gluon is None or INTERPRETED or epilogue.transform.softcap is not None:
+    if epilogue.transform.softcap is not None or not _serves(hidden.device):
         return None
-    if torch.cuda.get_device_capability(hidden.device) != (9, 0) or not all(map(aligned, (hidden, weight, *stored))):
+    if not aligned(hidden) or not aligned(weight) or not (out is None or aligned(out)):
         return None
-    shape = _SHAPES[0 if out is None else out.dtype.itemsize]
     arguments = {
-        "hidden": _descriptor(hidden, shape.rows, shape.depth),
-        "weight": _descriptor(weight, shape.columns, shape.depth),
-        "out": None,
+        "hidden": _descriptor(hidden, _DEPTH),
+        "weight": _descriptor(weight, _DEPTH),
+        "out": None if out is None else _descriptor(out, _COLUMNS // 2),
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
-        "BLOCK_N": shape.rows,
-        "BLOCK_V": shape.columns,
-        "BLOCK_H": shape.depth,
-        "STAGES": shape.stages,
-        "IN_TURN": shape.in_turn,
+        "BLOCK_N": _ROWS,
+        "BLOCK_V": _COLUMNS,
+        "BLOCK_H": _DEPTH,
+        "STAGES": _STAGES[0 if out is None else out.dtype.itemsize],
         "REGISTERS": _REGISTERS,
         "num_warps": 4,
     }
-    if out is not None:
-        arguments["out"] = _descriptor(out, shape.rows if shape.in_turn else shape.rows // 2, shape.columns // 2)
-    row_tiles, column_tiles = -(-len(hidden) // shape.rows), -(-len(weight) // shape.columns)
-    return Tiles(row_tiles, column_tiles, processors(hidden.device), arguments)
+    return Tiles(-(-len(hidden) // _ROWS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
 
 
-def _descriptor(matrix: Tensor, rows: int, columns: int) -> object:
-    """The matrix as the tensor memory accelerator takes it, in blocks, which lie in shared memory as products need."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+@cache
+def _serves(device: torch.device) -> bool:
+    """Whether there is Gluon and the device is a Hopper GPU (an AMD GPU may have the same number)."""
+    if gluon is None or INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
-    size = matrix.dtype.itemsize
-    layout = gl.NVMMASharedLayout(min(128, columns * size), 8 * size, 2)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+def _descriptor(matrix: Tensor, columns: int) -> object:
+    """The matrix as the tensor memory accelerator takes it, in blocks of :data:`_ROWS` rows and so many columns."""
+    return descriptor(matrix, _ROWS, columns, _layout(matrix.dtype.itemsize))
+
+
+@cache
+def _layout(size: int) -> Any:
+    """How products expect a block of elements of ``size`` bytes, whose rows have at least 128, in shared memory."""
+    return gl.NVMMASharedLayout(128, 8 * size, 2)
 
 
 def gluon_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -167,15 +162,12 @@ def _pieces(z, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
 def _consume(
     hidden_buffers, weight_buffers, full, empty, turns, staging, out, bias, labels, offset, partial, logit_sums,
     transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-    PROJECTIONS: gl.constexpr, PART: gl.constexpr, IN_TURN: gl.constexpr,
+    PROJECTIONS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """One of the two parts that multiply: rows of each tile, or, with ``IN_TURN``, every other tile."""
+    """One of the two parts that multiply: every other tile of the program."""
     STAGES: gl.constexpr = hidden_buffers.shape[0]
     BLOCK_N: gl.constexpr = hidden_buffers.shape[1]
     BLOCK_V: gl.constexpr = weight_buffers.shape[1]
-    ROWS: gl.constexpr = BLOCK_N if IN_TURN else BLOCK_N // 2
-    START: gl.constexpr = 0 if IN_TURN else PART * ROWS
-    PARTS: gl.constexpr = 2 if IN_TURN else 1
     HALF: gl.constexpr = BLOCK_V // 2
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -183,39 +175,41 @@ def _consume(
     by_column: gl.constexpr = gl.SliceLayout(0, half)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    skipped = steps if IN_TURN else 0
-    used = skipped * PART
+    used = steps * PART  # buffers, by both parts
     turn = gl.to_tensor(1 - PART)  # the first tile waits for nothing
-    for tile in range(program + (programs * PART if IN_TURN else 0), tiles, programs * PARTS):
+    for tile in range(program + programs * PART, tiles, programs * 2):
         row_tile, column_tile = _position(tile, row_tiles, column_tiles, group)
         first_column = column_tile * BLOCK_V
-        first_row = row_tile * BLOCK_N + START
-        rows = first_row + gl.arange(0, ROWS, by_row)
+        first_row = row_tile * BLOCK_N
+        rows = first_row + gl.arange(0, BLOCK_N, by_row)
         inside = rows < tokens
         row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
         label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        if transform.temperature is not None:
+            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)[:, None]
+        elif transform.factor is not None:
+            factor = transform.factor
         stage = used % STAGES
         phase = used // STAGES & 1
-        z = gl.zeros((ROWS, BLOCK_V), gl.float32, whole)
-        if IN_TURN:  # a phase has no number, only a parity: nobody waits for one before its predecessor is over
-            mbarrier.wait(turns.index(PART), turn)
-            turn ^= 1
+        z = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, whole)
+        # A phase has no number, only a parity: nobody waits for one before its predecessor is over.
+        mbarrier.wait(turns.index(PART), turn)
+        turn ^= 1
         for k in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            a = hidden_buffers.index(stage).slice(START, ROWS, 0)
-            z = warpgroup_mma(a, weight_buffers.index(stage).permute((1, 0)), z, use_acc=k > 0, is_async=True)
+            a, b = hidden_buffers.index(stage), weight_buffers.index(stage)
+            z = warpgroup_mma(a, b.permute((1, 0)), z, use_acc=k > 0, is_async=True)
             z = warpgroup_mma_wait(1, deps=[z])
             mbarrier.arrive(empty.index(_previous(stage, STAGES)), pred=k > 0)
             stage, phase = _next(stage, phase, STAGES)
-        if IN_TURN:
-            mbarrier.arrive(turns.index(1 - PART))
-        used += steps + skipped
+        mbarrier.arrive(turns.index(1 - PART))
+        used += steps * 2
         at_label = gl.max(((label >= 0) & (label < BLOCK_V)).to(gl.int32), 0) > 0  # while the last product runs
-        sums = gl.zeros((ROWS,), gl.float32, by_row)
-        totals = gl.zeros((ROWS,), gl.float32, by_row)
+        sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
+        totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
         z = warpgroup_mma_wait(0, deps=[z])
         mbarrier.arrive(empty.index(_previous(stage, STAGES)))
-        left, right = _pieces(z, ROWS, HALF, half)
+        left, right = _pieces(z, BLOCK_N, HALF, half)
         for part in gl.static_range(2):
             start = first_column + part * HALF
             columns = gl.arange(0, HALF, by_column)
@@ -225,7 +219,7 @@ def _consume(
             if bias is not None:
                 z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
             if transform.factor is not None:
-                z = z * transform.factor
+                z = z * factor
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
@@ -256,7 +250,7 @@ def hopper_exponentials_kernel(
     hidden, weight, out, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, needed, group, transform,
     PROJECTIONS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr, IN_TURN: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile.
 
@@ -270,7 +264,7 @@ def hopper_exponentials_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1 if IN_TURN else 2)
+        mbarrier.init(empty.index(stage), count=1)
     for part in gl.static_range(2):
         mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
@@ -292,12 +286,12 @@ def hopper_exponentials_kernel(
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[0], out, bias, labels, offset, partial,
                 logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 0, IN_TURN,
+                PROJECTIONS, 0,
             )),
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[1], out, bias, labels, offset, partial,
                 logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 1, IN_TURN,
+                PROJECTIONS, 1,
             )),
             (_produce, (
                 hidden, weight, hidden_buffers, weight_buffers, full, empty, tiles, steps, group, row_tiles,

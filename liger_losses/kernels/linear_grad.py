@@ -16,7 +16,7 @@ from liger_losses.kernels._tiles import (
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import Epilogue, transform_block
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.softmax_grad import (
     GRADIENT_VECTORS,
     SoftmaxGradient,
@@ -102,6 +102,9 @@ def _linear_gradient_kernel(
         row_lse = tl.load(lse + rows, mask=valid, other=0.0)[:, None]
         label = (tl.load(labels + rows, mask=valid, other=-1).to(tl.int32) - first_column)[:, None]
         values = load_coefficients(coefficients, rows, valid, inverse_vocab_size, 1)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, valid, 1)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_of_tile + half * (BLOCK_V // 2)
@@ -109,6 +112,8 @@ def _linear_gradient_kernel(
             inside = columns < vocab_size
             z = left if half == 0 else right
             if bias is not None or transform.factor is not None:
-                z = transform_block(z, bias, columns, inside, transform)
-            grad = gradient_block(z, columns, inside, row_lse, label, class_weight, coefficients, values, transform)
+                z = transform_block(z, bias, columns, inside, transform, inverse)
+            grad = gradient_block(
+                z, columns, inside, row_lse, label, class_weight, coefficients, values, transform, inverse
+            )
             store_tile(out, out_stride, grad, rows, columns, first_row, start, tokens, vocab_size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, load_logits, transform_gradient
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_gradient
 from liger_losses.kernels.softmax_stats import row_slices
 
 
@@ -133,7 +133,8 @@ def softmax_gradient_into(
         return out
     for rows in row_slices(projected, scratch):
         part = coefficients.rows(rows.start, rows.stop)
-        grad = _gradient_torch(projected[rows], lse[rows], labels[rows] - first_column, part, epilogue, vocab_size)
+        own, column = epilogue.rows(rows), labels[rows] - first_column
+        grad = _gradient_torch(projected[rows], lse[rows], column, part, own, vocab_size)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
         out[rows].copy_(grad)
@@ -205,10 +206,11 @@ def load_coefficients(coefficients, rows, valid, inverse_vocab_size, AXIS: tl.co
 
 
 @jit
-def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, values, transform):
+def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, values, transform, inverse):
     """d loss / d projections of a block of logits ``z``, with which ``columns``, ``lse`` and ``label`` broadcast.
 
-    ``coefficients`` are pointers, which say what is absent; ``values`` is what :func:`load_coefficients` returned.
+    ``coefficients`` are pointers, which say what is absent; ``values`` is what :func:`load_coefficients` returned, and
+    ``inverse`` what :func:`~liger_losses.kernels.logit_transform.inverse_temperature` did.
     """
     _p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef = coefficients
     p_value, p_logp_value, p_squared_value, label_value, uniform_value, class_value = values
@@ -231,7 +233,7 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
     if label_coef is not None:
         grad += tl.where(columns == label, label_value, 0.0)
     if transform.factor is not None:
-        grad = transform_gradient(grad, z, transform)
+        grad = transform_gradient(grad, z, transform, inverse)
     return grad
 
 
@@ -252,11 +254,14 @@ def _gradient_kernel(
     label = (tl.load(labels + row) - first_column).to(tl.int32)
     coefficients = (p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef)
     values = load_coefficients(coefficients, row, True, inverse_vocab_size, 0)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, row, True, 0)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        z = load_logits(projected + row * row_stride, bias, at, inside, transform)
-        grad = gradient_block(z, at, inside, row_lse, label, class_weight, coefficients, values, transform)
+        z = load_logits(projected + row * row_stride, bias, at, inside, transform, inverse)
+        grad = gradient_block(z, at, inside, row_lse, label, class_weight, coefficients, values, transform, inverse)
         # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
         tl.debug_barrier()
         tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)

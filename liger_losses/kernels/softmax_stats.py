@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, load_logits
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits
 from liger_losses.kernels.online_softmax import (
     STATISTICS,
     STORED,
@@ -72,9 +72,12 @@ def softmax_statistics(
     if "argmax" in names:
         values["argmax"] = torch.empty_like(labels)
     for part in row_slices(projected, scratch):
-        statistics = reference_statistics(projected[part], labels[part], names, epilogue)
+        own, at, transform = projected[part], labels[part], epilogue.rows(part)
+        if len(own) == 1:  # the sum of a single row would be shared by threads, and taken in another order
+            own, at = own.expand(2, -1), at.expand(2)
+        statistics = reference_statistics(own, at, names, transform)
         for name, value in values.items():
-            value[part] = statistics[name]
+            value[part] = statistics[name][: len(value[part])]
     return values
 
 
@@ -94,13 +97,16 @@ def _statistics_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     projected += row * row_stride
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, row, True, 0)
     state = online_start(tl.zeros((), tl.float32))
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        z = load_logits(projected, bias, at, inside, transform)
+        z = load_logits(projected, bias, at, inside, transform, inverse)
         state = online_step(z, start, at, inside, class_weight, state, sums, 0)
-    label_logit = load_logits(projected, bias, tl.load(labels + row), True, transform)
+    label_logit = load_logits(projected, bias, tl.load(labels + row), True, transform, inverse)
     if argmax is not None:
         argmax += row
     store_statistics(stored + row, rows, argmax, label_logit, state, sums, columns)

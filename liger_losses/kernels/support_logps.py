@@ -14,7 +14,12 @@ from torch import Tensor
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import device_of, jit, tl, triton
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.logit_transform import LogitTransform, transform_block, transform_gradient
+from liger_losses.kernels.logit_transform import (
+    LogitTransform,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
 from liger_losses.kernels.row_sums import RowSums, edges_of, slices, step_of, sum_rows, sum_values
 from liger_losses.kernels.support_columns import TokenColumns
 from liger_losses.kernels.support_products import Products, gradients_by_products, project_by_products
@@ -200,7 +205,8 @@ def _project_torch(
 
 def _to_logits(projected: Tensor, bias: Tensor | None, columns: TokenColumns, transform: LogitTransform) -> Tensor:
     counts = columns.columns >= 0
-    logits = transform(projected, None if bias is None else bias[columns.columns.clamp(min=0)].to(projected.dtype))
+    own = transform.rows(columns.tokens)
+    logits = own(projected, None if bias is None else bias[columns.columns.clamp(min=0)].to(projected.dtype))
     return torch.where(counts, logits, float("-inf"))
 
 
@@ -228,7 +234,8 @@ def _differentiate_torch(logits: Tensor, columns: TokenColumns, transform: Logit
     grad = torch.where(columns.columns == columns.labels[columns.tokens], g_logp, 0.0) + p * (g_lse - g_logp)
     grad = grad - torch.where(p > 0, g_entropy * p * (log_p + entropy), 0.0)
     counts = columns.columns >= 0
-    return transform.chain_(torch.where(counts, grad, 0.0), torch.where(counts, logits, 0.0))
+    own = transform.rows(columns.tokens)
+    return own.chain_(torch.where(counts, grad, 0.0), torch.where(counts, logits, 0.0))
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
@@ -293,7 +300,10 @@ def _project_kernel(
         products += w.to(tl.float32) * h.to(tl.float32)
     z = tl.sum(products, 1)
     if bias is not None or transform.factor is not None:
-        z = transform_block(z, bias, column, counts, transform)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, token, counts, 0)
+        z = transform_block(z, bias, column, counts, transform, inverse)
     tl.store(logits + at, tl.where(counts, z, float("-inf")), mask=at < pairs)
 
 
@@ -345,6 +355,9 @@ def _differentiate_kernel(
     of_logp = 0.0 if grad_logp is None else tl.load(grad_logp + token)
     of_lse = 0.0 if grad_lse is None else tl.load(grad_lse + token)
     log_sum = tl.load(lse + token)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, token, True, 0)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         column = tl.load(columns + at, mask=at < last, other=-1)
@@ -355,7 +368,7 @@ def _differentiate_kernel(
         if grad_entropy is not None:
             grad -= tl.load(grad_entropy + token) * p * tl.where(p > 0, log_p + tl.load(entropy + token), 0.0)
         if transform.factor is not None:
-            grad = transform_gradient(grad, tl.where(column >= 0, z, 0.0), transform)
+            grad = transform_gradient(grad, tl.where(column >= 0, z, 0.0), transform, inverse)
         tl.store(values + at, tl.where(column >= 0, grad, 0.0), mask=at < last)
 
 

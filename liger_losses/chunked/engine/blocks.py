@@ -19,6 +19,8 @@ from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -169,6 +171,7 @@ class Part(NamedTuple):
     rows: slice  # which of them
     hidden: Tensor  # [R, H], their hidden states in the operand dtype
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
+    epilogue: Epilogue  # from their projections to logits
 
 
 class Block:
@@ -210,6 +213,28 @@ class Block:
         self.wait()  # the block's memory is about to be freed
 
 
+def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
+    """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
+    call, labels = opened.call, opened.labels[part.rows]
+    names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
+    if not names <= {"logp", "lse", "mean_logit"}:
+        return linear_softmax_statistics(
+            part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
+        )
+    found = linear_exponentials(
+        part.hidden,
+        opened.weight,
+        labels,
+        out,
+        part.epilogue,
+        found=Exponentials.into(part.values),
+        projections=out is not None,
+        batch_invariant=invariant,
+        backend=backend,
+    )
+    return {name: getattr(found, name) for name in {*names, "logp"}}
+
+
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
@@ -220,19 +245,23 @@ class LogitBlock(Block):
         self.projections = opened.weight.new_empty(rows, width, dtype=self.call.work.logits_dtype)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, projected = self.call, self._project(part.hidden)
-        computed = softmax_statistics(
-            projected,
-            self.opened.labels[part.rows],
-            call.block_names - {"selected_logps"},
-            self.opened.epilogue,
-            scratch=call.plan.scratch,
-            backend=call.backend,
-        )
+        call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
+        if call.batch_invariant and call.work.fused_products:
+            computed = fused_statistics(self.opened, part, projected)
+        else:
+            self._project(part.hidden, fixed=call.batch_invariant)
+            computed = softmax_statistics(
+                projected,
+                self.opened.labels[part.rows],
+                call.block_names - {"selected_logps"},
+                part.epilogue,
+                scratch=call.plan.scratch,
+                backend=call.backend,
+            )
         if call.query.selected is not None and "selected_logps" in part.values:
             columns, owned = self._selected(part.rows)
             bias = None if self.opened.bias is None else self.opened.bias[columns]
-            logits = call.transform(projected.gather(1, columns), bias)
+            logits = part.epilogue.transform(projected.gather(1, columns), bias)
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
@@ -254,9 +283,10 @@ class LogitBlock(Block):
     def refill(self, part: Part, upstream: Upstream) -> None:
         self._project(part.hidden)
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        projected = self.projections[: len(hidden), : self.vocab_size]
-        return self.opened.projection.into(projected, hidden, 0, self.vocab_size)
+    def _project(self, hidden: Tensor, fixed: bool = False) -> None:
+        projection = self.opened.projection
+        project = projection.into_fixed if fixed else projection.into
+        project(self.projections[: len(hidden), : self.vocab_size], hidden, 0, self.vocab_size)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -282,7 +312,8 @@ class LogitBlock(Block):
         assert coefficients.p_coef is not None
         columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
         local, owned = self._selected(part.rows)
-        slope = call.transform.slope(logps + part.values["lse"][:, None]) * call.transform.factor
+        logits, transform = logps + part.values["lse"][:, None], part.epilogue.transform
+        slope = transform.slope(logits) * transform.factor(logits)
         total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
         if coefficients.label_coef is not None:
             at_label = columns == call.tokens.labels[part.rows, None]
@@ -324,7 +355,7 @@ def projection_gradient(
         part.values["lse"],
         call.tokens.labels[part.rows],
         coefficients,
-        opened.epilogue.columns(columns),
+        part.epilogue.columns(columns),
         first_column=opened.first_column + columns.start,
         vocab_size=call.vocab_size,
         grad_bias=None if grad_bias is None else grad_bias[columns],
@@ -363,9 +394,10 @@ class ExponentialBlock(Block):
             opened.weight,
             self.labels[part.rows],
             exponentials,
-            opened.epilogue,
+            part.epilogue,
             found=Exponentials.into(part.values),
             label_logit=label_logit,
+            batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
         if any(call.needs_hidden) and call.strategy != "resident":
@@ -383,7 +415,7 @@ class ExponentialBlock(Block):
         for rows in blocks(opened.count, call.plan.rows if call.work.gathers else opened.count):
             hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
-            found.append(label_logits(hidden, opened.weight, labels, opened.epilogue, backend=call.backend))
+            found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
         mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.weight.device), *found])
         return shard.sum_(mine.masked_fill_(~owned, 0.0))
 
@@ -414,7 +446,7 @@ class ExponentialBlock(Block):
                 self.offsets,
                 hidden if call.needs_weight else None,
                 head_grads.labels_out(part.rows),
-                transform=call.transform,
+                transform=part.epilogue.transform,
                 backend=call.backend,
             )
             if opened.owned is not None:

@@ -10,25 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
-from liger_losses.chunked.engine.head import Head, Projection, can_fuse, operand_dtype
-from liger_losses.chunked.engine.plan import Plan, Workload, default_bound, device_memory, make_plan
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard
+from liger_losses.chunked.engine.head import Head, Projection, can_fuse, check_invariant, operand_dtype
+from liger_losses.chunked.engine.plan import (
+    EngineOptions,
+    Plan,
+    Workload,
+    default_bound,
+    device_memory,
+    make_plan,
+)
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Counting, Tokens
-from liger_losses.kernels import BACKENDS, LOGIT_DTYPES, choose_backend
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
-from liger_losses.kernels.tracing import record, state
+from liger_losses.kernels.tracing import state
 
 
 class Statistics(NamedTuple):
@@ -49,76 +55,21 @@ class Statistics(NamedTuple):
     divergence: Any = None
 
 
-#: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
-STRATEGIES = {
-    "statistics": "nothing needs a gradient: statistics only. 2",
-    "one_pass": "separable loss: loss and gradients of a block while its logits exist. 6 (4)",
-    "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
-    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H], saved for backward. 4",
-    "two_pass": "coupled loss: statistics first, then every block again, once the upstream gradients are known. 8 (6)",
-}
-
-
-@record
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to stream; no option changes a result beyond rounding.
-
-    Args:
-        ignore_index: the label of tokens without loss.
-        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
-            they are projected and their results multiplied by 0: their hidden states must be finite.
-        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
-            memory and :func:`liger_losses.set_default_workspace`.
-        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
-        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
-            costs a buffer of the weight's size.
-        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
-            the environment variable ``LIGER_LOSSES_BACKEND``.
-        strategy: force one of :data:`STRATEGIES` (for tests and measurements).
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
-    """
-
-    ignore_index: int = -100
-    compact: bool = True
-    workspace: int | None = None
-    chunk_size: int | None = None
-    accum_dtype: torch.dtype | None = None
-    backend: str | None = None
-    strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
-            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
-        for name in ("workspace", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-        if self.accum_dtype not in (None, torch.float32):
-            raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
-        if self.backend is not None:
-            check_names([self.backend], BACKENDS, "backend")
-        if self.strategy is not None:
-            check_names([self.strategy], STRATEGIES, "strategy")
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""
 
     teacher: Teacher | TeacherLogits
     divergence: Divergence
-    temperature: float = 1.0  # what both models' logits are divided by in the divergence
+    temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
 
 
 @dataclass(frozen=True)
 class Query:
     """What is asked about each token.
 
-    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``) have the labels' shape in what a user gives,
-    and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
+    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``, temperatures) have the labels' shape in what a
+    user gives, and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
     """
 
     statistics: tuple[str, ...]  # names of Statistics that are differentiated
@@ -147,7 +98,9 @@ class Query:
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
-        selected, weights = self.selected, self.token_weights
+        selected, weights, comparison = self.selected, self.token_weights, self.comparison
+        if comparison is not None and isinstance(comparison.temperature, Tensor):
+            comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
             if tokens.mask is not None:
@@ -161,6 +114,7 @@ class Query:
             metrics=tuple(name for name in self.metrics if name not in self.statistics),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
+            comparison=comparison,
             token_inputs={n: tokens.gather_like_labels(value.detach()) for n, value in self.token_inputs.items()},
             token_weights=weights,
         )
@@ -172,6 +126,7 @@ class Call:
 
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
+    batch_invariant: bool  # whether a token's statistics have the same bits in any batch
     shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
     vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
@@ -297,7 +252,7 @@ def make_call(
         checked = CheckedInputs.of(hidden_states[0] if alone else hidden_states, head, labels, query)
         if not state.shapes_only:
             draft = _Draft(checked, head, query, options, memory)
-            agreement.facts, agreement.checksum = draft.facts, draft.labels.checksum(draft.backend)
+            agreement.facts, agreement.checksum = draft.facts, draft.checksum
             if device.type == "cpu":  # which also finds what is wrong with the values of one rank
                 call = draft.call()
     try:
@@ -322,6 +277,8 @@ class _Draft:
         device, grad = head.weight.device, torch.is_grad_enabled()
         wide = torch.promote_types(torch.float32, compute_dtype)
         self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+        if head.batch_invariant:
+            check_invariant(device, backend, query.comparison is not None)
         count = head.vocab_size, options.ignore_index, options.compact, backend
         self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
         self.operand = operand = operand_dtype(compute_dtype, device, backend)
@@ -347,7 +304,8 @@ class _Draft:
         comparison, compared = query.comparison, ""
         if comparison is not None:
             columns = comparison.teacher.vocab_size
-            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={comparison.temperature})"
+            at = said(comparison.temperature)
+            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={at})"
         space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
         kinds = [name for name in ("dense", "fused", "exponentials") if getattr(self, name)]
         return (
@@ -356,8 +314,17 @@ class _Draft:
             f"{self.needs_hidden} and of {needs}, {space}, chunk_size {options.chunk_size}, "
             f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
             f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
-            f"{self.head.transform}"
+            f"{self.head.transform.said}"
         )
+
+    @property
+    def checksum(self) -> Tensor:
+        """Of the labels, and of the temperatures of tokens that carry loss, 0-dim."""
+        compared = self.head.transform if self.query.comparison is None else self.query.comparison
+        found, temperature = self.labels.checksum(self.backend), compared.temperature
+        if isinstance(temperature, Tensor):
+            found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
+        return found
 
     def call(self) -> Call:
         """The call, once the active tokens are known."""
@@ -414,9 +381,13 @@ class _Draft:
         if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
             # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
             grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+        transform = head.transform
+        if isinstance(transform.temperature, Tensor):
+            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, work.logits_dtype))
         return Call(
             query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
-            transform=head.transform,
+            transform=transform,
+            batch_invariant=head.batch_invariant,
             shard=head.shard,
             vocab_size=vocab_size,
             tokens=tokens,
@@ -473,9 +444,9 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
     if isinstance(comparison.teacher, Teacher):
         heads["teacher"] = comparison.teacher.head
     for whose, either in heads.items():
-        if either.transform.temperature != 1.0:
+        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
             raise ValueError(
-                f"the {whose}'s head has temperature {either.transform.temperature}, which must be 1; give "
+                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
                 "temperature= instead, which divides both models' logits."
             )
     comparison.teacher.check(shape, head)

@@ -28,10 +28,9 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 @dataclass(frozen=True)
 class _Model:
-    """The student or the teacher: its projection, and what turns projections into logits at the temperature."""
+    """The student or the teacher: its projection, and whether a Triton kernel computes it."""
 
     projection: Projection
-    epilogue: Epilogue
     fused: bool
 
 
@@ -54,8 +53,7 @@ class TwoModels(Block):
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
         self.separate = has_two_softmaxes(call)
-        epilogue = opened.epilogue if self.separate else self.soft_epilogue
-        self.student = _Model(opened.projection, epilogue, call.work.fused_products)
+        self.student = _Model(opened.projection, call.work.fused_products)
         #: The teacher, if its logits are computed here.
         self.teacher: _Model | None = None
         self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
@@ -67,9 +65,15 @@ class TwoModels(Block):
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk)
         fused = can_fuse(head.weight, call.work.operand_dtype, call.backend)
-        self.teacher = _Model(projection, self.teacher_epilogue, fused)
+        self.teacher = _Model(projection, fused)
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
+
+    def soft_epilogues(self, rows: slice) -> tuple[Epilogue, Epilogue]:
+        """The student's and the teacher's at the divergence's temperature, of some active tokens."""
+        if not isinstance(self.comparison.temperature, Tensor):
+            return self.soft_epilogue, self.teacher_epilogue
+        return self.soft_epilogue.rows(rows), self.teacher_epilogue.rows(rows)
 
     def teacher_hidden(self, rows: slice) -> Tensor:
         """The teacher's hidden states ``[R, Ht]`` of some active tokens, in the operand dtype."""
@@ -82,7 +86,8 @@ def has_two_softmaxes(call: Call) -> bool:
     comparison = call.query.comparison
     assert comparison is not None
     wider = call.vocab_size > comparison.teacher.vocab_size
-    return "logp" in call.outputs and (comparison.temperature != 1.0 or wider)
+    other = isinstance(comparison.temperature, Tensor) or comparison.temperature != 1.0
+    return "logp" in call.outputs and (other or wider)
 
 
 class DivergenceBlock(TwoModels):
@@ -108,7 +113,8 @@ class DivergenceBlock(TwoModels):
             self.grad_bias.zero_()
         for at in blocks(len(part.hidden), self.call.plan.part_rows):
             rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
-            smaller = Part(rows, part.hidden[at], {name: value[at] for name, value in part.values.items()})
+            values = {name: value[at] for name, value in part.values.items()}
+            smaller = Part(rows, part.hidden[at], values, part.epilogue)
             if upstream is None or self.gradient is None:
                 self._fill_part(smaller)
             else:
@@ -133,21 +139,24 @@ class DivergenceBlock(TwoModels):
 
     def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
         """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
-        call, (rows, hidden, values) = self.call, part
+        call, (rows, hidden, values, own_epilogue) = self.call, part
+        soft_epilogue, teacher_epilogue = self.soft_epilogues(rows)
         labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
         student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
         student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
         teacher_logits = teacher_logits[:, : self.shared]
         hard_lse = lse = values["lse"]
         found = {name: value for name, value in values.items() if name in ("lse", "logp")}
-        self._compute_logits(student_logits, found, self.student, hidden, labels if "logp" in found else shared_labels)
+        first_epilogue = own_epilogue if self.separate else soft_epilogue
+        first_labels = labels if "logp" in found else shared_labels
+        self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
         if self.separate:
             lse = torch.empty_like(hard_lse)
-            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, self.soft_epilogue)
+            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
         if "entropy" in values:
-            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, self.soft_epilogue)
+            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
         teacher_lse = torch.empty_like(lse)
-        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels)
+        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
         if call.shard is not None and self.opened.owned is not None:
             soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
             of_student = [soft, found] if self.separate else [soft | found]
@@ -162,8 +171,8 @@ class DivergenceBlock(TwoModels):
         with_bias = self.grad_bias is not None and out is not None
         target = student_logits if with_bias else out
         value = values["divergence"] if "divergence" in values else torch.empty_like(lse)
-        student = Logits(shared_logits, lse, self.soft_epilogue)
-        teacher = Logits(teacher_logits, teacher_lse, self.teacher_epilogue)
+        student = Logits(shared_logits, lse, soft_epilogue)
+        teacher = Logits(teacher_logits, teacher_lse, teacher_epilogue)
         self._divergence(
             value, student, teacher, None if target is None else target[:, : self.shared], coefficients, labels
         )
@@ -231,32 +240,40 @@ class DivergenceBlock(TwoModels):
             backend=call.backend,
         )
 
-    def _compute_teacher_logits(self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor) -> None:
+    def _compute_teacher_logits(
+        self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
+    ) -> None:
         """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
         tokens, teacher = self.call.tokens, self.comparison.teacher
         if self.teacher is not None:
-            self._compute_logits(out, {"lse": lse}, self.teacher, self.teacher_hidden(rows), labels)
+            self._compute_logits(out, {"lse": lse}, self.teacher, self.teacher_hidden(rows), labels, epilogue)
             return
         assert isinstance(teacher, TeacherLogits)
         (index,) = tokens.indices
         positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
         out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
-        self._compute_statistics({"lse": lse}, out, labels, self.teacher_epilogue)
+        self._compute_statistics({"lse": lse}, out, labels, epilogue)
 
     def _compute_logits(
-        self, out: Tensor, statistics: Mapping[str, Tensor], model: _Model, hidden: Tensor, labels: Tensor
+        self,
+        out: Tensor,
+        statistics: Mapping[str, Tensor],
+        model: _Model,
+        hidden: Tensor,
+        labels: Tensor,
+        epilogue: Epilogue,
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
         if not model.fused:
             model.projection.into(out, hidden, 0, out.shape[1])
-            self._compute_statistics(statistics, out, labels, model.epilogue)
+            self._compute_statistics(statistics, out, labels, epilogue)
             return
         linear_exponentials(
             hidden,
             model.projection.weight,
             labels,
             out,
-            model.epilogue,
+            epilogue,
             found=Exponentials.into(statistics),
             projections=True,
             backend=self.call.backend,

@@ -111,6 +111,7 @@ class DivergenceTiles(TwoModels):
     def _compute_softmaxes(self, part: Part) -> None:
         """The statistics of both models, each by one product whose logits stay in registers."""
         opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
+        soft_epilogue, teacher_epilogue = self.soft_epilogues(part.rows)
         labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
         own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
         soft = {"entropy": values["entropy"]} if "entropy" in values else {}
@@ -123,7 +124,7 @@ class DivergenceTiles(TwoModels):
             own = {}
         if own or soft:
             own = own or {"lse": torch.empty_like(values["lse"])}
-            _compute(own | soft, part.hidden, shared, shared_labels, self.soft_epilogue, self.call.backend)
+            _compute(own | soft, part.hidden, shared, shared_labels, soft_epilogue, self.call.backend)
         if cosine:
             squares = torch.zeros(2, len(part.hidden), device=shared.device)
             for _, student, teacher in self._tiles(part):
@@ -134,7 +135,7 @@ class DivergenceTiles(TwoModels):
             assert self.teacher is not None
             found, hidden = {"lse": values["teacher_lse"]}, self.teacher_hidden(part.rows)
             weight = self.teacher.projection.weight
-            _compute(found, hidden, weight, shared_labels, self.teacher_epilogue, self.call.backend)
+            _compute(found, hidden, weight, shared_labels, teacher_epilogue, self.call.backend)
 
     def _add_terms(self, part: Part, value: Tensor) -> None:
         """The divergence and sum(h) of all columns."""
@@ -152,14 +153,14 @@ class DivergenceTiles(TwoModels):
     def _tiles(self, part: Part) -> Iterator[tuple[slice, Product, Logits]]:
         """Columns that both models have, the student's product for them, and the teacher's projections."""
         assert self.teacher is not None
-        hidden = self.teacher_hidden(part.rows)
+        hidden, (soft, of_teacher) = self.teacher_hidden(part.rows), self.soft_epilogues(part.rows)
         lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
         for columns in blocks(self.shared, self.call.plan.tile_columns):
-            student = Product(part.hidden, self.opened.weight[columns], lse, self.soft_epilogue.columns(columns))
+            student = Product(part.hidden, self.opened.weight[columns], lse, soft.columns(columns))
             tile = self.teacher_projections[: len(hidden), : columns.stop - columns.start]
             self.teacher.projection.into(tile, hidden, columns.start, columns.stop)
             teacher_lse = self.values.get("teacher_lse", lse)
-            yield columns, student, Logits(tile, teacher_lse, self.teacher_epilogue.columns(columns))
+            yield columns, student, Logits(tile, teacher_lse, of_teacher.columns(columns))
 
 
 def _compute(

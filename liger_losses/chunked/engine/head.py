@@ -5,6 +5,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,13 @@ from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import record
+
+#: The default of ``Head(batch_invariant=)``.
+BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
+_BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
+#: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
+#: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
+_FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 
 
 @record
@@ -40,11 +48,14 @@ class Head:
         bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
         transform: temperature, scale and soft-cap of the logits.
         group: the process group whose ranks share the vocabulary.
+        batch_invariant: compute each token's forward statistics with the same bits in any batch: whatever the number of
+            tokens, their order, the mask and the workspace are. By default, whether the environment variable
+            ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
 
     Raises:
         TypeError: not tensors, or not floating point; a group of which this rank is no member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
-            with other placements, or beside ``group``.
+            with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
         RuntimeError: another rank of the group has raised.
     """
 
@@ -52,6 +63,7 @@ class Head:
     bias: Tensor | None
     transform: LogitTransform
     shard: VocabularyShard | None
+    batch_invariant: bool
 
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
     def __init__(
@@ -60,6 +72,7 @@ class Head:
         bias: Tensor | None = None,
         transform: LogitTransform | None = None,
         group: dist.ProcessGroup | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         shard = None
         if hasattr(weight, "full_tensor"):  # a DTensor
@@ -77,6 +90,12 @@ class Head:
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "transform", transform or LogitTransform())
         object.__setattr__(self, "shard", shard)
+        object.__setattr__(self, "batch_invariant", _BATCH_INVARIANT if batch_invariant is None else batch_invariant)
+        if self.batch_invariant and shard is not None:
+            raise ValueError(
+                "batch_invariant takes a head that is whole: the order in which ranks that share a vocabulary add up "
+                "their parts is not fixed. Gather the weight, or leave batch_invariant out."
+            )
 
     @classmethod
     def of(
@@ -105,7 +124,7 @@ class Head:
                 raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
             check_vector("bias", bias, weight.weight)
             weight = weight.with_fields(bias=bias)
-        if transform is None or transform == weight.transform:
+        if transform is None:
             return weight
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
@@ -152,12 +171,17 @@ def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
     values, untouched = {}, LogitTransform()
     for name in LogitTransform.__match_args__:
         ours, theirs, default = (getattr(transform, name) for transform in (own, given, untouched))
-        if ours != default and theirs not in (default, ours):
+        if _differ(ours, default) and _differ(theirs, default) and _differ(theirs, ours):
             raise ValueError(
                 f"{name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
             )
-        values[name] = theirs if ours == default else ours
+        values[name] = ours if _differ(ours, default) else theirs
     return LogitTransform(**values)
+
+
+def _differ(a: object, b: object) -> bool:
+    """Whether two values of a transform are not the same; a temperature per token is the same as itself alone."""
+    return a is not b and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
 
 
 def _say_what_to_pass(module: nn.Module) -> str:
@@ -192,6 +216,23 @@ class Projection:
             matmul_into(out[:, first - start : last - start], hidden, weight.t())
         return out
 
+    def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """:meth:`into`, by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
+        count, size = hidden.shape
+        rows, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
+        extra = -size % _FIXED_DEPTH
+        block, product = hidden.new_zeros(rows, size + extra), out.new_empty(rows, columns)
+        for first in range(start, stop, columns):
+            weight = self.weight[first : min(first + columns, stop)].to(self.operand_dtype)
+            weight = nn.functional.pad(weight, (0, extra)) if extra else weight
+            found = product[:, : len(weight)]
+            for row in range(0, count, rows):
+                part = hidden[row : row + rows]
+                block[: len(part), :size] = part
+                matmul_into(found, block, weight.t())
+                out[row : row + rows, first - start : first - start + len(weight)] = found[: len(part)]
+        return out
+
     def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
         """``out [T, H] = grad @ weight[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
         for first, last, weight in self.weight_chunks(start, start + grad.shape[1]):
@@ -202,6 +243,19 @@ class Projection:
 def can_fuse(weight: Tensor, operand: torch.dtype, backend: str) -> bool:
     """Whether one Triton kernel can compute both the product with this weight and its epilogue."""
     return backend == "triton" and weight.dtype == operand and operand in HALF_DTYPES and weight.stride(1) == 1
+
+
+def check_invariant(device: torch.device, backend: str, compares: bool) -> None:
+    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence."""
+    if device.type != "cpu" and backend == "torch":
+        raise ValueError(
+            f"batch_invariant takes Triton's kernels on {device.type}, as torch's sums depend on the number of tokens, "
+            "but backend 'torch' was chosen, or serves fp64 alone; leave backend= or batch_invariant out."
+        )
+    if compares:
+        raise ValueError(
+            "batch_invariant covers statistics of one model, and this call compares two; leave batch_invariant out."
+        )
 
 
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:

@@ -122,7 +122,7 @@ def linear_logps(
     lse: bool = False,
     ignore_index: int = -100,
     shift: OneOrEach = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     compact: bool = True,
@@ -147,7 +147,8 @@ def linear_logps(
         ignore_index: the label of tokens that need no log-probability; they get 0 and cost nothing.
         shift: position ``t`` predicts the label at ``t + shift``, ``True`` is 1; the last positions get 0. A list of K
             gives each head its own: ``[1, 2, 3]`` for the next three tokens.
-        temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
+        temperature: what logits are divided by: a number, or ``[...]`` with one for each hidden state.
+        logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         compact, workspace, chunk_size, backend: see :class:`EngineOptions`.
 
     Returns:
@@ -190,7 +191,7 @@ def linear_divergence(
     divergence: Divergence,
     *,
     logp: bool = False,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
@@ -208,7 +209,8 @@ def linear_divergence(
         divergence: see :class:`liger_losses.Divergence`.
         logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature
             1, differentiable.
-        temperature: what both models' logits are divided by in the divergence.
+        temperature: what both models' logits are divided by in the divergence: a number, or ``[...]`` with one for each
+            hidden state.
         bias: ``[Vs]``.
         transform: scale and soft-cap of the student's logits.
         options: how to stream.
@@ -311,7 +313,7 @@ def linear_divergence_loss(
     weights: Mapping[str, Tensor],
     *,
     metrics: tuple[str, ...] = (),
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),

@@ -279,9 +279,16 @@ class Agreement:
         if len(set(checksums)) > 1:
             raise ValueError(
                 "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but "
-                "their labels differ. Where each rank has a batch of its own, give all ranks of the group the same one."
+                "their labels differ, or their temperatures. Where each rank has a batch of its own, give all ranks of "
+                "the group the same one."
             )
         return numbers
+
+
+def checksum(numbers: Tensor) -> Tensor:
+    """A number that other integers, or these in another order, hardly have."""
+    flat = numbers.flatten().long()
+    return ((flat + 1) * (torch.arange(1, len(flat) + 1, device=flat.device) % 1009 + 1)).sum()
 
 
 def check_teacher_shard(student: VocabularyShard | None, teacher: VocabularyShard) -> None:

@@ -19,15 +19,14 @@ from liger_losses.chunked.engine.blocks import (
     LogitBlock,
     Part,
     Upstream,
+    fused_statistics,
     projection_gradient,
 )
 from liger_losses.chunked.engine.call import Call, OpenCall, Statistics
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
 
@@ -141,10 +140,12 @@ class Stream:
 
     def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
         """The active tokens, ``size`` or fewer at a time."""
+        epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         for rows in blocks(self.count, size):
             hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
+            own = epilogue.rows(rows) if per_token else epilogue
             of_part = values if size >= self.count else _rows_of(values, rows)
-            yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part)
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
 
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
@@ -191,7 +192,7 @@ class Stream:
             part.values["lse"],
             call.tokens.labels[part.rows],
             coefficients,
-            opened.epilogue.columns(columns),
+            part.epilogue.columns(columns),
             first_column=opened.first_column + columns.start,
             vocab_size=call.vocab_size,
             backend=call.backend,
@@ -199,21 +200,12 @@ class Stream:
 
     def _fused_statistics(self, part: Part) -> None:
         """Statistics whose logits never reach memory."""
-        opened, names, backend = self.opened, self.call.block_names, self.call.backend
-        labels = opened.labels[part.rows]
-        if names <= {"logp", "lse", "mean_logit"}:
-            found = Exponentials.into(part.values)
-            linear_exponentials(part.hidden, opened.weight, labels, None, opened.epilogue, found=found, backend=backend)
-            if self.call.shard is not None:
-                opened.merge_(part.rows, {name: getattr(found, name) for name in {*names, "logp"}})
-            return
-        computed = linear_softmax_statistics(
-            part.hidden, opened.weight, labels, names, opened.epilogue, backend=backend
-        )
+        computed = fused_statistics(self.opened, part)
         if self.call.shard is not None:
-            opened.merge_(part.rows, computed)
-        for name in names & part.values.keys():
-            part.values[name].copy_(computed[name])
+            self.opened.merge_(part.rows, computed)
+        for name in computed.keys() & part.values.keys():
+            if computed[name] is not part.values[name]:
+                part.values[name].copy_(computed[name])
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
@@ -232,7 +224,7 @@ class Stream:
 
     def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:
         """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
-        tokens, query, (rows, _, values) = self.call.tokens, self.call.query, part
+        tokens, query, (rows, _, values, _) = self.call.tokens, self.call.query, part
         assert query.token_loss is not None
         with torch.enable_grad():
             leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}

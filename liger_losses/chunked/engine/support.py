@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.checks import check_inputs, check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.plan import default_bound, default_workspace
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
-from liger_losses.chunked.engine.tokens import shift_labels
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, checksum
+from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
 from liger_losses.kernels.support_logps import NO_COLUMNS, Exchange, SupportOptions, support_statistics
@@ -139,6 +139,8 @@ def linear_support_statistics(
     with agreed or nullcontext():
         compute_dtype = check_inputs([local], head.weight, head.bias, [labels])
         support.check(labels, head.weight)
+        if isinstance(head.transform.temperature, Tensor):
+            check_temperature(head.transform.temperature, head.weight.device, [labels.shape])
         wide = torch.promote_types(torch.float32, compute_dtype)
         if not state.shapes_only:
             labels = shift_labels(labels, options.ignore_index) if shift else labels
@@ -154,7 +156,9 @@ def linear_support_statistics(
             if agreed is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
                 agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
-                agreed.checksum = _checksum(labels) + _checksum(support.ids)
+                agreed.checksum = checksum(labels) + checksum(support.ids)
+                if isinstance(call.options.transform.temperature, Tensor):
+                    agreed.checksum += checksum(call.options.transform.temperature.float().view(torch.int32))
     if agreed is not None:
         agreed.wait()
     if state.shapes_only:
@@ -212,10 +216,18 @@ class _Call:
             support.offsets, flat, ignore_index, size, first, first + len(head.weight), int(shift), support.add_label,
             fewest=0, most=most,
         )  # fmt: skip
-        return cls(hidden, head, kept, SupportOptions(head.transform, backend, support.sparse_grad), operand)
+        transform = head.transform
+        if isinstance(transform.temperature, Tensor):
+            own = transform.temperature.detach().reshape(-1).to(torch.promote_types(torch.float32, compute_dtype))
+            transform = replace(transform, temperature=checked_temperatures(own.where(flat != ignore_index, 1.0)))
+        return cls(hidden, head, kept, SupportOptions(transform, backend, support.sparse_grad), operand)
 
     def __str__(self) -> str:
-        return f"{self.options}, products of {self.operand_dtype} above {self.kept.most} columns"
+        options = self.options
+        return (
+            f"{options.transform.said}, {options.backend}, sparse gradient: {options.sparse_grad}, products of "
+            f"{self.operand_dtype} above {self.kept.most} columns"
+        )
 
     def statistics(self, columns: TokenColumns) -> dict[str, Tensor]:
         """Statistics ``[T]`` by reading the rows of each token's columns."""
@@ -243,7 +255,8 @@ class _Call:
         hidden = self.hidden if everything else self.hidden.index_select(0, tokens)
         block_bytes = workspace or default_bound() or default_workspace(size, 4, hidden.device)
         exchange = _exchange(self.head.shard, labels[tokens])
-        options = self.options._replace(exchange=exchange, products=Products(self.operand_dtype, block_bytes))
+        transform, products = self.options.transform.rows(tokens), Products(self.operand_dtype, block_bytes)
+        options = self.options._replace(transform=transform, exchange=exchange, products=products)
         found = support_statistics(hidden, self.head.weight, self.head.bias, columns, options)
         values = dict(zip(SUPPORT_STATISTICS, found, strict=True))
         if everything:
@@ -320,12 +333,6 @@ def _exchange(shard: VocabularyShard | None, labels: Tensor) -> Exchange | None:
             value.masked_fill_(nothing, 0.0)
 
     return Exchange(merge_, shard.start_sum_ if shard.mesh is None else None)
-
-
-def _checksum(numbers: Tensor) -> Tensor:
-    """A number that others, or the same in another order, hardly have."""
-    flat = numbers.flatten().long()
-    return ((flat + 1) * (torch.arange(1, len(flat) + 1, device=flat.device) % 1009 + 1)).sum()
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:

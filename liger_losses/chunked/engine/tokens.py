@@ -33,6 +33,36 @@ def host_checks(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
+    """Raise TypeError or ValueError unless this is one temperature for each label."""
+    if len(shapes) != 1:
+        raise TypeError(
+            "a temperature per token goes with one tensor of hidden states, not with a sequence of them; give a number."
+        )
+    if temperature.shape != shapes[0]:
+        raise ValueError(
+            f"temperature must be a number, or a tensor with one for each hidden state, {list(shapes[0])}, got shape "
+            f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
+            "temperature[:, None].expand_as(labels)."
+        )
+    if temperature.device != device:
+        raise ValueError(f"temperature is on {temperature.device}, the weight on {device}; move it with .to(...).")
+
+
+def checked_temperatures(found: Tensor) -> Tensor:
+    """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
+    right = ((found > 0) & (found < math.inf)).all()
+    if not host_checks(found.device):
+        torch._assert_async(right)
+    elif not right:
+        wrong = found[~((found > 0) & (found < math.inf))]
+        raise ValueError(
+            f"temperature must be positive and finite for every token that carries loss, got {float(wrong[0])!r} "
+            f"for {len(wrong)} of {len(found)} tokens."
+        )
+    return found
+
+
 def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
     if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
         raise ValueError(
@@ -83,6 +113,10 @@ class Tokens:
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
         mask = None if self.mask is None else self.mask[rows]
         return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
+
+    def masked_values(self, values: Tensor) -> Tensor:
+        """``[N]``, from ``[...]`` in the labels' shape."""
+        return self.gather_like_labels(values.detach())
 
     def checksum(self, backend: str) -> Tensor:
         """Of the active tokens' labels, 0-dim: see :func:`label_facts`."""
@@ -171,6 +205,19 @@ class Tokens:
         (shape,) = self.shapes
         return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
 
+    def temperatures(self, temperature: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each active token's temperature ``[N]``, a copy, from ``[...]`` in the shape of the only tensor of labels.
+
+        Raises:
+            TypeError, ValueError: not one temperature for each label; on a CPU, one of an active token that is not
+                positive and finite. On a GPU that is a device-side assertion.
+        """
+        check_temperature(temperature, self.labels.device, self.shapes)
+        found = self.gather_like_labels(temperature.detach()).to(dtype, copy=True).contiguous()
+        if self.mask is not None:
+            found.masked_fill_(~self.mask, 1.0)
+        return checked_temperatures(found)
+
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values of (some of) the active tokens, with 0 for those that carry no loss."""
         if self.mask is None:
@@ -227,6 +274,10 @@ class Counting:
             self.on_host = self.facts.to("cpu", non_blocking=True)  # into pinned memory
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.labels[0].device))
+
+    def masked_values(self, values: Tensor) -> Tensor:
+        """``[T]`` of the only tensor of labels, with 0 for tokens without loss."""
+        return values.detach().reshape(-1).where(self.labels[0] != self.ignore_index, 0)
 
     def checksum(self, backend: str) -> Tensor:
         """Of all labels, 0-dim: see :func:`label_facts`."""

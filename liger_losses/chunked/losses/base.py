@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_inputs, check_labels, checked_items
+from liger_losses.chunked.engine.checks import check_inputs, check_labels, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
@@ -172,6 +172,22 @@ class ChunkedLoss(nn.Module):
             self._keep("_transform", made)
         return made
 
+    def transform_at(self, temperature: Tensor | None) -> LogitTransform:
+        """:attr:`transform`, with a temperature per token where a call gives one."""
+        if temperature is None:
+            return self.transform
+        self.check_one_temperature(temperature)
+        return replace(self.transform, temperature=temperature)
+
+    def check_one_temperature(self, temperature: Tensor) -> None:
+        """Raise TypeError or ValueError unless a call's temperature is a tensor, and the loss's own is 1."""
+        check_tensor("temperature", temperature)
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"temperature was given twice: the loss was built with {self.temperature}, and the call has one per "
+                "token; leave the first at 1."
+            )
+
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
@@ -322,12 +338,21 @@ class CompletionLoss(ChunkedLoss):
         """Why a call needs a reference, for the error message; ``None`` if it does not."""
         return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
 
-    def prepare(self, batch: CompletionBatch, ref_weight: AnyHead | None, ref_bias: Tensor | None) -> CompletionBatch:
-        """The batch with the reference's head, which is checked, and with labels as the engine takes them."""
+    def prepare(
+        self,
+        batch: CompletionBatch,
+        ref_weight: AnyHead | None,
+        ref_bias: Tensor | None,
+        transform: LogitTransform | None = None,
+    ) -> CompletionBatch:
+        """The batch with the reference's head, which is checked, and with labels as the engine takes them.
+
+        ``transform`` is that of the reference's logits, if it is not :attr:`transform`.
+        """
         ref_head = None
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(ref_weight, ref_bias, self.transform)
+                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
         batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
         if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
             name = type(self).__name__

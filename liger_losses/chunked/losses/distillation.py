@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
+from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, operator
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
@@ -207,6 +208,7 @@ class DistillationLoss(ChunkedLoss):
         teacher: AnyTeacher | None = None,
         bias: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        temperature: Tensor | None = None,
     ) -> Any:
         """The loss, in one of two forms; a weight may be a tensor, a linear layer, or a :class:`liger_losses.Head`.
 
@@ -221,12 +223,21 @@ class DistillationLoss(ChunkedLoss):
             student_bias, teacher_bias: ``[V]``, ``[Vt]`` (liger-kernel's form).
             teacher, bias: the teacher and the student's bias, by keyword.
             num_items_in_batch: what to divide by, instead of this call's number of tokens (gradient accumulation).
+            temperature: ``[...]``, one for each hidden state, in place of the loss's own, which is then 1.
         """
         arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
         biases = (student_bias if bias is None else bias, teacher_bias)
         head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
-        labels, factor = self.labels(labels), self.factor
+        labels = self.labels(labels)
         mask = labels != self.ignore_index
+        factor: float | Tensor = self.factor
+        t: float | Tensor = self.temperature
+        if temperature is not None:
+            self.check_one_temperature(temperature)
+            check_temperature(temperature, head.weight.device, [labels.shape])
+            t = temperature
+            if self.temperature_squared:
+                factor = factor * torch.where(mask, temperature.square(), 0.0)  # it may be anything without loss
         tokens: Tensor | Tokens = labels
         if self.group is not None:
             teacher.check(labels.shape, head)
@@ -243,14 +254,14 @@ class DistillationLoss(ChunkedLoss):
         if self.weight_hard_loss != 0 or self.return_soft_hard_loss:
             weights["logp"] = -self.weight_hard_loss * per_token
         if isinstance(teacher, TeacherTopK):
-            loss, found = self._sparse(hidden, head, labels, teacher, weights)
+            loss, found = self._sparse(hidden, head, labels, teacher, weights, t)
         else:
-            which, t = self.divergence, self.temperature
+            which = self.divergence
             loss, found = linear_divergence_loss(
                 hidden, head, tokens, teacher, which, weights, temperature=t, options=self.options
             )
         hard_loss = -(per_token * found.logp).sum() if "logp" in weights else None
-        soft_loss = factor * (per_token * found.divergence).sum()
+        soft_loss = (factor * per_token * found.divergence).sum()
         if self.group is not None:
             loss, soft_loss = self.total(loss), self.total(soft_loss)
             hard_loss = None if hard_loss is None else self.total(hard_loss)
@@ -259,14 +270,20 @@ class DistillationLoss(ChunkedLoss):
         return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss
 
     def _sparse(
-        self, hidden: Tensor, head: Head, labels: Tensor, teacher: TeacherTopK, weights: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        teacher: TeacherTopK,
+        weights: dict[str, Tensor],
+        temperature: float | Tensor,
     ) -> tuple[Tensor, Statistics]:
         """Loss and statistics for a teacher of which k columns are known."""
         which, mask, options, transform = self.divergence, labels != self.ignore_index, self.options, head.transform
         teacher.check(labels.shape, head)
         if which.form == "cosine":
             raise ValueError("the cosine needs all logits of the teacher; a sparse teacher has log-probabilities.")
-        if transform.temperature != 1.0:
+        if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
             raise ValueError(
                 f"the student's head has temperature {transform.temperature}, which must be 1: give the loss's "
                 "temperature= instead, which divides both models' logits."
@@ -286,12 +303,12 @@ class DistillationLoss(ChunkedLoss):
 
         hard = {"hard": weights["logp"]} if "logp" in weights else {}
         # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
-        together = bool(hard) and self.temperature == 1.0
+        together = bool(hard) and not isinstance(temperature, Tensor) and temperature == 1.0
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
         loss, found = linear_token_loss(
             hidden,
-            head.with_fields(transform=replace(transform, temperature=self.temperature)),
+            head.with_fields(transform=replace(transform, temperature=temperature)),
             tokens,
             soft_loss,
             ("selected_logps", "logp") if together else ("selected_logps",),

@@ -180,6 +180,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         *,
         sampling_per_token_logps: Tensor | None = None,
         support: TokenSupport | None = None,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
         """The loss of completions.
 
@@ -196,11 +197,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             support: the columns of the vocabulary that the sampler kept for each token. Log-probabilities and entropies
                 of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; those that
                 are given should be too.
+            temperature: ``[B, T]``, what the logits of each token are divided by, policy's and reference's alike, in
+                place of the loss's own ``temperature``, which is then 1.
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
-        head = Head.of(lin_weight, bias, self.transform)
+        transform = self.transform_at(temperature)
+        head = Head.of(lin_weight, bias, transform)
         mask = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
@@ -211,11 +215,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if support is not None and self.group is not None:
             raise ValueError("support= takes whole completions, not the slices of a loss with group=; leave one out.")
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
-        batch = self.prepare(batch, ref_weight, ref_bias)
+        batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
         tokens = batch.select(options)
         if self.group is not None:
             check_inputs([_input], head.weight, head.bias, tokens)
+            if isinstance(head.transform.temperature, Tensor):  # before anything that all ranks reach
+                tokens.temperatures(head.transform.temperature, torch.float32)
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:

@@ -1,0 +1,211 @@
+"""A token's forward statistics have the same bits in any batch: any number of tokens, order, mask and workspace."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from liger_losses import (
+    Divergence,
+    EngineOptions,
+    Head,
+    LogitTransform,
+    Teacher,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.kernels import linear_exp, linear_stats
+from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.reference import NAMES, plain_statistics, problem
+
+interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
+SETTINGS = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+ALL = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
+POOL = 90
+
+
+def statistics(tokens, names, head, options, masked=0, gradient=True):
+    """The statistics of some tokens of the pool, ``[names, tokens]``; ``masked`` others lie between them."""
+    hidden, labels, temperature = (part[tokens] for part in pool(head))
+    if masked:  # a masked token in front of each
+        hidden = torch.stack([hidden.flip(0) * 3, hidden], 1).flatten(0, 1)
+        labels = torch.stack([torch.full_like(labels, -100), labels], 1).flatten()
+        temperature = temperature.repeat_interleave(2)
+    head = head.with_fields(transform=LogitTransform(temperature, 1.2, 8.0))
+    with torch.set_grad_enabled(gradient):
+        found = linear_statistics(hidden.requires_grad_(gradient), head, labels, names, options=options)
+    values = torch.stack([getattr(found, name).detach() for name in names])
+    return values[:, 1::2] if masked else values
+
+
+def pool(head):
+    hidden, _, labels, _ = problem(POOL, head.hidden_size, head.vocab_size, dtype=head.weight.dtype, masked=0.0, seed=9)
+    return hidden.detach(), labels, torch.linspace(0.5, 2.0, POOL)
+
+
+def head_of(dtype, hidden_size, vocab_size, invariant, needs=False):
+    _, weight, _, bias = problem(1, hidden_size, vocab_size, dtype=dtype, bias=True)
+    return Head(weight.detach().requires_grad_(needs), bias.detach(), batch_invariant=invariant)
+
+
+def differing(head, draws, names, backend):
+    """How many statistics of drawn batches differ in bits from those of the whole pool."""
+    expected = statistics(torch.arange(POOL), names, head, EngineOptions(backend=backend), gradient=False)
+    wrong = 0
+    for tokens, chunk_size, workspace, strategy, masked in draws:
+        tokens = torch.tensor(tokens)
+        options = EngineOptions(backend=backend, chunk_size=chunk_size, workspace=workspace, strategy=strategy)
+        found = statistics(tokens, names, head, options, masked, gradient=strategy is not None)
+        wrong += int((found != expected[:, tokens]).sum())
+    return wrong
+
+
+batches = st.tuples(
+    st.lists(st.integers(0, POOL - 1), min_size=1, max_size=70),
+    st.sampled_from([None, 1, 7]),
+    st.sampled_from([None, 400_000]),
+    st.sampled_from([None, "two_pass"]),
+    st.booleans(),
+)
+
+
+@SETTINGS
+@given(
+    draws=st.lists(batches, min_size=3, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    sizes=st.sampled_from([(33, 150), (24, 61), (64, 2100)]),
+)
+def test_on_a_cpu(draws, dtype, sizes):
+    assert differing(head_of(dtype, *sizes, True), draws, ALL, "torch") == 0
+
+
+def test_without_it_products_of_few_rows_differ_on_a_cpu():
+    draws = [([3], None, None, None, False), (list(range(5)), 1, None, None, False), ([7] * 40, 7, None, None, True)]
+    assert differing(head_of(torch.float64, 33, 150, False), draws, ALL, "torch") > 0
+    assert differing(head_of(torch.float64, 33, 150, True), draws, ALL, "torch") == 0
+
+
+#: A batch beside the pool of 90 tokens: more row tiles, other splits; and the strategies with a gradient.
+DRAWS = [
+    ([4], None, None, None, False),
+    ([*range(60), *range(90)], None, None, None, False),
+    ([4, 80, 3], None, None, "resident", True),
+    ([5, 4], 1, None, "two_pass", False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("names", [("logp", "lse"), ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs")])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *[pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32)]]
+)
+def test_by_triton_kernels(names, dtype):
+    assert differing(head_of(dtype, 16, 600, True), DRAWS, names, "triton") == 0
+
+
+@interpreted
+@pytest.mark.parametrize("names", [("logp", "lse"), pytest.param(("logp", "entropy"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_by_triton_kernels_where_exponentials_are_kept(names, bias):
+    """And where the bias needs a gradient, so that blocks hold logits."""
+    head = head_of(torch.bfloat16, 16, 600, True, needs=True)
+    head.bias.requires_grad_(bias)
+    assert differing(head, DRAWS, names, "triton") == 0
+
+
+@interpreted
+def test_without_it_sums_depend_on_the_number_of_tokens():
+    assert differing(head_of(torch.bfloat16, 16, 600, False), DRAWS, ("logp", "entropy"), "triton") > 0
+
+
+@interpreted
+def test_one_kernel_and_any_launch(monkeypatch):
+    """Without the kernel that serves only some GPUs and some places in memory; launches of 48 tokens and of one."""
+    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: pytest.fail("was asked for"))
+    found = []
+    for most in (140, 48, 1):
+        monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
+        rows = slice(None if most > 1 else 3)
+        call = (hidden.detach()[rows], weight.detach(), labels[rows])
+        found.append(linear_exp.linear_exponentials(*call, batch_invariant=True, backend="triton").logp)
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0][:3])
+
+
+@interpreted
+def test_as_exact_as_before():
+    hidden, weight, labels, bias = problem(140, 16, 600, dtype=torch.bfloat16, bias=True, scale=40.0)
+    exact = plain_statistics(hidden.double(), weight.double(), labels, bias.double())
+    for names in (("logp", "lse", "mean_logit"), NAMES):
+        for invariant in (False, True):
+            head = Head(weight.detach(), bias.detach(), batch_invariant=invariant)
+            found = linear_statistics(
+                hidden.detach(), head, labels, names, metrics=("argmax",), options=EngineOptions(backend="triton")
+            )
+            for name in names:
+                torch.testing.assert_close(getattr(found, name).double(), exact[name], rtol=1e-5, atol=1e-4)
+            top = (hidden.double() @ weight.double().T + bias.double()).argmax(-1)
+            assert torch.equal(found.argmax, torch.where(labels == -100, 0, top))
+
+
+@interpreted
+def test_projections_come_along_with_statistics():
+    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
+    out = torch.empty(140, 640)[:, :600]
+    with torch.no_grad():
+        for invariant in (False, True):
+            linear_stats.linear_softmax_statistics(
+                hidden, weight, labels, frozenset({"entropy"}), out=out, batch_invariant=invariant, backend="triton"
+            )
+            torch.testing.assert_close(out, hidden.float() @ weight.float().T)
+            out.zero_()
+
+
+@interpreted
+def test_unlikely_labels():
+    """One token whose exponentials overflow makes the kernels run again, for all tokens."""
+    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
+    hidden, weight = hidden.detach(), weight.detach()
+    hidden[3] *= 200
+    labels[3] = int((hidden[3].float() @ weight.float().T).argmin())
+    found = []
+    for tokens in (slice(None), slice(3, 4), slice(3, 9), slice(4, 9)):
+        e = linear_exp.linear_exponentials(
+            hidden[tokens], weight, labels[tokens], batch_invariant=True, backend="triton"
+        )
+        found.append(torch.stack([e.lse, e.logp]))
+    whole, alone, some, others = found
+    assert float(whole[1, 3]) < -60
+    assert torch.equal(alone, whole[:, 3:4])
+    assert torch.equal(some, whole[:, 3:9])
+    assert torch.equal(others, whole[:, 4:9])
+
+
+def test_losses_and_gradients_are_the_same():
+    hidden, weight, labels, bias = problem(70, 24, 61, bias=True)
+    results = []
+    for invariant in (False, True):
+        head = Head(weight, bias, batch_invariant=invariant)
+        for strategy in ("one_pass", "two_pass"):
+            options = EngineOptions(strategy=strategy)
+            loss, _ = linear_token_loss(hidden, head, labels, lambda s, y: s.logp * s.entropy, ("logp", "entropy"),
+                                        options=options)  # fmt: skip
+            results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_environment_variable_and_what_is_refused(monkeypatch):
+    hidden, weight, labels, _ = problem()
+    assert not Head(weight).batch_invariant
+    monkeypatch.setattr("liger_losses.chunked.engine.head._BATCH_INVARIANT", True)
+    assert Head(weight).batch_invariant
+    assert Head.of(Head(weight), transform=LogitTransform(0.7)).batch_invariant
+    assert not Head(weight, batch_invariant=False).batch_invariant
+    with pytest.raises(ValueError, match="this call compares two"):
+        linear_divergence(hidden, weight, labels, Teacher(hidden.detach(), weight.detach()), Divergence.forward_kl())
+    compiled = torch.compile(lambda h: linear_logps(h, weight, labels), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(hidden), linear_logps(hidden, weight, labels))

@@ -1,0 +1,278 @@
+"""A temperature per token: values and gradients are those of each token's own logits, by every route."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from liger_losses import (
+    DistillationLoss,
+    Divergence,
+    EngineOptions,
+    Head,
+    LigerFusedLinearGRPOLoss,
+    LogitTransform,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    TokenSupport,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem
+
+interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
+BACKENDS = ["torch", pytest.param("triton", marks=interpreted)]
+
+
+def temperatures(shape, seed=5, dtype=torch.float32):
+    return (0.4 + 1.6 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def weighted(values):
+    g = torch.Generator().manual_seed(3)
+    return sum((v * torch.randn(v.shape, generator=g, dtype=torch.float64).to(v)).sum() for v in values)
+
+
+def grads(loss, inputs):
+    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compact"),
+    [("resident", True), ("two_pass", False), ("two_pass", True), ("one_pass", True), ("one_pass", False)],
+)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_gradcheck_of_all_statistics(strategy, compact, softcap):
+    hidden, weight, labels, bias = problem(7, 4, 11, dtype=torch.float64, bias=True)
+    t = temperatures(7, dtype=torch.float64)
+    # Tokens without loss may have any.
+    given = torch.where(labels == -100, float("nan"), t)
+    options = EngineOptions(compact=compact, strategy=strategy, chunk_size=None if strategy == "resident" else 3)
+    transform = LogitTransform(given, 1.3, softcap)
+
+    def function(h, w, b):
+        if strategy == "one_pass":
+            return linear_token_loss(
+                h, w, labels, lambda s, y: s.logp.exp() + s.entropy * s.lse, ("logp", "entropy", "lse"),
+                bias=b, transform=transform, options=options,
+            )[0]  # fmt: skip
+        found = linear_statistics(h, w, labels, NAMES, bias=b, transform=transform, options=options)
+        return tuple(getattr(found, name) for name in NAMES)
+
+    expected = plain_statistics(hidden, weight, labels, bias, temperature=t[:, None], logit_scale=1.3, softcap=softcap)
+    if strategy != "one_pass":
+        for name, value in zip(NAMES, function(hidden, weight, bias), strict=True):
+            torch.testing.assert_close(value, expected[name])
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+ROUTES = {
+    "statistics without logits": (("logp", "entropy"), {"strategy": "two_pass", "workspace": 2**20}, False),
+    "exponentials": (("logp", "lse"), {}, False),
+    "exponentials of a soft-cap": (("logp", "lse"), {}, True),
+    "logits": (NAMES[:4], {"strategy": "resident"}, True),
+    "tiles": (NAMES[:4], {"strategy": "two_pass", "workspace": 2**20}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "route", [pytest.param(r, marks=pytest.mark.slow) if r in ("exponentials", "logits") else r for r in ROUTES]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_exact_as_plain_pytorch(route, backend):
+    names, options, capped = ROUTES[route]
+    hidden, weight, labels, _ = inputs = problem(132, 32, 270, dtype=torch.bfloat16, scale=2.0)
+    t, transform = temperatures(132), {"logit_scale": 1.2} | ({"softcap": 6.0} if capped else {})
+    exact_in = double(hidden, weight)
+    column = t[:, None]
+    plain = plain_statistics(hidden, weight, labels, temperature=column.bfloat16(), **transform)
+    exact = plain_statistics(*exact_in, labels, temperature=column.double(), **transform)
+    plain_grads = grads(weighted(plain[n] for n in names), inputs[:2])
+    exact_grads = grads(weighted(exact[n] for n in names), exact_in)
+    options = EngineOptions(backend=backend, **options)
+    found = linear_statistics(hidden, weight, labels, names, transform=LogitTransform(t, **transform), options=options)
+    ours = grads(weighted(getattr(found, n) for n in names), inputs[:2])
+    for name in names:
+        assert_as_exact_as_plain(getattr(found, name), plain[name], exact[name], name)
+    for what, a, b, c in zip(("hidden", "weight"), ours, plain_grads, exact_grads, strict=True):
+        assert_as_exact_as_plain(a, b, c, what)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kept_columns(backend):
+    hidden, weight, labels, bias = problem(9, 8, 31, bias=True)
+    ids = torch.stack([(labels.clamp(min=0) + k) % 31 for k in (0, 3, 7)], -1)
+    ids[4] = -1  # the whole vocabulary
+    t = torch.where(labels == -100, 0.0, temperatures(9))
+    found = linear_logps(
+        hidden, weight, labels, support=TokenSupport(ids), bias=bias, temperature=t, softcap=4.0, backend=backend
+    )
+    logits = plain_logits(hidden, weight, bias, temperature=t.clamp(min=0.1)[:, None], softcap=4.0)
+    kept = torch.zeros(9, 31, dtype=torch.bool).scatter_(1, ids.clamp(min=0), True)
+    kept[4] = True
+    logps = logits.masked_fill(~kept, float("-inf")).log_softmax(-1)
+    expected = logps.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels != -100)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    inputs = hidden, weight, bias
+    for a, b in zip(grads(weighted([found]), inputs), grads(weighted([expected]), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def distilled(name, hidden, weight, labels, teacher, t, loss_options):
+    """The plain computation of a distillation loss with a hard loss."""
+    mask = labels != -100
+    logits, theirs = hidden @ weight.T, teacher
+    log_p, log_q = (logits / t[..., None]).log_softmax(-1), (theirs / t[..., None]).log_softmax(-1)
+    if name == "forward_kl":
+        each = (log_q.exp() * (log_q - log_p)).sum(-1)
+    elif name == "reverse_kl":
+        each = (log_p.exp() * (log_p - log_q)).sum(-1)
+    else:
+        each = 1 - torch.nn.functional.cosine_similarity(logits / t[..., None], theirs / t[..., None], dim=-1)
+    if loss_options.get("temperature_squared"):
+        each = each * t.square()
+    hard = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return ((0.3 * hard + 0.7 * each) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("form", ["forward_kl", "reverse_kl", "cosine"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_distillation(form, backend):
+    hidden, weight, labels, _ = problem(12, 8, 40)
+    states, other, _, _ = problem(12, 6, 40, seed=1)
+    states, other = states.detach(), other.detach()
+    t = temperatures(12)
+    given = torch.where(labels == -100, -1.0, t)
+    options = {"temperature_squared": True} if form == "forward_kl" else {}
+    loss = DistillationLoss(getattr(Divergence, form)(), 0.3, 0.7, backend=backend, chunk_size=5, **options)
+    expected = distilled(form, hidden, weight, labels, states @ other.T, t, options)
+    for teacher in (Teacher(states, other), TeacherLogits(states @ other.T)):
+        found = loss(weight, hidden, labels, teacher, temperature=given)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for a, b in zip(grads(found, (hidden, weight)), grads(expected, (hidden, weight)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "form", ["reverse_kl", *[pytest.param(f, marks=pytest.mark.slow) for f in ("forward_kl", "cosine")]]
+)
+def test_divergence_in_tiles(form):
+    """With a small workspace, the student's logits are not in memory."""
+    hidden, weight, labels, _ = problem(130, 16, 260, dtype=torch.bfloat16)
+    states, other, _, _ = problem(130, 8, 260, dtype=torch.bfloat16, seed=1)
+    t = temperatures(130)
+    results = []
+    for workspace, backend in ((None, "torch"), (2**19, "triton")):
+        options = EngineOptions(workspace=workspace, backend=backend)
+        teacher, which = Teacher(states.detach(), other.detach()), getattr(Divergence, form)()
+        found = linear_divergence(hidden, weight, labels, teacher, which, logp=True, temperature=t, options=options)
+        results.append((found.divergence, *grads(weighted([found.divergence, found.logp]), (hidden, weight))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.01)
+
+
+def test_a_sparse_teacher():
+    hidden, weight, labels, _ = problem(12, 8, 40, masked=0.0)
+    t = temperatures(12)
+    log_q = torch.randn(12, 40).log_softmax(-1)
+    logps, indices = log_q.topk(40)
+    loss = DistillationLoss(Divergence.forward_kl(), 0.3, 0.7)
+    found = loss(weight, hidden, labels, TeacherTopK(logps, indices, "renormalize"), temperature=t)[0]
+    expected = distilled("forward_kl", hidden, weight, labels, log_q * t[:, None], t, {})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"importance_sampling_level": "sequence", "loss_type": "grpo"}])
+def test_grpo(options):
+    """The same loss as with the temperature folded into the hidden states of policy and reference."""
+    hidden, weight, labels, _ = problem(8, 8, 40, shape=(3, 6), masked=0.0)
+    ref, ref_weight, _, _ = problem(8, 8, 40, shape=(3, 6), seed=1)
+    mask, advantages = torch.ones(3, 6), torch.tensor([1.0, -1.0, 0.5])
+    mask[1, 4:] = 0
+    t = temperatures((3, 6))
+    old = torch.randn(3, 6) - 3
+    loss = LigerFusedLinearGRPOLoss(beta=0.1, **options)
+
+    def value(hidden, ref, **more):
+        return loss(
+            hidden, weight, labels, mask, advantages, ref_input=ref.detach(), ref_weight=ref_weight.detach(),
+            old_per_token_logps=old, **more,
+        )  # fmt: skip
+
+    found, metrics = value(hidden, ref, temperature=torch.where(mask == 0, 0.0, t))
+    expected, others = value(hidden / t[..., None], ref / t[..., None])
+    torch.testing.assert_close((found, metrics), (expected, others), rtol=1e-4, atol=1e-6)
+    for a, b in zip(grads(found, (hidden, weight)), grads(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_refused():
+    hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0)
+    t = temperatures(6)
+    for given, error, words in (
+        (t[:5], ValueError, r"one for each hidden state, \[6\], got shape \[5\]"),
+        (t[:, None], ValueError, r"got shape \[6, 1\]"),
+        (t.long(), TypeError, "floating-point tensor with one for each token"),
+        (t.clone().requires_grad_(), ValueError, r"pass temperature.detach\(\)"),
+        (
+            t.index_fill(0, torch.tensor([2]), 0.0),
+            ValueError,
+            "positive and finite for every token.*got 0.0 for 1 of 6",
+        ),
+        (t * float("nan"), ValueError, "positive and finite"),
+        (t.to("meta"), ValueError, "temperature is on meta"),
+    ):
+        with pytest.raises(error, match=words):
+            linear_logps(hidden, weight, labels, temperature=given)
+    with pytest.raises(TypeError, match="one tensor of hidden states"):
+        linear_statistics([hidden, hidden], weight, [labels, labels], transform=LogitTransform(t))
+    with pytest.raises(ValueError, match="temperature was given twice"):
+        linear_logps(hidden, Head(weight, transform=LogitTransform(0.5)), labels, temperature=t)
+    arguments = hidden[None], weight, labels[None], torch.ones(1, 6), torch.ones(1)
+    with pytest.raises(ValueError, match="built with 0.5, and the call has one per token"):
+        LigerFusedLinearGRPOLoss(beta=0.0, temperature=0.5)(*arguments, temperature=t[None])
+    with pytest.raises(ValueError, match="temperature one per token, which must be 1"):
+        teacher = Teacher(hidden.detach(), Head(weight.detach(), transform=LogitTransform(t)))
+        linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
+
+
+def test_a_changed_temperature_does_not_reach_backward():
+    hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0)
+    t = temperatures(6)
+    (expected,) = grads(linear_logps(hidden, weight, labels, temperature=t.clone()).sum(), (weight,))
+    logps = linear_logps(hidden, weight, labels, temperature=t)
+    t.fill_(3.0)
+    torch.testing.assert_close(grads(logps.sum(), (weight,))[0], expected)
+
+
+def test_compiled_once_for_all_values():
+    hidden, weight, labels, _ = problem(6, 8, 31)
+    built = []
+
+    def backend(graph, inputs):
+        built.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def function(h, w, t):
+        return linear_logps(h, w, labels, temperature=t)
+
+    for seed in (1, 2):
+        t = temperatures(6, seed)
+        found, expected = function(hidden, weight, t), linear_logps(hidden, weight, labels, temperature=t)
+        torch.testing.assert_close(found, expected)
+        for a, b in zip(grads(found.sum(), (hidden, weight)), grads(expected.sum(), (hidden, weight)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(built) == 1
+
+
+def test_rows_of_a_transform():
+    transform = LogitTransform(temperatures(6), 1.3, 5.0)
+    assert torch.equal(transform.rows(slice(2, 4)).temperature, transform.temperature[2:4])
+    same = replace(transform, temperature=0.7)
+    assert same.rows(slice(2, 4)) is same

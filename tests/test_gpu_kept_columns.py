@@ -100,3 +100,26 @@ def test_memory():
     peak = torch.cuda.max_memory_allocated() - before
     # The rows alone would be 256 MiB, logits 393 MiB.
     assert peak < sum(g.numel() * 2 for g in found) + 48 * MiB
+
+
+@pytest.mark.parametrize("form", ["padded", "ragged"])
+def test_a_call_waits_for_its_numbers_alone(form):
+    leaves, labels = on_gpu(300, 64, 20000, dtype=torch.bfloat16)
+    ids, labels = kept(labels, 20000, 9), labels.cuda()
+    support = to_gpu(TokenSupport(ids) if form == "padded" else ragged(ids))
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            gradients(linear_logps(leaves[0], leaves[1], labels, support=support).sum(), leaves[:2])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nan_is_not_hidden():
+    leaves, labels = on_gpu(5, 64, 1000, masked=0.0)
+    ids = kept(labels, 1000, 4, cuts=0.0)
+    with torch.no_grad():
+        leaves[0][2] = float("nan")
+    found = linear_logps(leaves[0], leaves[1], labels.cuda(), support=to_gpu(TokenSupport(ids)), entropy=True, lse=True)
+    for value in (found.logp, found.entropy, found.lse):
+        assert value.isnan().tolist() == [False, False, True, False, False]

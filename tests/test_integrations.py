@@ -2,8 +2,11 @@
 
 import importlib
 import pathlib
+import pickle
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,6 +71,16 @@ def test_verl_of_another_version_is_left_with_a_warning(monkeypatch):
     with pytest.warns(UserWarning, match=r"verl runs with its own.*has no .*FusedLinearForPPO"):
         importlib.import_module("liger_losses.integrations.verl_plugin")
     assert not verl._replaced
+
+
+def test_a_verl_that_fails_otherwise_is_left_with_a_warning(monkeypatch):
+    def fail():
+        raise AttributeError("partially initialized module")
+
+    monkeypatch.setattr(verl, "install", fail)
+    monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
+    with pytest.warns(UserWarning, match=r"verl runs with its own.*AttributeError\('partially"):
+        importlib.import_module("liger_losses.integrations.verl_plugin")
 
 
 def test_verl_finds_the_entry_point():
@@ -230,8 +243,12 @@ def test_trainer_callback(tmp_path):
     from liger_losses.integrations.trainer import PatchCallback
 
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    Trainer(model, arguments, callbacks=[PatchCallback(rope=False)])
+    trainer = Trainer(model, arguments, callbacks=[PatchCallback(rope=False)])
     assert is_patched(model)
+    trainer.model = trainer.callback_handler.model = llama()  # as train() does with model_init=
+    trainer.callback_handler.on_train_begin(arguments, trainer.state, trainer.control)
+    assert is_patched(trainer.model)
+    assert pickle.loads(pickle.dumps(PatchCallback(rope=False))).options == {"rope": False}
 
 
 def test_models_that_are_loaded_later(tmp_path):
@@ -247,6 +264,36 @@ def test_models_that_are_loaded_later(tmp_path):
         assert is_patched(AutoModelForCausalLM.from_config(model.config))
         assert not hasattr(AutoModel.from_pretrained(tmp_path), "liger_report")  # without a head
     assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path), "liger_report")
+
+
+def test_models_that_are_loaded_by_several_threads(monkeypatch):
+    config = llama().config
+    from transformers import LlamaForCausalLM
+
+    made, both = LlamaForCausalLM.__init__, threading.Barrier(2, timeout=60)
+
+    def make(self, config):
+        both.wait()  # both threads are in the constructor at the same time
+        made(self, config)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", make)
+    with loading.patched_loading(rope=False), ThreadPoolExecutor(2) as threads:
+        models = list(threads.map(LlamaForCausalLM._from_config, [config, config]))
+    assert all(is_patched(model) for model in models)
+
+
+def test_leaving_one_leaves_the_others(monkeypatch):
+    pytest.importorskip("transformers")
+    outer = loading.patch_loaded_models(lambda model: None)
+    try:
+        with loading.patched_loading(rope=False):
+            assert len(loading._wanted) == 2
+        assert loading._wanted == [outer]
+        assert loading._originals
+    finally:
+        loading.leave_loaded_models()
+    assert not loading._wanted
+    assert not loading._originals
 
 
 def test_a_model_within_a_model_is_patched_with_it():

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.machinery
+import inspect
 import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 
 import liger_losses
 from liger_losses import functional
-from liger_losses.integrations import liger, on_logits
+from liger_losses.integrations import liger, loading, on_logits
 from liger_losses.integrations.logit_statistics import logit_statistics
 from tests.reference import double, plain_statistics, problem
 
@@ -350,3 +352,124 @@ def test_without_liger_kernel(monkeypatch):
         liger.uninstall()
     assert "liger_kernel" not in sys.modules
     assert importlib.util.find_spec("liger_kernel") is None
+
+
+def test_arguments_have_liger_kernels_order():
+    """By name, for everything whose arguments are positional in liger-kernel."""
+    pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
+    from liger_losses.integrations.liger import linear, logits
+    from liger_losses.integrations.liger.chunked import CHUNKED
+
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    modules = {"CosineSimilarity": "cosine_similarity_loss"}
+    for middle, apply in CHUNKED.items():
+        module = importlib.import_module(f"liger_kernel.chunked_loss.{modules.get(middle, middle.lower() + '_loss')}")
+        theirs = names(getattr(module, f"LigerFusedLinear{middle}Function").forward)
+        theirs = ["lin_weight" if name == "weight" else name for name in theirs if name not in ("cls", "ctx")]
+        assert apply.__doc__.split(": ")[1].rstrip(".").split(", ") == theirs
+    theirs = importlib.import_module("liger_kernel.transformers.functional")
+    for name, ours in (
+        ("liger_cross_entropy", logits.cross_entropy),
+        ("liger_fused_linear_cross_entropy", linear.fused_linear_cross_entropy),
+    ):
+        assert names(ours) == names(getattr(theirs, name))
+    theirs = names(importlib.import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss)
+    assert [*names(logits.triton_grpo_loss)[:21], *theirs[21:]] == theirs
+    ours = logits.triton_grpo_loss(*arguments_of_grpo(), 2.0, 1.0, None, None, False, None, 1.5, 3.0, 3.0, 2.0)
+    torch.testing.assert_close(ours, logits.triton_grpo_loss(*arguments_of_grpo(), 2.0, vespo_k_pos=1.5))
+
+
+def arguments_of_grpo():
+    ids = torch.arange(10).view(2, 5)
+    options = (0.9, 0.0, 0.2, 0.4, True, "vespo", None, "token", True)
+    return normal(2, 6, 17), None, None, ids, torch.tensor([1.0, -1.0]), None, *options
+
+
+def test_models_of_liger_kernel_pass_on_options(installed):
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    hidden, weight, labels, _ = problem(shape=(2, 6))
+    options = {"label_smoothing": 0.3, "ce_weight": torch.linspace(0.5, 2.0, 61)}
+    loss = LigerForCausalLMLoss(hidden, weight, None, hidden.shape[-1], shift_labels=labels, **options)
+    logits = hidden.flatten(0, 1) @ weight.t()
+    expected = F.cross_entropy(logits, labels.flatten(), options["ce_weight"], label_smoothing=0.3)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_names_that_were_imported_as_others(monkeypatch):
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    user = types.ModuleType("user")
+    user.Loss = theirs = chunked.LigerFusedLinearDPOLoss
+    monkeypatch.setitem(sys.modules, "user", user)
+    liger.install()
+    ours = user.Loss
+    liger.uninstall()
+    assert ours is liger_losses.LigerFusedLinearDPOLoss
+    assert user.Loss is chunked.LigerFusedLinearDPOLoss is theirs
+
+
+def test_teachers_get_no_gradient(installed):
+    from liger_kernel.transformers import functional as theirs
+
+    student, teacher = (normal(4, 7, seed=i).log_softmax(-1).requires_grad_() for i in (1, 2))
+    for loss in (theirs.liger_jsd, theirs.liger_kl_div, theirs.liger_tvd):
+        assert torch.autograd.grad(loss(student, teacher), (student, teacher), allow_unused=True)[1] is None
+
+
+def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
+    from liger_losses.integrations.liger.logits import LigerCrossEntropyLoss
+
+    logits, labels = normal(4, 7), torch.tensor([1, 2, 3, 0])
+    loss = LigerCrossEntropyLoss(reduction="sum")
+    assert loss.reduction == "sum"
+    loss.ignore_index = 0
+    torch.testing.assert_close(loss(logits, labels), F.cross_entropy(logits, labels, ignore_index=0, reduction="sum"))
+
+
+def test_apply_takes_each_families_arguments(installed, monkeypatch):
+    pytest.importorskip("transformers")
+    import liger_kernel.transformers.monkey_patch as theirs
+
+    from liger_losses.integrations.liger import models
+
+    calls = []
+    monkeypatch.setattr(models, "patch", lambda model, **options: calls.append((model, options)))
+    model = torch.nn.Linear(2, 2)
+    assert list(inspect.signature(theirs.apply_liger_kernel_to_pixtral).parameters)[-1] == "model"
+    theirs.apply_liger_kernel_to_pixtral(True, True, False, model)
+    theirs.apply_liger_kernel_to_qwen2_vl(False, False, True, True, True, True, model)
+    theirs.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    every = {"loss_head": True, "norms": True, "mlps": True, "rope": True}
+    changes = ({"mlps": False}, {"rope": False}, {"loss_head": False})
+    assert calls == [(model, {**every, **change}) for change in changes]
+    with pytest.raises(TypeError, match="at most 4 arguments: rope, rms_norm, swiglu, model"):
+        theirs.apply_liger_kernel_to_pixtral(True, True, True, None, True)
+
+
+def test_apply_leaves_other_types_with_a_longer_name(installed):
+    pytest.importorskip("transformers")
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llama4
+
+    apply_liger_kernel_to_llama()
+    apply_liger_kernel_to_llama4(rope=False)
+    of_llama, of_llama4 = loading._wanted
+
+    def named(kind):
+        return types.SimpleNamespace(config=types.SimpleNamespace(model_type=kind))
+
+    assert of_llama(named("llama"))["rope"]
+    assert of_llama(named("llama4")) is of_llama4(named("llama")) is None
+    assert of_llama4(named("llama4_text")) == of_llama4(named("llama4"))
+    assert not of_llama4(named("llama4"))["rope"]
+
+
+def test_auto_class_takes_liger_kernels_options(installed):
+    pytest.importorskip("transformers")
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    from tests.model_zoo import build
+
+    model = AutoLigerKernelForCausalLM.from_config(build("llama").config, rope=False, swiglu=False, rms_norm=False)
+    assert [entry.path for entry in model.liger_report.replaced] == ["lm_head"]

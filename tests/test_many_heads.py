@@ -14,7 +14,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import many_heads
+from liger_losses.chunked.engine import many_heads, ops
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 from tests.test_cross_entropy import plain_cross_entropy
@@ -163,6 +163,17 @@ def test_log_probabilities_and_statistics(wiring):
         assert again[k].argmax.dtype == torch.int64
 
 
+@pytest.mark.parametrize("wiring", ["one head", "own heads"])
+def test_a_temperature_per_token(wiring):
+    leaves, each, labels = targets(wiring)
+    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(SHAPE)
+    found = linear_logps(each[0], each[1], labels, temperature=temperature)
+    single = [linear_logps(*pair, labels, temperature=temperature) for pair in zip(*each[:2], strict=True)]
+    pairs = zip(*(torch.autograd.grad(torch.stack(x).sum(), leaves) for x in (found, single)), strict=True)
+    for a, b in [*zip(found, single, strict=True), *pairs]:
+        torch.testing.assert_close(a, b)
+
+
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
     """And the host waits for the device once for all heads."""
     streams, selections = [], []
@@ -211,6 +222,8 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
         (lambda: LigerFusedLinearCrossEntropyLoss(shift=[0.5]), TypeError, "shift must be a number of positions"),
         (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
         (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= goes with one"),
+        (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
+        (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -241,6 +254,77 @@ def test_memory_does_not_grow_with_heads(wiring):
 
     one, many = extra(1), extra(6)
     assert many <= one + 3 * n * h * 4, (one, many)
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
+def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
+    """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
+    n, h, v, count = 64, 16, 1000, 8
+    hidden = [torch.randn(n, h, dtype=dtype, requires_grad=True) for _ in range(count)]
+    heads = [torch.randn(v, h, dtype=dtype, requires_grad=True) for _ in range(count)]
+    labels = [torch.randint(v, (n,)) for _ in range(count)]
+    leaves = [*hidden, *heads]
+
+    def gradients(losses):
+        loss = losses[0] if reduction == "mean" else torch.stack(losses[0]).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    one = n * v * 4 + 2**16  # the logits of one head
+    loss_module = LigerFusedLinearCrossEntropyLoss(reduction=reduction, workspace=3 * one)
+    found = gradients(loss_module(heads, hidden, labels))
+    outputs = sum(grad.nbytes for grad in found)
+    assert peak_bytes(lambda: gradients(loss_module(heads, hidden, labels))) - outputs <= 3 * one
+    plain_losses = [
+        nn.functional.cross_entropy(a.float() @ w.float().T, y, reduction=reduction)
+        for a, w, y in zip(hidden, heads, labels, strict=True)
+    ]
+    plain = gradients([sum(plain_losses) if reduction == "mean" else plain_losses])
+    for a, b in zip(found, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
+    """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
+    streams, stream = [], many_heads.Stream
+    for module in (many_heads, ops):
+        monkeypatch.setattr(module, "Stream", lambda *given: streams.append(given[0]) or stream(*given))
+    g = torch.Generator().manual_seed(0)
+    counts = [20, 40, 30, 90, 100, 10]
+    hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
+    weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
+    labels = [torch.randint(V, (n,), generator=g) for n in counts]
+    leaves, scales = [weight, *hidden], [torch.rand(n, generator=g) for n in counts]
+
+    def token_loss(statistics, labels, scales):
+        return -scales * statistics.logp
+
+    def call(**options):
+        inputs = {"scales": scales}
+        return linear_token_loss(
+            hidden, weight, labels, token_loss, token_inputs=inputs, options=EngineOptions(**options)
+        )
+
+    loss, found = call(chunk_size=10)  # of which 8 are added up in half precision
+    assert [call.tokens.counts for call in streams] == [(90, 100), (20, 40), (30,), (10,)]
+    assert [call.strategy for call in streams] == ["two_pass", "one_pass", "one_pass", "one_pass"]
+
+    def reference(leaves):
+        weight, *hidden = leaves
+        parts = zip(scales, hidden, labels, strict=True)
+        each = [(s, nn.functional.cross_entropy(x @ weight.T, y, reduction="none")) for s, x, y in parts]
+        return sum((s * ce).sum() for s, ce in each), each
+
+    exact_leaves = double(*leaves)
+    (exact, parts), (plain, _) = reference(exact_leaves), reference(leaves)
+    assert_as_exact_as_plain(loss, plain, exact, "loss")
+    for statistics, (_, ce) in zip(found, parts, strict=True):
+        torch.testing.assert_close(statistics.logp.double(), -ce.detach(), atol=1e-5, rtol=1e-5)
+    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
+    for a, p, e in zip(*grads, strict=True):
+        assert_as_exact_as_plain(a, p, e, "gradient")
+    streams.clear()
+    call(chunk_size=10, workspace=2**20)
+    assert [call.strategy for call in streams] == ["two_pass"], "a second gradient of the weight is no workspace"
 
 
 def test_frozen_parts():
@@ -355,6 +439,33 @@ def test_any_token_loss(dtype):
         torch.testing.assert_close(a, b, **tolerance)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])
+def test_token_inputs_of_any_name(name):
+    _, (hidden, weights, _), labels = targets("own heads")
+    scale = torch.rand(SHAPE)
+    loss, found = linear_token_loss(
+        hidden, weights, labels, lambda values, labels, **given: -given[name] * values.logp, token_inputs={name: scale}
+    )
+    torch.testing.assert_close(loss, -sum((scale * values.logp).sum() for values in found))
+
+
+def test_token_inputs_of_another_target():
+    """Their sizes add up, but each must fit its own target."""
+    hidden, weight, labels = [torch.randn(2, n, H) for n in (5, 7)], torch.randn(V, H), torch.zeros(2, 7).long()
+    labels = [labels[:, :5], labels]
+
+    def call(*given):
+        return linear_token_loss(hidden, weight, labels, lambda values, _, u: u, token_inputs={"u": list(given)})
+
+    for given in ([torch.ones(2, 7), torch.ones(2, 5)], [torch.ones(2, 5), torch.ones(())]):
+        with pytest.raises(ValueError, match="u has shape .* there is one value for each label"):
+            call(*given)
+    with pytest.raises(TypeError, match="u must be a tensor, got NoneType"):
+        call(torch.ones(2, 5), None)
+    with pytest.raises(ValueError, match=r"1 of token_inputs\['u'\]"):
+        call(torch.ones(2, 5))
+
+
 def test_the_pure_function_of_lists():
     logps, lse = [-torch.rand(n) for n in (3, 5)], [torch.rand(n) for n in (3, 5)]
     scales = [torch.tensor(0.5), torch.tensor(2.0)]
@@ -384,6 +495,25 @@ def test_in_a_compiled_function():
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(metrics, expected_metrics)
     for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_repeated_head_in_a_compiled_function(monkeypatch):
+    """It is one stream there too."""
+    streams = []
+    stream = many_heads.Stream
+    monkeypatch.setattr(many_heads, "Stream", lambda *given: streams.append(given[0]) or stream(*given))
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
+    (first, second, third, weight, *_), _, labels = targets("own heads")
+    layer = linear(weight)
+
+    def function(first, second, third):
+        return loss_module([layer] * 3, [first, second, torch.sin(third)], labels)[0]
+
+    expected = torch.autograd.grad(function(first, second, third), [layer.weight, third])
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(first, second, third)
+    assert [len(call.tokens.shapes) for call in streams] == [3, 3]
+    for a, b in zip(torch.autograd.grad(found, [layer.weight, third]), expected, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -593,6 +593,13 @@ def errors(parts):
     )
     given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
     expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
+    # Column 29 is of the first token on one rank, of the second on the other.
+    offsets = torch.arange(labels.numel() + 1) + 1
+    offsets[0], offsets[1] = 0, 2 if rank == 1 else 1
+    ids = labels.flatten().clamp(min=0)
+    ids = torch.cat([ids[:1], ids.new_tensor([29]), ids[1:]])
+    ragged = TokenSupport(ids, offsets, add_label=True)
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=ragged))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",
@@ -692,6 +699,12 @@ def partial_gradients(parts):
             )
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, whole)
+            head = Head(rows, group=part.group)
+            kept = TokenSupport(torch.stack([labels, (labels + 1) % len(d["weight"])], -1))
+            each = [linear_logps(hidden, h, labels, support=kept) for h in (head, head.with_partial_gradients())]
+            summed, own = (torch.autograd.grad(logps, hidden, upstream)[0] for logps in each)
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, summed)
             layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
             shared_head = {"output_layer": layer, "output_weight": None}
             for arguments in (whole_head, shared_head):

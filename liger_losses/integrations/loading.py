@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,11 @@ Options = Callable[[nn.Module], dict[str, Any] | None]
 _METHODS = ("from_pretrained", "_from_config")
 _wanted: list[Options] = []
 _originals: dict[str, Any] = {}
+#: Whether this thread is in one of these methods.
+_thread = threading.local()
 
 
-def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> None:
+def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> Options:
     """Patch every language model that transformers' ``from_pretrained`` or ``from_config`` returns from now on.
 
     Models without a head for tokens, such as encoders, are left. The report of each is its ``liger_report``.
@@ -29,25 +32,34 @@ def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> 
         options: from a model to the keyword arguments of :func:`liger_losses.patch`, ``None`` to leave the model.
         same_for_all: or these arguments, for all models.
 
+    Returns:
+        The options, for :func:`leave_loaded_models`.
+
     Raises:
         ImportError: transformers is not installed.
     """
     from transformers import PreTrainedModel
 
-    _wanted.append(options or (lambda model: same_for_all))
+    options = options or (lambda model: same_for_all)
+    _wanted.append(options)
     if not _originals:
         for name in _METHODS:
             _originals[name] = PreTrainedModel.__dict__[name]
             setattr(PreTrainedModel, name, classmethod(_patching(_originals[name].__func__)))
+    return options
 
 
-def leave_loaded_models() -> None:
-    """Undo :func:`patch_loaded_models`; models that were loaded in between stay patched."""
-    if not _originals:
+def leave_loaded_models(options: Options | None = None) -> None:
+    """Undo :func:`patch_loaded_models`; models that were loaded in between stay patched.
+
+    Args:
+        options: what one call of it returned, to undo that one; all by default.
+    """
+    _wanted[:] = [] if options is None else [other for other in _wanted if other is not options]
+    if _wanted or not _originals:
         return
     from transformers import PreTrainedModel
 
-    _wanted.clear()
     while _originals:
         setattr(PreTrainedModel, *_originals.popitem())
 
@@ -55,26 +67,25 @@ def leave_loaded_models() -> None:
 @contextlib.contextmanager
 def patched_loading(options: Options | None = None, **same_for_all: Any) -> Iterator[None]:
     """:func:`patch_loaded_models` for the duration of a ``with`` block."""
-    patch_loaded_models(options, **same_for_all)
+    options = patch_loaded_models(options, **same_for_all)
     try:
         yield
     finally:
-        leave_loaded_models()
+        leave_loaded_models(options)
 
 
 def _patching(method: Callable[..., Any]) -> Callable[..., Any]:
     """A class's constructor that patches the model. Constructors may call each other: the outermost one patches."""
-    depth = 0
 
     @functools.wraps(method)
     def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
+        outer = getattr(_thread, "loading", False)
+        _thread.loading = True
         try:
             loaded = method(cls, *args, **kwargs)
         finally:
-            depth -= 1
-        if not depth:
+            _thread.loading = outer
+        if not outer:
             _patch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with output_loading_info=True
         return loaded
 

@@ -9,5 +9,5 @@ from liger_losses.integrations.verl import install
 
 try:
     install()
-except (ImportError, RuntimeError) as error:  # verl logs plugins' errors at the level DEBUG only
-    warnings.warn(f"verl runs with its own fused heads, not with liger_losses: {error}", stacklevel=2)
+except Exception as error:  # verl logs plugins' errors, of whatever kind, at the level DEBUG only
+    warnings.warn(f"verl runs with its own fused heads, not with liger_losses: {error!r}", stacklevel=2)

@@ -80,7 +80,7 @@ def _parsed(key: str) -> tuple[str, Any]:
 def _run_forward(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
     name, form = _parsed(key)
     context = _Context()
-    result = _functions[name].forward(context, *decode(form, iter(tensors)))
+    result = _functions[name].forward(context, *decode(form, tensors))
     found = list(result) if isinstance(result, tuple) else [result]
     outputs, saved = len(found), list[tuple[str, int] | None]()
     for tensor in context.saved_tensors:

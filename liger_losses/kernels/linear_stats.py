@@ -29,6 +29,9 @@ _MAX_TOKENS = 32768
 #: Splits, where the order of summation must not depend on the number of tokens: enough that few tokens keep a GPU's
 #: processors busy too. Tokens of one launch then.
 FIXED_SPLITS, _FIXED_TOKENS = 128, 8192
+#: The compiler then rounds every multiplication. Which of them it contracts with additions otherwise depends on what
+#: else a kernel does, such as writing projections.
+UNFUSED = {"enable_fp_fusion": False}
 
 
 def linear_softmax_statistics(
@@ -108,7 +111,7 @@ def partial_sums(
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
         own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
-        sizes = {"splits": splits, "group": group, "sums": sums}
+        sizes = {"splits": splits, "group": group, "sums": sums, **(UNFUSED if batch_invariant else {})}
         _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
     return partial
 

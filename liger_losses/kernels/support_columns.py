@@ -30,7 +30,7 @@ class KeptIds(NamedTuple):
         ignore_index: the label of tokens without loss, which have no columns.
         vocab_size: V.
         first_column, last_column: only columns from the first up to the last are counted, and are numbered from 0.
-        shift: 1 where token t has the row ``t + 1`` of the ids (the last token has no loss then), else 0.
+        shift: token t has the row ``t + shift`` of the ids (the last ``shift`` tokens have no loss).
         add_label: add the label to a token's columns where they lack it.
         fewest, most: tokens with more than ``fewest`` and no more than ``most`` ids get columns, the others none.
     """
@@ -138,7 +138,8 @@ def _starts(kept: KeptIds) -> Tensor | None:
     starts = starts.long().clamp(0, kept.ids.numel())  # whatever they are, nothing beyond the pairs is read
     if kept.add_label:
         starts = starts + torch.arange(len(starts), device=starts.device)
-    return torch.cat([starts[1:], starts[-1:]]) if kept.shift else starts
+    beyond = min(kept.shift, len(kept.labels))
+    return torch.cat([starts[beyond:], starts[-1:].expand(beyond)]) if beyond else starts
 
 
 class _Rows(NamedTuple):
@@ -281,12 +282,14 @@ def _find_kernel(
     counts = tl.zeros((BLOCK,), tl.int32)
     hits = tl.zeros((BLOCK,), tl.int32)
     wrong = tl.zeros((BLOCK,), tl.int32)
+    ends = tl.zeros((BLOCK,), tl.int64)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         some = tl.load(ids + at, mask=at < last, other=-1).to(tl.int64)
         counts += ((at < last) & ((some != -1) | (lowest == 0))).to(tl.int32)
         hits += ((at < last) & (some == label)).to(tl.int32)
         wrong += ((at < last) & ((some < lowest) | (some >= vocab_size))).to(tl.int32)
+        ends = tl.maximum(ends, tl.where(some != -1, at + 1, 0))
     count = tl.sum(counts, 0)
     cut = active & (count > 0)
     narrow = cut & (count <= most)
@@ -294,6 +297,7 @@ def _find_kernel(
     lacking = cut & (tl.sum(hits, 0) == 0)
     label_here = chosen & (label >= first_column) & (label < last_column)
     twice = tl.zeros((BLOCK,), tl.int32)
+    end = tl.max(ends, 0)  # padding behind all ids is not compared
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         some = tl.load(ids + at, mask=at < last, other=-1).to(tl.int64)
@@ -301,12 +305,15 @@ def _find_kernel(
         to = out + (at - first)
         tl.store(columns + to, tl.where(inside, some - first_column, -1).to(tl.int32), mask=at < last)
         if owners is not None:
-            tl.store(owners + to, tl.full((BLOCK,), 0, tl.int32) + token.to(tl.int32), mask=at < last)
+            tl.store(owners + to, token.to(tl.int32), mask=at < last)
         if narrow & (fewest == 0):
-            for other in range(start, last, BLOCK):
-                others_at = other + tl.arange(0, BLOCK)
-                others = tl.load(ids + others_at, mask=others_at < last, other=-1).to(tl.int64)
-                same = (some[:, None] == others[None, :]) & (at[:, None] < others_at[None, :]) & (some >= 0)[:, None]
+            small = some.to(tl.int32)  # larger ones are errors
+            here = tl.arange(0, BLOCK)  # places in int32 take half the registers
+            for ahead in range(0, (end - start).to(tl.int32), BLOCK):
+                others_at = at + ahead
+                others = tl.load(ids + others_at, mask=others_at < last, other=-1).to(tl.int32)
+                later = here[:, None] < ahead + here[None, :]
+                same = (small[:, None] == others[None, :]) & (small >= 0)[:, None] & later
                 twice += tl.sum(same.to(tl.int32), 1)
     if ADDED:
         to = out + (last - first)

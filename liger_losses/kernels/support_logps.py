@@ -215,10 +215,12 @@ def _summarize_torch(logits: Tensor, columns: TokenColumns, no_columns: float) -
         return torch.segment_reduce(values, "sum", offsets=columns.edges)
 
     tokens, top = columns.tokens, torch.segment_reduce(logits, "max", offsets=columns.edges)
-    some = top > float("-inf")
-    shifted = logits - torch.where(some, top, 0.0)[tokens]
+    top = torch.where(top > float("-inf"), top, 0.0)
+    shifted = logits - top[tokens]
     exp = shifted.exp()
-    sums, hits = torch.where(some, total(exp), 1.0), columns.columns == columns.labels[tokens]
+    sums, hits = total(exp), columns.columns == columns.labels[tokens]
+    some = sums != 0  # also where they are NaN
+    sums = torch.where(some, sums, 1.0)
     logp = total(torch.where(hits, shifted, 0.0)) - sums.log()
     entropy = sums.log() - total(torch.where(exp > 0, exp * shifted, 0.0)) / sums
     return logp, entropy, torch.where(some, top + sums.log(), no_columns)
@@ -321,8 +323,7 @@ def _summarize_kernel(logp, entropy, lse, logits, columns, starts, width, labels
         at = start + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(logits + at, mask=at < last, other=float("-inf")))
     top = tl.max(largest, 0)
-    some = top > float("-inf")
-    top = tl.where(some, top, 0.0)
+    top = tl.where(top > float("-inf"), top, 0.0)
     sums = tl.zeros((BLOCK,), tl.float32)
     moments = tl.zeros((BLOCK,), tl.float32)
     hits = tl.zeros((BLOCK,), tl.float32)
@@ -333,7 +334,9 @@ def _summarize_kernel(logp, entropy, lse, logits, columns, starts, width, labels
         sums += e
         moments += e * tl.where(e > 0, shifted, 0.0)
         hits += tl.where(tl.load(columns + at, mask=at < last, other=-1) == label, shifted, 0.0)
-    total = tl.where(some, tl.sum(sums, 0), 1.0)
+    total = tl.sum(sums, 0)
+    some = total != 0.0  # also where it is NaN
+    total = tl.where(some, total, 1.0)
     log_total = tl.log(total)
     tl.store(logp + token, tl.sum(hits, 0) - log_total)
     tl.store(entropy + token, log_total - tl.sum(moments, 0) / total)

@@ -9,7 +9,7 @@ tensors and strings, so that a call is written down by :func:`encode` while it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -63,16 +63,20 @@ def without_values() -> Iterator[None]:
         state.shapes_only = before
 
 
-def encode(value: Any, tensors: list[Tensor]) -> str | None:
+def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
     """A Python literal that describes an argument, whose tensors are appended; ``None`` if nothing can describe it.
 
+    With ``once``, a tensor that is already there is not appended again: it has one gradient, the sum of all its uses.
     torch.compile traces this function.
     """
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):  # a DTensor: an operator's gradients would not know their placements
             return None
+        for i, tensor in enumerate(tensors):
+            if once and tensor is value:
+                return f"('tensor', {i})"
         tensors.append(value)
-        return "('tensor',)"
+        return f"('tensor', {len(tensors) - 1})"
     if value is None or isinstance(value, (bool, str)):
         return f"('constant', {value!r})"
     if isinstance(value, (int, float)):
@@ -81,11 +85,11 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         # A number that changes from call to call: as text, it would be compiled anew for each value; and a float also
         # as the argument of any function but sums and products with tensors.
         tensors.append(torch.ones((), dtype=torch.float64) * value)
-        return "('int',)" if isinstance(value, int) else "('float',)"
+        return f"('{'int' if isinstance(value, int) else 'float'}', {len(tensors) - 1})"
     if isinstance(value, torch.dtype):
         return f"('dtype', {str(value)!r})"
     if isinstance(value, dict):
-        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors)
+        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors, once)
         return None if values is None else f"('dict', [{keys}], {values})"
     kind = type(value).__name__
     if isinstance(value, (nn.Linear, nn.Embedding)):
@@ -98,21 +102,21 @@ def encode(value: Any, tensors: list[Tensor]) -> str | None:
         return None
     forms = []
     for part in parts:
-        form = encode(part, tensors)
+        form = encode(part, tensors, once)
         if form is None:
             return None
         forms.append(form)
     return f"('{kind}', [{', '.join(forms)}])"
 
 
-def decode(form: Any, tensors: Iterator[Tensor]) -> Any:
+def decode(form: Any, tensors: Sequence[Tensor]) -> Any:
     """The argument whose description :func:`encode` wrote, from the literal's value and the tensors."""
     kind, *parts = form
     if kind == "tensor":
-        return next(tensors)
+        return tensors[parts[0]]
     if kind in ("int", "float"):
         # Numbers that change are not known before the graph runs. Every number that is checked may be 1.
-        number = next(tensors)
+        number = tensors[parts[0]]
         return {"int": int, "float": float}[kind](1 if state.shapes_only else number.item())
     if kind == "constant":
         return parts[0]

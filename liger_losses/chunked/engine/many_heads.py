@@ -10,14 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_inputs, check_labels, check_shift, one_each
+from liger_losses.chunked.engine.checks import (
+    LISTS,
+    check_inputs,
+    check_labels,
+    check_like_labels,
+    check_shift,
+    one_each,
+)
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import default_bound
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.engine.traced import empty_statistics
@@ -47,9 +56,20 @@ def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[T
     return moved
 
 
+def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTransform | None) -> list[Head]:
+    """The head of each target, checked and made once for those that share it."""
+    made, heads = dict[tuple[int, int], Head](), []
+    for layer, bias in zip(layers, biases, strict=True):
+        key = id(layer), id(bias)
+        if key not in made:
+            made[key] = Head.of(layer, bias, transform)
+        heads.append(made[key])
+    return heads
+
+
 @dataclass(frozen=True)
 class HeadGroup:
-    """The targets of one head: one stream."""
+    """Targets of one head: one stream."""
 
     head: Head
     places: list[int]  # which of all targets these are
@@ -58,14 +78,32 @@ class HeadGroup:
 
     def query(self, query: Query, inputs: Mapping[str, Sequence[Tensor]]) -> Query:
         """The query about these targets, from the token inputs of all targets."""
+        labels = self.labels
+        shapes = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
 
-        def ours(values: Sequence[Tensor]) -> Tensor:
-            if len(self.places) == 1:
-                return values[self.places[0]]
-            pairs = zip(self.places, self.hidden_states, strict=True)
-            return torch.cat([values[i].flatten(0, hidden.dim() - 2) for i, hidden in pairs])
+        def ours(name: str, values: Sequence[Tensor]) -> Tensor:
+            found = [values[i] for i in self.places]
+            for value, shape in zip(found, shapes, strict=True):
+                check_like_labels(name, value, shape)
+            if len(found) == 1:
+                return found[0]
+            return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(found, shapes, strict=True)])
 
-        return replace(query, token_inputs={name: ours(values) for name, values in inputs.items()})
+        return replace(query, token_inputs={name: ours(name, values) for name, values in inputs.items()})
+
+    def part(self, tokens: Tokens, targets: slice) -> HeadGroup:
+        """Some of these targets, which follow each other; ``tokens`` are the active ones of all."""
+        places, hidden_states = self.places[targets], self.hidden_states[targets]
+        return replace(self, places=places, hidden_states=hidden_states, labels=tokens.part(targets))
+
+    def parts(self, call: Call) -> list[HeadGroup]:
+        """As few parts as there can be of which each takes one pass, or has only targets of which none could."""
+        starts, total, most = list[int](), 0, call.plan.few_rows
+        for i, count in enumerate(call.tokens.counts):
+            joins = i > 0 and (total + count <= most or min(total, count) > most)
+            total = total + count if joins else count
+            starts += [] if joins else [i]
+        return [self.part(call.tokens, slice(*ends)) for ends in pairwise([*starts, len(self.places)])]
 
 
 @dataclass(frozen=True)
@@ -87,7 +125,7 @@ class Targets:
         bias: Any = None,
         transform: LogitTransform | None = None,
         shift: Any = False,
-        **inputs: Any,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Targets:
         """Targets from arguments of which each is one for all, or a list of K.
 
@@ -102,21 +140,21 @@ class Targets:
             inputs: token inputs, whose number is checked.
         """
         given = {"hidden states": hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
-        count = count_targets(**given, **inputs)
-        moved, transform = shift_each(labels, shift, count, options.ignore_index), transform or LogitTransform()
-        heads, groups = dict[tuple[int, int], Head](), dict[Any, HeadGroup]()
-        each = [one_each(value, count) for value in (hidden_states, weight, bias)]
-        for i, (hidden, layer, vector) in enumerate(zip(*each, strict=True)):
-            key = id(layer), id(vector)
-            if key not in heads:
-                heads[key] = Head.of(layer, vector, transform)
-            head = heads[key]
-            # The same rows may come in several layers, or heads.
-            same = id(head.weight), id(head.bias), head.transform
+        given |= {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
+        count, groups = count_targets(**given), dict[Any, HeadGroup]()
+        moved = shift_each(labels, shift, count, options.ignore_index)
+        hidden, layers, biases = (one_each(value, count) for value in (hidden_states, weight, bias))
+        for i, head in enumerate(heads_of(layers, biases, transform or LogitTransform())):
+            # The same rows may come in several layers, or heads. A temperature per token is one target's alone.
+            alone = i if isinstance(head.transform.temperature, Tensor) else None
+            same = id(head.weight), id(head.bias), head.transform, alone
             group = groups.setdefault(same, HeadGroup(head, [], [], []))
             group.places.append(i)
-            group.hidden_states.append(hidden)
+            group.hidden_states.append(hidden[i])
             group.labels.append(moved[i])  # type: ignore[union-attr]
+        devices = {str(group.head.weight.device) for group in groups.values()}
+        if len(devices) > 1:
+            raise ValueError(f"the heads of one call must be on one device, got {', '.join(sorted(devices))}.")
         for group in groups.values():
             if group.head.shard is None:  # else hidden states may be DTensors, of which the call takes its part
                 check_inputs(group.hidden_states, group.head.weight, group.head.bias, group.labels)
@@ -124,10 +162,12 @@ class Targets:
 
     def statistics(self, query: Query, compute: Callable[..., list[Statistics]]) -> list[Statistics]:
         """The statistics of each target, differentiable; ``compute(call, head, hidden_states)`` has a group's."""
-        found = []
-        for group, (checked, call) in zip(self.groups, self._calls([query] * len(self.groups)), strict=True):
-            computed = None if call is None else compute(call, group.head, checked.hidden_states)
-            found.append(empty_statistics(checked, query) if computed is None else computed)
+        found = list[tuple[HeadGroup, list[Statistics]]]()
+        for group, checked, call in self._calls(query):
+            hidden = checked.hidden_states
+            found.append(
+                (group, empty_statistics(checked, query) if call is None else compute(call, group.head, hidden))
+            )
         return self._in_order(found)
 
     def token_loss(
@@ -138,36 +178,64 @@ class Targets:
         ``compute(call, head, hidden_states)`` has loss and statistics of a group that does not take one pass.
         """
         each = {name: one_each(value, self.count) for name, value in inputs.items()}
-        queries = [group.query(query, each) for group in self.groups]
-        found, losses = list[list[Statistics]]([[]] * len(self.groups)), list[Tensor]()
-        one_pass, tensors = dict[int, Call](), list[tuple[Tensor | None, ...]]()
-        for i, (checked, call) in enumerate(self._calls(queries)):
-            head, hidden = self.groups[i].head, checked.hidden_states
+        found, losses = list[tuple[HeadGroup, list[Statistics]]](), list[Tensor]()
+        one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
+        for group, checked, call in self._calls(query, each):
+            head, hidden = group.head, checked.hidden_states
             if call is None:
-                found[i] = empty_statistics(checked, query)
+                found.append((group, empty_statistics(checked, query)))
                 losses.append(hidden[0].new_empty((), dtype=torch.promote_types(torch.float32, checked.compute_dtype)))
             elif call.strategy == "one_pass":
-                one_pass[i] = call
+                one_pass.append((group, call))
                 tensors.append((head.weight, head.bias, *hidden))
             else:
-                loss, found[i] = compute(call, head, hidden)
+                loss, statistics = compute(call, head, hidden)
+                found.append((group, statistics))
                 losses.append(loss)
         if one_pass:
-            loss, values = token_losses([*one_pass.values()], tensors)
+            loss, values = token_losses([call for _, call in one_pass], tensors)
             losses.append(loss)
-            for (i, call), named in zip(one_pass.items(), values, strict=True):
-                found[i] = call.by_tensor(named)
+            found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
         return torch.stack(losses).sum(), self._in_order(found)
 
-    def _calls(self, queries: Sequence[Query]) -> list[tuple[CheckedInputs, Call | None]]:
-        """The call of each group; all are made, and so checked, before the first one runs."""
-        pairs = zip(self.groups, queries, strict=True)
-        return [make_call(g.hidden_states, g.head, g.labels, query, self.options) for g, query in pairs]
+    def _calls(
+        self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> list[tuple[HeadGroup, CheckedInputs, Call | None]]:
+        """The calls of each group; all are made, and so checked, before the first one runs."""
+        calls, kept = list[tuple[HeadGroup, CheckedInputs, Call | None]](), 0
 
-    def _in_order(self, found: Sequence[Sequence[Statistics]]) -> list[Statistics]:
+        def make(group: HeadGroup, options: EngineOptions) -> None:
+            asked = group.query(query, inputs or {})
+            calls.append((group, *make_call(group.hidden_states, group.head, group.labels, asked, options)))
+
+        for group in self.groups:
+            make(group, self.options)
+            call, before = calls[-1][-1], len(calls) - 1
+            if call is None:
+                continue
+            if call.strategy == "resident":  # what all heads keep until backward fits one workspace
+                size = call.work.row_bytes * call.tokens.count
+                if kept and kept + size > call.plan.kept:
+                    calls.pop()
+                    make(group, replace(self.options, strategy="two_pass"))
+                else:
+                    kept += size
+            elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not self._bounded:
+                for part in group.parts(call):
+                    make(part, self.options)
+                several = any(part is not None and part.strategy == "one_pass" for *_, part in calls[before + 1 :])
+                del calls[slice(before, before + 1) if several else slice(before + 1, None)]
+        return calls
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether the user's workspace leaves no room to add up gradients of the weight from several streams."""
+        return self.options.workspace is not None or default_bound() is not None
+
+    def _in_order(self, found: Sequence[tuple[HeadGroup, list[Statistics]]]) -> list[Statistics]:
         """From what each group has for its targets to one list of all targets."""
         placed = dict[int, Statistics]()
-        for group, values in zip(self.groups, found, strict=True):
+        for group, values in found:
             placed |= zip(group.places, values, strict=True)
         return [placed[i] for i in range(self.count)]
 
@@ -179,7 +247,7 @@ def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGro
         yield from groups
         return
     labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]
-    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, options.compact), 0
+    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend), 0
     for group in groups:
         stop = start + len(group.places)
         yield replace(group, labels=tokens.part(slice(start, stop)))

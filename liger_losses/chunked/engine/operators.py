@@ -49,7 +49,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
     tensors: list[Tensor] = []
-    form = encode([arguments, keywords, parameters], tensors)
+    form = encode([arguments, keywords, parameters], tensors, once=True)
     if form is None or not tensors:
         return _call_eagerly(name, loss, arguments, keywords)
     dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])
@@ -161,7 +161,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
     name, loss, autocast, form = _parsed(key)
-    arguments, keywords, parameters = decode(form, iter(tensors))
+    arguments, keywords, parameters = decode(form, tensors)
     own = _reparametrize_module(losses[loss], parameters) if parameters else nullcontext()
     with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
         result = _named(name, loss)(*arguments, **keywords)

@@ -177,7 +177,7 @@ def linear_logps(
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
         statistics = linear_support_statistics(
-            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=shift
+            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=int(shift)
         )
     return statistics if len(names) > 1 else statistics.logp
 
@@ -298,7 +298,7 @@ def linear_token_loss(
     )
     if many:
         inputs = token_inputs or {}
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, **inputs)
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs)
         return targets.token_loss(query, inputs, _loss_of_statistics)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 

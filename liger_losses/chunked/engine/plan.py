@@ -193,8 +193,10 @@ class Plan:
     tile_columns: int  # columns of the vocabulary in such a tile
     scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
     weight_chunk: int  # rows of the weight that are cast at once; V when none need it
-    resident: bool  # whether all logits fit the workspace at once
-    few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
+    kept: int  # bytes for logits that stay until backward
+    resident: bool  # whether those of all tokens fit there
+    few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
+    few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
 
@@ -276,7 +278,9 @@ def _make_plan(
         tile_columns=min(tile_columns, padded(work.vocab_size)),
         scratch=budget.scratch,
         weight_chunk=budget.weight_chunk,
+        kept=budget.kept,
         resident=tokens * work.row_bytes <= budget.kept and chunk_size is None and not teacher,
+        few_rows=rows * most_blocks,
         few_blocks=tokens <= rows * most_blocks or teacher,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
         tiled=tiled,

@@ -69,6 +69,9 @@ class TokenSupport:
             check_tensor(f"TokenSupport's {name}", value)
             if value.dtype not in _INTEGERS:
                 raise TypeError(f"TokenSupport's {name} must be int64 or int32, got {value.dtype}.")
+        for name in ("add_label", "sparse_grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"TokenSupport's {name} must be True or False, got {getattr(self, name)!r}.")
         if self.offsets is not None and (self.ids.dim() != 1 or self.offsets.dim() != 1):
             raise ValueError(
                 f"TokenSupport(ids, offsets) takes ids [P] and offsets [tokens + 1], got {list(self.ids.shape)} and "
@@ -76,7 +79,8 @@ class TokenSupport:
             )
 
     def check(self, labels: Tensor, weight: Tensor) -> None:
-        """Raise ValueError unless there is a row for each label, on the weight's device."""
+        """Raise ValueError unless there is a row for each label, on the weight's device, and the weight may have a
+        sparse gradient where one is asked for."""
         for name, value in (("ids", self.ids), ("offsets", self.offsets)):
             if value is not None and value.device != weight.device:
                 raise ValueError(
@@ -93,6 +97,13 @@ class TokenSupport:
                 f"TokenSupport's offsets must be [{labels.numel() + 1}], one more than there are labels, got "
                 f"{list(self.offsets.shape)}."
             )
+        if self.ids.numel() and not labels.numel():
+            raise ValueError(f"there are no labels, but {self.ids.numel()} of TokenSupport's ids.")
+        if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
+            raise ValueError(
+                "TokenSupport(sparse_grad=True) takes a weight that is a parameter, or detached: what this weight was "
+                "computed with has no backward for sparse gradients. Leave sparse_grad out."
+            )
 
 
 def linear_support_statistics(
@@ -104,7 +115,7 @@ def linear_support_statistics(
     options: EngineOptions,
     *,
     whole: Callable[..., Statistics],
-    shift: bool = False,
+    shift: int = 0,
 ) -> Statistics:
     """Per-token statistics over the kept columns, differentiable.
 
@@ -116,14 +127,14 @@ def linear_support_statistics(
         names: of :data:`SUPPORT_STATISTICS`.
         options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns.
         whole: :func:`liger_losses.linear_statistics`, for tokens without a cut.
-        shift: position ``t`` predicts the label at ``t + 1``.
+        shift: position ``t`` predicts the label at ``t + shift``.
 
     Returns:
         :class:`Statistics` in the labels' shape, fp32 or fp64; 0 for tokens without loss.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label;
-            ``compact=False``; a sparse gradient in a compiled function.
+            ``compact=False``; a sparse gradient in a compiled function, or of a weight that is no parameter.
         RuntimeError: another rank that shares the vocabulary has raised; a CUDA graph is being captured.
     """
     if not isinstance(support, TokenSupport):
@@ -143,7 +154,7 @@ def linear_support_statistics(
             check_temperature(head.transform.temperature, head.weight.device, [labels.shape])
         wide = torch.promote_types(torch.float32, compute_dtype)
         if not state.shapes_only:
-            labels = shift_labels(labels, options.ignore_index) if shift else labels
+            labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
             backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
             call = _Call.of(local, head, labels, support, shift, backend, options.ignore_index, compute_dtype)
             columns, facts = find_columns(call.kept, backend=backend)
@@ -156,9 +167,10 @@ def linear_support_statistics(
             if agreed is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
                 agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
-                agreed.checksum = checksum(labels) + checksum(support.ids)
+                compared = [labels, support.ids, *([] if support.offsets is None else [support.offsets])]
                 if isinstance(call.options.transform.temperature, Tensor):
-                    agreed.checksum += checksum(call.options.transform.temperature.float().view(torch.int32))
+                    compared.append(call.options.transform.temperature.float().view(torch.int32))
+                agreed.checksum = torch.stack([checksum(part) for part in compared]).sum()
     if agreed is not None:
         agreed.wait()
     if state.shapes_only:
@@ -198,7 +210,7 @@ class _Call:
         head: Head,
         labels: Tensor,
         support: TokenSupport,
-        shift: bool,
+        shift: int,
         backend: str,
         ignore_index: int,
         compute_dtype: torch.dtype,
@@ -212,8 +224,8 @@ class _Call:
         most = _NO_LIMIT if support.sparse_grad else max(1, size // cost)
         first = 0 if head.shard is None else head.shard.first_column
         kept = KeptIds(
-            ids.reshape(-1, ids.shape[-1]) if support.offsets is None else ids,
-            support.offsets, flat, ignore_index, size, first, first + len(head.weight), int(shift), support.add_label,
+            ids.flatten(0, -2) if support.offsets is None else ids,
+            support.offsets, flat, ignore_index, size, first, first + len(head.weight), shift, support.add_label,
             fewest=0, most=most,
         )  # fmt: skip
         transform = head.transform
@@ -332,7 +344,7 @@ def _exchange(shard: VocabularyShard | None, labels: Tensor) -> Exchange | None:
         for value in (logp, entropy, lse):
             value.masked_fill_(nothing, 0.0)
 
-    return Exchange(merge_, shard.start_sum_ if shard.mesh is None else None)
+    return Exchange(merge_, None if shard.partial_gradients else shard.start_sum_)
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:

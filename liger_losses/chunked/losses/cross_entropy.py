@@ -21,7 +21,7 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.many_heads import count_targets, shift_each
+from liger_losses.chunked.engine.many_heads import count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, operator
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -280,9 +280,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         hidden, layers, biases, weights, numbers = (
             one_each(value, count) for value in (_input, lin_weight, bias, token_weights, num_items_in_batch)
         )
-        unique = {(id(layer), id(vector)): (layer, vector) for layer, vector in zip(layers, biases, strict=True)}
-        made = {key: Head.of(*pair, self.transform) for key, pair in unique.items()}
-        heads = [made[id(layer), id(vector)] for layer, vector in zip(layers, biases, strict=True)]
+        heads = heads_of(layers, biases, self.transform)
         weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
         masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
         if self.group is not None and self.reduction != "none":
@@ -308,7 +306,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 self._token_loss,
                 statistics,
                 metrics=metrics,
-                token_inputs=self._token_inputs(targets, scales, hidden[0].dtype),
+                token_inputs=self._token_inputs(targets, scales, heads[0].weight.dtype),
                 class_weight=class_weight,
                 options=options,
             )

@@ -217,7 +217,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        tokens = batch.select(options)
+        # Over kept columns no tokens are selected, for which the host would wait.
+        tokens: Any = batch.select(options) if support is None else None
         if self.group is not None:
             check_inputs([_input], head.weight, head.bias, tokens)
             if isinstance(head.transform.temperature, Tensor):  # before anything that all ranks reach

@@ -17,11 +17,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-from liger_losses.integrations.liger.models import apply_to
+from liger_losses.integrations.liger.models import apply_to, stop_applying
 from liger_losses.integrations.liger.names import ANSWERS
-from liger_losses.integrations.loading import leave_loaded_models
 
-_APPLY = "apply_liger_kernel_to_"
+_APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"
 #: What was replaced, in this order: the namespace, the name, and its value.
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 #: The modules that stand in for those of liger-kernel, where it is not installed.
@@ -34,8 +33,9 @@ def install() -> None:
     Covers ``liger_kernel.chunked_loss`` (classes, ``functional``, autograd functions), the (fused linear, scaled)
     cross-entropy, JSD, KL and TVD losses of ``liger_kernel.ops`` and ``liger_kernel.transformers``,
     ``triton_grpo_loss`` and ``apply_liger_kernel_to_...``. Modules that have imported a name already get the answer,
-    too; instances and subclasses that were made before stay what they are. Other names of an installed liger-kernel
-    stay as they are; if it is not installed, importing them raises ImportError, with a list of those that exist.
+    too, whatever they call it; instances and subclasses that were made before stay what they are. Other names of an
+    installed liger-kernel stay as they are; if it is not installed, importing them raises ImportError, with a list of
+    those that exist.
     """
     if is_installed():
         return
@@ -43,19 +43,23 @@ def install() -> None:
         for stand_in in sorted({parent for name in ANSWERS for parent in _parents(name)}):
             _make(stand_in)
         return
+    found: dict[int, tuple[Any, Any]] = {}  # by the id of what is replaced: that, and its answer
     for module_name, answers in ANSWERS.items():
         try:
-            module = importlib.import_module(module_name)
+            names = vars(importlib.import_module(module_name))
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("liger_kernel"):
                 raise
             continue  # of another version
-        _replace_everywhere(vars(module), answers)
-        functions = [name for name in vars(module) if name.startswith(_APPLY)]
-        _replace_everywhere(vars(module), {name: apply_to(name.removeprefix(_APPLY)) for name in functions})
-        table = "MODEL_TYPE_TO_APPLY_LIGER_FN"
-        if table in vars(module):
-            _replace_everywhere(vars(module), {table: {kind: apply_to(kind) for kind in vars(module)[table]}})
+        functions = {name: f for name, f in names.items() if name.startswith(_APPLY)}
+        table = names.get(_TABLE, {})
+        kinds = {name: [kind for kind, applies in table.items() if applies is f] for name, f in functions.items()}
+        applies = {name: apply_to(name.removeprefix(_APPLY), kinds[name], f) for name, f in functions.items()}
+        of_kinds = {kind: apply_to(kind, [kind], f) for kind, f in table.items()}
+        for name, answer in {**answers, **applies, _TABLE: of_kinds}.items():
+            if name in names:
+                found.setdefault(id(names[name]), (names[name], answer))
+    _replace_everywhere(found)
 
 
 def is_installed() -> bool:
@@ -64,24 +68,28 @@ def is_installed() -> bool:
 
 
 def uninstall() -> None:
-    """Put everything back as it was before :func:`install`. Losses that were built in between work on."""
+    """Put everything back as it was before :func:`install`.
+
+    Losses that were built in between work on, and modules that imported an answer in between keep it.
+    """
     while _replaced:
         namespace, name, value = _replaced.pop()
         namespace[name] = value
     while _made:
         sys.modules.pop(_made.pop(), None)
-    leave_loaded_models()
+    stop_applying()
 
 
-def _replace_everywhere(namespace: dict[str, Any], answers: dict[str, Any]) -> None:
-    """Replace names of a module, and in all modules that have imported them from it."""
-    originals = {name: namespace[name] for name in answers if name in namespace}
-    namespaces = [found for m in list(sys.modules.values()) if isinstance(found := getattr(m, "__dict__", None), dict)]
-    for name, original in originals.items():
-        for other in namespaces:
-            if original is not answers[name] and other.get(name) is original:
-                _replaced.append((other, name, original))
-                other[name] = answers[name]
+def _replace_everywhere(found: dict[int, tuple[Any, Any]]) -> None:
+    """Replace objects in the modules that define them and in all that have imported them, whatever they call them."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name, value in list(names.items()):
+            if id(value) in found and value is not found[id(value)][1]:
+                _replaced.append((names, name, value))
+                names[name] = found[id(value)][1]
 
 
 def _parents(name: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""liger-kernel's divergences of probabilities and log-probabilities. N tokens, V vocabulary size."""
+"""liger-kernel's divergences of probabilities and log-probabilities. N tokens, V vocabulary size.
+
+As in liger-kernel, the second distribution is a constant.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def mean_jsd(
         input, target: ``[N, V]``, log-softmax of student and teacher.
         shift_labels: ``[N]``; only which are ``ignore_index`` matters. Without them, all tokens are active.
     """
-    values = jsd(input.float(), target.float(), beta=beta)
+    values = jsd(input.float(), target.detach().float(), beta=beta)
     if shift_labels is None:
         return values.mean().to(input.dtype)
     active = shift_labels != ignore_index
@@ -51,7 +54,7 @@ def kl_div(
         input: ``[N, V]``, log-probabilities.
         target: ``[N, V]``, probabilities, or their logarithms with ``log_target``.
     """
-    return nn.functional.kl_div(input.float(), target.float(), reduction=reduction, log_target=log_target)
+    return nn.functional.kl_div(input.float(), target.detach().float(), reduction=reduction, log_target=log_target)
 
 
 def functional_kl_div(
@@ -93,7 +96,7 @@ def total_variation(
         reduction: ``batchmean`` (over the active tokens), ``mean`` (over their entries), ``sum`` or ``none``, which
             returns ``[N, V]``.
     """
-    terms, count = 0.5 * (p.float() - q.float()).abs(), torch.tensor(len(p), device=p.device)
+    terms, count = 0.5 * (p.float() - q.detach().float()).abs(), torch.tensor(len(p), device=p.device)
     if shift_labels is not None:
         active = shift_labels != ignore_index
         terms, count = terms * active[:, None], active.sum().clamp(min=1)

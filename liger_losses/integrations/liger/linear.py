@@ -17,27 +17,53 @@ from liger_losses.kernels.logit_transform import LogitTransform
 
 
 def fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any, **named: Any
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
 ) -> Any:
     """``liger_fused_linear_cross_entropy``: the loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`.
 
+    liger-kernel's model forwards read the names of these arguments, and pass on what they find among them.
+
     Args:
         input, weight, target, bias: ``[N, H]``, ``[V, H]``, ``[N]``, ``[V]``.
-        options, named: of that class's constructor; ``chunk_mem_const`` has no effect.
+        chunk_mem_const: no effect. The others are of that class's constructor.
     """
-    return liger_losses.LigerFusedLinearCrossEntropyLoss(*options[:11], **_known(named))(weight, input, target, bias)
+    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        accum_dtype,
+        use_token_scaling,
+        return_token_accuracy,
+        return_predicted_tokens,
+    )
+    return loss(weight, input, target, bias)
 
 
 def apply_fused_linear_cross_entropy(
     _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any
 ) -> tuple[Tensor | None, ...]:
     """``apply`` of the same: loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
-    found: Any = fused_linear_cross_entropy(_input, weight, target, bias, *options)
+    found: Any = fused_linear_cross_entropy(_input, weight, target, bias, *options[:11])
     return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
-
-
-def _known(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name != "chunk_mem_const"}
 
 
 def scaled_cross_entropy(

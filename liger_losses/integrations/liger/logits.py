@@ -20,14 +20,17 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
-    **outputs: Any,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
 ) -> Any:
     """``liger_cross_entropy``: :func:`liger_losses.integrations.on_logits.cross_entropy` by torch's arguments.
 
     ``size_average`` and ``reduce`` have no effect.
     """
     options = (weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-    return LigerCrossEntropyLoss(*options, **outputs)(input, target)
+    outputs = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+    return LigerCrossEntropyLoss(*options, *outputs)(input, target)
 
 
 def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
@@ -55,19 +58,24 @@ class LigerCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "lse_square_scale": lse_square_scale,
-            "label_smoothing": label_smoothing,
-            "reduction": reduction,
-            "softcap": softcap,
-            "return_z_loss": return_z_loss,
-            "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-        }
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Any:
-        return on_logits.cross_entropy(_input, target, ce_weight=self.weight, **self.options)
+        return on_logits.cross_entropy(
+            _input,
+            target,
+            ce_weight=self.weight,
+            ignore_index=self.ignore_index,
+            lse_square_scale=self.lse_square_scale,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )
 
 
 def triton_grpo_loss(
@@ -86,8 +94,13 @@ def triton_grpo_loss(
     max_completion_length: int | None = None,
     importance_sampling_level: str = "token",
     reduce: bool = False,
-    *,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
     vllm_is_ratio: Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: Tensor | float | None = None,
+    *vespo: float,
     **options: Any,
 ) -> Any:
     """``triton_grpo_loss``: :func:`liger_losses.integrations.on_logits.grpo_loss`.
@@ -96,7 +109,10 @@ def triton_grpo_loss(
         logits: ``[B, T + 1, V]``; the last position predicts no token of the completion.
         inplace: no effect; the logits stay as they are.
         reduce: return the loss and a list of metrics, instead of each token's loss, KL estimate and clipping.
+        vespo: by position, ``vespo_k_pos``, ``vespo_lambda_pos``, ``vespo_k_neg`` and ``vespo_lambda_neg``.
     """
+    names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+    options.update(zip(names, vespo, strict=False))
     loss, *others = on_logits.grpo_loss(
         logits[:, :-1],
         completion_ids,
@@ -113,6 +129,11 @@ def triton_grpo_loss(
         loss_type=loss_type,
         max_completion_length=max_completion_length or completion_ids.shape[1],
         importance_sampling_level=importance_sampling_level,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        delta=delta,
+        use_bias_correction_kl=use_bias_correction_kl,
+        num_items_in_batch=num_items_in_batch,
         **options,
     )
     if reduce:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from liger_losses.integrations.loading import patch_loaded_models
-from liger_losses.patching.patch import patch
+from liger_losses.integrations.loading import Options, leave_loaded_models, patch_loaded_models
+from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch
 from liger_losses.patching.report import PatchReport
+
+#: What patches models that are loaded later.
+_later: list[Options] = []
 
 
 def apply_liger_kernel(
@@ -20,7 +24,7 @@ def apply_liger_kernel(
     fused_linear_cross_entropy: bool = True,
     rms_norm: bool = True,
     swiglu: bool = True,
-    model_type: str | None = None,
+    model_types: Sequence[str] | None = None,
     **others: Any,
 ) -> PatchReport | None:
     """Patch a model, or every model of a type that transformers loads from now on.
@@ -32,64 +36,108 @@ def apply_liger_kernel(
         fused_linear_cross_entropy: make the output embedding return lazy logits.
         rms_norm: replace normalizations; ``layer_norm`` is another word for it.
         swiglu: replace gated MLPs; ``geglu`` is another word for it.
-        model_type: without a model, the ``config.model_type`` of those to patch (or the
-            beginning of it: liger-kernel patches ``glm`` by ``glm4``); all by default.
+        model_types: without a model, the ``config.model_type`` of those to patch; all by default.
         others: liger-kernel's further options, which have no effect.
 
     Returns:
         What was replaced; ``None`` without a model.
     """
-    options: dict[str, Any] = {
+    options = _patch_options(rope, fused_linear_cross_entropy, rms_norm, swiglu, **others)
+    if model is not None:
+        return patch(model, **options)
+
+    def options_of(loaded: nn.Module) -> dict[str, Any] | None:
+        found = getattr(getattr(loaded, "config", None), "model_type", None)
+        return options if model_types is None or found in model_types else None
+
+    _later.append(patch_loaded_models(options_of))
+    return None
+
+
+def _patch_options(
+    rope: bool = True,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    **others: Any,
+) -> dict[str, Any]:
+    return {
         "loss_head": fused_linear_cross_entropy,
         "norms": rms_norm and others.get("layer_norm", True),
         "mlps": swiglu and others.get("geglu", True),
         "rope": rope,
     }
-    if model is not None:
-        return patch(model, **options)
-
-    def options_of(loaded: nn.Module) -> dict[str, Any] | None:
-        found = str(getattr(getattr(loaded, "config", None), "model_type", None))
-        fits = model_type is None or found.startswith(model_type) or model_type.startswith(found)
-        return options if fits else None
-
-    patch_loaded_models(options_of)
-    return None
 
 
-def apply_to(model_type: str) -> Callable[..., None]:
-    """``apply_liger_kernel_to_<model type>``, with liger-kernel's arguments."""
+def stop_applying() -> None:
+    """Leave the models that are loaded from now on."""
+    while _later:
+        leave_loaded_models(_later.pop())
 
-    def apply(
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        swiglu: bool = True,
-        model: nn.Module | None = None,
-        **others: Any,
-    ) -> None:
-        apply_liger_kernel(
-            model,
-            rope=rope,
-            cross_entropy=cross_entropy,
-            fused_linear_cross_entropy=fused_linear_cross_entropy,
-            rms_norm=rms_norm,
-            swiglu=swiglu,
-            model_type=model_type,
-            **others,
-        )
 
-    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type}"
+def apply_to(
+    name: str, model_types: Sequence[str] = (), replaced: Callable[..., Any] | None = None
+) -> Callable[..., None]:
+    """``apply_liger_kernel_to_<name>``.
+
+    Args:
+        name: of the model type, or of the text model in it.
+        model_types: which ``config.model_type`` liger-kernel calls it for; by default the name, and with ``_text``.
+        replaced: liger-kernel's function, whose order of arguments it takes, but none of its defaults.
+    """
+    order = inspect.signature(replaced or _arguments)
+    names = [p.name for p in order.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    kinds = model_types or (name, f"{name}_text")
+
+    def apply(*arguments: Any, **named: Any) -> None:
+        if len(arguments) > len(names):
+            raise TypeError(f"{apply.__name__} takes at most {len(names)} arguments: {', '.join(names)}.")
+        apply_liger_kernel(**dict(zip(names, arguments, strict=False)), **named, model_types=kinds)
+
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = ":func:`apply_liger_kernel` to a model, or to those of this type that are loaded later."
+    vars(apply)["__signature__"] = order  # which LLaMA-Factory and ms-swift read
     return apply
+
+
+def _arguments(
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    model: nn.Module | None = None,
+    **others: Any,
+) -> None:
+    """The arguments of most of liger-kernel's functions."""
 
 
 def apply_to_type(model_type: str, **options: Any) -> None:
     """``_apply_liger_kernel``: to the models of a type that are loaded later."""
-    apply_liger_kernel(model_type=model_type, **options)
+    apply_liger_kernel(model_types=(model_type,), **options)
 
 
 def apply_to_instance(model: nn.Module, **options: Any) -> None:
     """``_apply_liger_kernel_to_instance``, which transformers' Trainer calls with ``use_liger_kernel=True``."""
     apply_liger_kernel(model, **options)
+
+
+class AutoLigerKernelForCausalLM(AutoLigerModelForCausalLM):
+    """transformers' ``AutoModelForCausalLM``, patched on load, with :func:`apply_liger_kernel`'s options."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, **_without_kernels(kwargs))
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().from_config(*args, **_without_kernels(kwargs))
+
+
+#: The options of liger-kernel's functions.
+_KERNELS = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "layer_norm", "geglu")
+
+
+def _without_kernels(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kernels = {name: kwargs.pop(name) for name in _KERNELS if name in kwargs}
+    return {**kwargs, "patch_options": _patch_options(**kernels)}

@@ -7,7 +7,6 @@ from typing import Any
 
 import liger_losses
 from liger_losses.integrations.liger import chunked, divergences, linear, logits, models
-from liger_losses.patching.patch import AutoLigerModelForCausalLM
 
 #: Modules of ``chunked_loss``, and the middle of the names that they define.
 _CHUNKED = {
@@ -55,7 +54,7 @@ _TRANSFORMERS: tuple[tuple[str, str, Any], ...] = (
     ("functional", "liger_tvd", divergences.functional_tvd),
     ("monkey_patch", "_apply_liger_kernel", models.apply_to_type),
     ("monkey_patch", "_apply_liger_kernel_to_instance", models.apply_to_instance),
-    ("auto_model", "AutoLigerKernelForCausalLM", AutoLigerModelForCausalLM),
+    ("auto_model", "AutoLigerKernelForCausalLM", models.AutoLigerKernelForCausalLM),
 )
 
 

@@ -98,10 +98,9 @@ def test_in_a_cuda_graph_and_beside_the_other_kernel(monkeypatch):
 
 
 def test_other_calls_have_the_other_kernel(monkeypatch):
-    """A soft-cap, rows that the tensor memory accelerator does not take, another GPU, no Gluon."""
-    matrix, serves = torch.empty(64, 64, dtype=torch.bfloat16), linear_exp_hopper._serves.__wrapped__
-    monkeypatch.setattr(linear_exp_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(linear_exp_hopper, "_serves", lambda device: serves(torch.device("cuda")))
+    """A soft-cap, rows that the tensor memory accelerator does not take, another GPU."""
+    matrix = torch.empty(64, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(linear_exp_hopper, "_serves", linear_exp_hopper._serves.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     if linear_exp_hopper.gluon is not None:
         tiles = hopper_tiles(matrix, matrix, Epilogue(), matrix)
@@ -116,6 +115,29 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
         assert hopper_tiles(*call) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
-    monkeypatch.setattr(linear_exp_hopper, "gluon", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
     assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
     assert linear_exp.hopper_tiles is hopper_tiles
+
+
+def test_the_choice_of_the_kernel(monkeypatch):
+    """The kernel for Hopper runs where there is a launch for it, and else the other one."""
+    hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
+    launches = []
+    if not linear_exp.tl or not linear_exp_hopper.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: launches.append((grid, arguments))
+
+    monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
+    linear_exponentials(hidden, weight, torch.zeros(5, dtype=torch.long), projections=True, backend="triton")
+    assert [grid for grid, _ in launches] == [(1,), (1,)]
+    assert [arguments["out"] for _, arguments in launches] == [7, None]  # projections are not written again
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)
+    linear_exponentials(hidden, weight, torch.zeros(5, dtype=torch.long), backend="triton")
+    assert len(launches) == 2

@@ -18,17 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import (
-    project_tile,
-    split_tile,
-    store_tile,
-    tile_position,
-    tiles_of,
-    with_contiguous_rows,
-)
+from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles
+from liger_losses.kernels.linear_exp_hopper import AVAILABLE, hopper_exponentials_kernel, hopper_tiles
 from liger_losses.kernels.linear_stats import FIXED_SPLITS, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
@@ -125,7 +118,7 @@ def linear_exponentials(
         return statistics
     kernel = hopper_exponentials_kernel
     # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
-    tiles = None if batch_invariant else hopper_tiles(hidden, weight, epilogue, out)
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
     if tiles is None:
         kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
     row_tiles, column_tiles, programs, arguments = tiles
@@ -362,11 +355,14 @@ def _exponentials_kernel(
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     tiles = row_tiles * column_tiles
+    in_group = group * column_tiles
     if needed is not None:
         tiles = tiles * tl.load(needed)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, group)
-        first_row = row_tile * BLOCK_N
+        first = tile // in_group * group
+        size = tl.minimum(row_tiles - first, group)
+        column_tile = tile % in_group // size
+        first_row = (first + tile % in_group % size) * BLOCK_N
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,

@@ -35,6 +35,8 @@ except ImportError:
     gluon = gl = tma = None
 
 
+#: Whether the kernel can be compiled: there is Gluon, and Triton's interpreter, which has none, is off.
+AVAILABLE = gluon is not None and not INTERPRETED
 #: Rows, columns and depth of a tile. Two groups of four warps that take tiles of 128 x 128 in turn take 0.93 to 0.98 of
 #: cuBLAS's time on an H200 (benchmarks/results/exponentials_kernel.txt); tiles of 64 x 256, 0.97 to 0.99; two groups
 #: that share tiles of 128 x 256, and whose exponentials nothing runs beside, 0.98 to 1.00.
@@ -76,10 +78,8 @@ def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor
 
 @cache
 def _serves(device: torch.device) -> bool:
-    """Whether there is Gluon and the device is a Hopper GPU (an AMD GPU may have the same number)."""
-    if gluon is None or INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether the device is a Hopper GPU (an AMD GPU may have the same number)."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _descriptor(matrix: Tensor, columns: int) -> object:

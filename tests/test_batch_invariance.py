@@ -87,7 +87,7 @@ def test_without_it_products_of_few_rows_differ_on_a_cpu():
     assert differing(head_of(torch.float64, 33, 150, True), draws, ALL, "torch") == 0
 
 
-#: A batch beside the pool of 90 tokens: more row tiles, other lanes, other splits; and the strategies with a gradient.
+#: A batch beside the pool of 90 tokens: more row tiles, other splits; and the strategies with a gradient.
 DRAWS = [
     ([4], None, None, None, False),
     ([*range(60), *range(90)], None, None, None, False),
@@ -116,9 +116,24 @@ def test_by_triton_kernels_where_exponentials_are_kept(names, bias):
 
 
 @interpreted
-@pytest.mark.parametrize("names", [("logp", "lse"), ("logp", "entropy")])
-def test_without_it_sums_depend_on_the_number_of_tokens(names):
-    assert differing(head_of(torch.bfloat16, 16, 600, False), DRAWS, names, "triton") > 0
+def test_without_it_sums_depend_on_the_number_of_tokens():
+    assert differing(head_of(torch.bfloat16, 16, 600, False), DRAWS, ("logp", "entropy"), "triton") > 0
+
+
+@interpreted
+def test_one_kernel_and_any_launch(monkeypatch):
+    """Without the kernel that serves only some GPUs and some places in memory; launches of 48 tokens and of one."""
+    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
+    monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: pytest.fail("was asked for"))
+    found = []
+    for most in (140, 48, 1):
+        monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
+        rows = slice(None if most > 1 else 3)
+        call = (hidden.detach()[rows], weight.detach(), labels[rows])
+        found.append(linear_exp.linear_exponentials(*call, batch_invariant=True, backend="triton").logp)
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0][:3])
 
 
 @interpreted

@@ -1,7 +1,6 @@
 """Each kernel, by every backend, against float64 and autograd. Triton runs in its interpreter where there is no GPU."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -173,6 +172,7 @@ def loads(request, monkeypatch):
     """Through the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     triton_or_skip()
     monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param == "tma")
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)
 
 
 def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):
@@ -242,26 +242,21 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
 
 
 @pytest.mark.usefixtures("loads")
-def test_groups_of_row_tiles_follow_each_other(monkeypatch):
-    """Sums begin anew with each group."""
-    hidden, weight, labels, _, _ = head(300, 16, 700, torch.bfloat16)
-    monkeypatch.setattr(linear_exp, "_group", lambda *tiles: 1)
+def test_tiles_of_all_groups_are_summed(monkeypatch):
+    """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes."""
+    hidden, weight, labels, _, _ = head(300, 16, 520, torch.bfloat16)
+    epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, 300, device=DEVICE)))
+    monkeypatch.setattr(linear_exp, "_GROUP", 2)
     results = []
-    for backend in ("torch", "triton"):
+    for backend, most in (("torch", 300), ("triton", 300), ("triton", 150)):
+        monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
         values = {name: torch.full((300,), float("nan"), device=DEVICE) for name in ("lse", "mean_logit")}
-        found = linear_exponentials(hidden, weight, labels, found=Exponentials.into(values), backend=backend)
+        found = Exponentials.into(values)
+        linear_exponentials(hidden, weight, labels, None, epilogue, found=found, backend=backend)
         results.append((found.lse, found.logp, found.mean_logit))
-    for ours, exact in zip(*results, strict=True):
+    for exact, ours, in_parts in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
-
-
-def test_the_tiles_of_few_rows_are_even():
-    """On 132 multiprocessors; a tile takes 50 microseconds at a hidden size of 4096."""
-    for row_tiles, most in ((1, 4), (3, 12), (5, 20), (7, 28), (8, 31)):
-        size = linear_exp._group(row_tiles, 501, 132)
-        lanes = 132 // size
-        assert math.ceil(math.ceil(row_tiles / size) * 501 / lanes) <= most
-    assert [linear_exp._group(rows, 501, 132) for rows in (16, 64)] == [8, 8]
+        assert torch.equal(ours, in_parts)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)
@@ -275,14 +270,14 @@ def test_scales_of_exponentials(backend, transform):
     found = Exponentials(offset, lse, logp)
     for coefs in ((p_coef, label_coef), (p_coef, None), (None, label_coef)):
         p_c, label_c = (0.0 if coef is None else coef.double() for coef in coefs)
-        exact = p_c * (offset - lse).double().exp() * transform.factor
+        exact = p_c * (offset - lse).double().exp() * transform.factor(lse)
         at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
         hidden = torch.linspace(-1, 1, 6 * 1030, device=DEVICE).view(6, 1030).bfloat16()
         place = torch.full((6,), float("nan"), device=DEVICE)
         scale, ours, scaled = gradient_scales(*coefs, found, hidden, place, transform=transform, backend=backend)
         exact = torch.zeros_like(found.lse) + exact
         torch.testing.assert_close(scale.double(), exact.double(), rtol=1e-5, atol=1e-37)
-        torch.testing.assert_close(ours.double(), at_label * transform.factor, rtol=2e-5, atol=1e-37)
+        torch.testing.assert_close(ours.double(), at_label * transform.factor(lse), rtol=2e-5, atol=1e-37)
         torch.testing.assert_close(scaled.double(), hidden.double() * scale.double()[:, None], rtol=8e-3, atol=1e-37)
         assert ours is place
         assert gradient_scales(*coefs, found, transform=transform, backend=backend)[2] is None

@@ -94,20 +94,28 @@ def has_tma(device: torch.device) -> bool:
     return False
 
 
-def descriptor(matrix: Tensor, rows: int, columns: int) -> object:
-    """The matrix as the tensor memory accelerator takes it, in blocks of ``rows`` and ``columns``."""
-    like = _descriptor(rows, columns)
+def descriptor(matrix: Tensor, rows: int, columns: int, layout: Any = None) -> object:
+    """The matrix as the tensor memory accelerator takes it, in blocks of ``rows`` and ``columns``.
+
+    ``layout`` is how a block lies in shared memory, which Gluon's kernels say.
+    """
+    like = _descriptor(rows, columns, matrix.dtype, layout)
     made = object.__new__(type(like))
     made.__dict__.update(like.__dict__, base=matrix, shape=matrix.shape, strides=matrix.stride())
     return made
 
 
 @cache
-def _descriptor(rows: int, columns: int) -> Any:
+def _descriptor(rows: int, columns: int, dtype: torch.dtype, layout: Any) -> Any:
     """Copied, because making one checks again what :func:`aligned` has, and takes the host as long as a launch."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    template = torch.empty(1, 16, dtype=dtype, device="cpu")
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(torch.empty(1, 16, dtype=torch.bfloat16, device="cpu"), [rows, columns])
+        return TensorDescriptor.from_tensor(template, [rows, columns])
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor.from_tensor(template, [rows, columns], layout)
 
 
 #: The interpreter cannot multiply bf16.

@@ -13,7 +13,6 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import FIXED_SPLITS, partial_sums
+from liger_losses.kernels.linear_exp_hopper import AVAILABLE, hopper_exponentials_kernel, hopper_tiles
+from liger_losses.kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
     LogitTransform,
@@ -32,8 +32,12 @@ from liger_losses.kernels.logit_transform import (
     transform_gradient,
 )
 
-#: About how many row tiles walk the vocabulary together, so that the cache serves each part of the head to all of them.
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
+#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (32 MiB for 131072 columns).
+_MAX_TOKENS = 8192
+#: Rows of a program that adds up the tiles' sums.
+_ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -83,8 +87,7 @@ def linear_exponentials(
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
-        batch_invariant: of ``triton``, sum so that a token's statistics have the same bits whatever N is: each tile of
-            columns has a sum of its own.
+        batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
 
     Returns:
@@ -100,27 +103,40 @@ def linear_exponentials(
     hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+    if out is None and tokens > _MAX_TOKENS:
+        for start in range(0, tokens, _MAX_TOKENS):
+            rows = slice(start, start + _MAX_TOKENS)
+            offset, lse, logp, mean_logit = statistics
+            mean_logit = None if mean_logit is None else mean_logit[rows]
+            part = Exponentials(offset[rows], lse[rows], logp[rows], mean_logit)
+            linear_exponentials(
+                hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
+                found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
+            )  # fmt: skip
+        return statistics
     if not tokens:
         return statistics
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
-    group = _group(row_tiles, column_tiles, programs)
-    lanes = max(1, min(programs // group, column_tiles))
-    sums_of_row = column_tiles if batch_invariant else lanes
-    partial = torch.empty(sums_of_row, tokens, device=hidden.device)
+    kernel = hopper_exponentials_kernel
+    # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
+    if tiles is None:
+        kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
+    row_tiles, column_tiles, programs, arguments = tiles
+    partial = torch.empty(column_tiles, tokens, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
-    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group, "lanes": lanes}
-    arguments |= {"PROJECTIONS": projections, "BY_TILE": batch_invariant}
-    by_row = (triton.cdiv(tokens, 128),)
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": _GROUP}
+    arguments |= {"PROJECTIONS": projections, **(UNFUSED if batch_invariant else {})}
+    grid = (min(programs, row_tiles * column_tiles),)
+    by_row = (triton.cdiv(tokens, _ROWS),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        _exponentials_kernel[(lanes * group,)](**arguments, offset=offset, needed=needed)
+        kernel[grid](**arguments, offset=offset, needed=needed)
         limit, found = None if needed is not None else _LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, logit_sums, label_logit, *statistics, found, sums_of_row, tokens, 1.0 / len(weight),
-            limit,
-            BLOCK=128, LANES=32,
+            partial, logit_sums, label_logit, *statistics, found, column_tiles, tokens, 1.0 / len(weight), limit,
+            BLOCK=_ROWS, TILES=32,
         )  # fmt: skip
         return found
 
@@ -128,9 +144,9 @@ def linear_exponentials(
     # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
     sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
     splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
-    _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=128, SPLITS=splits)
+    _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
     if projections:  # they do not depend on the offset, and are not written again
-        arguments |= {"out": None, "out_stride": None}
+        arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
     launch(statistics.offset, needed)
     return statistics
 
@@ -216,22 +232,6 @@ def _exponentials_torch(
     return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
 
 
-@lru_cache(1024)
-def _group(row_tiles: int, column_tiles: int, programs: int) -> int:
-    """A number of row tiles near :data:`_GROUP` that makes the groups as even as possible; with few row tiles, the one
-    that leaves the fewest tiles to a program."""
-
-    def tiles_of_program(size: int) -> int:
-        lanes = max(1, min(programs // size, column_tiles))
-        return triton.cdiv(triton.cdiv(row_tiles, size) * column_tiles, lanes)
-
-    if row_tiles <= _GROUP:
-        sizes = range(min(row_tiles, _GROUP // 2), row_tiles + 1)
-        return min(sizes, key=lambda size: (tiles_of_program(size), -size), default=1)
-    sizes = range(_GROUP // 2 + 1, min(row_tiles, 2 * _GROUP) + 1)
-    return min(sizes, key=lambda size: (-row_tiles % size, abs(size - _GROUP)))
-
-
 @jit
 def log1p(x):
     """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
@@ -246,12 +246,12 @@ def expm1(x):
     return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
 
 
-@jit(do_not_specialize=["lanes", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
-    partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, lanes, tokens, inverse_vocab_size, limit,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
+    partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, column_tiles, tokens, inverse_vocab_size,
+    limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp and log-probability from the lanes' sums over all columns but the label's; the mean of all logits.
+    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -263,10 +263,10 @@ def _row_statistics_kernel(
     inside = rows < tokens
     rest = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, lanes, LANES):
-        lane = start + tl.arange(0, LANES)
-        mask = (lane < lanes)[:, None] & inside[None, :]
-        at = lane[:, None] * tokens + rows[None, :]
+    for start in range(0, column_tiles, TILES):
+        column_tile = start + tl.arange(0, TILES)
+        mask = (column_tile < column_tiles)[:, None] & inside[None, :]
+        at = column_tile[:, None] * tokens + rows[None, :]
         rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
         if logit_sums is not None:
             total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
@@ -336,35 +336,33 @@ def _scales_kernel(
 
 
 @jit(
-    do_not_specialize=["tokens", "group", "lanes"],
+    do_not_specialize=["tokens", "group"],
     do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed", "hidden", "out"],
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, needed, group, lanes, transform,
-    PROJECTIONS: tl.constexpr, BY_TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    bias, labels, offset, partial, logit_sums, needed, group, transform,
+    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
-    """Persistent programs: one has the same row tile of every group of row tiles, and every ``lanes``-th column tile.
+    """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
+    the other.
 
-    Exponentials are taken and stored in two halves of a tile. A program writes one sum for all of its tiles of a row;
-    ``BY_TILE``, one for each.
+    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, so that their
+    bits depend neither on the program that took it nor on the other rows. Exponentials are taken and stored in two
+    halves of a tile.
     """
-    program = tl.program_id(0)
+    row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    tiles = row_tiles * column_tiles
     in_group = group * column_tiles
-    tiles = tl.cdiv(tl.cdiv(tokens, BLOCK_N), group) * in_group
     if needed is not None:
         tiles = tiles * tl.load(needed)
-    sums = tl.zeros((BLOCK_N,), tl.float32)
-    totals = tl.zeros((BLOCK_N,), tl.float32)
-    for tile in tl.range(program, tiles, group * lanes, flatten=True):
-        column_tile = tile % in_group // group
-        first_row = (tile // in_group * group + program % group) * BLOCK_N
-        if BY_TILE or column_tile < lanes:  # the first of this program in this group
-            sums = tl.zeros((BLOCK_N,), tl.float32)
-            totals = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        first = tile // in_group * group
+        size = tl.minimum(row_tiles - first, group)
+        column_tile = tile % in_group // size
+        first_row = (first + tile % in_group % size) * BLOCK_N
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
@@ -376,6 +374,8 @@ def _exponentials_kernel(
         inverse = 1.0
         if transform.temperature is not None:
             inverse = inverse_temperature(transform, rows, rows < tokens, 1)
+        sums = tl.zeros((BLOCK_N,), tl.float32)
+        totals = tl.zeros((BLOCK_N,), tl.float32)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
@@ -398,7 +398,7 @@ def _exponentials_kernel(
                 e = x
             if out is not None:
                 store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
-        at = (column_tile if BY_TILE else program // group) * tokens + rows
+        at = column_tile * tokens + rows
         tl.store(partial + at, sums, mask=rows < tokens)
         if logit_sums is not None:
             tl.store(logit_sums + at, totals, mask=rows < tokens)

@@ -367,7 +367,6 @@ class _Draft:
             teacher_hidden_bytes=teacher_hidden_bytes,
             fused_divergence=fused_divergence,
             dequantized_columns=dequantized,
-            sums_bytes=vocab_size // 32 if head.batch_invariant else 1024,
         )
         plan = make_plan(work, options.workspace, options.chunk_size)
         grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"

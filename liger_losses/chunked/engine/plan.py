@@ -131,7 +131,6 @@ class Workload:
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
     dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized
-    sums_bytes: int = 1024  # of one token's partial sums, beside exponentials
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -154,7 +153,8 @@ class Workload:
                 self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
             )
         if self.exponentials:
-            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + self.sums_bytes
+            sums = columns // 32  # a sum for each tile of columns
+            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + sums
         item = self.logits_dtype.itemsize
         return columns * item + self.hidden_size * (8 + operand + 2 * item)
 

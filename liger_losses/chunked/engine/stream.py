@@ -29,9 +29,6 @@ from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
-#: Tokens whose partial sums, of a batch-invariant call without logits, exist at the same time.
-FIXED_ROWS = 16384
-
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
     """Views of some tokens' values."""
@@ -153,8 +150,6 @@ class Stream:
     def _fused_rows(self) -> int:
         """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
         parts = -(-self.count // self.call.plan.tile_rows) if self.call.work.gathers else 1
-        if self.call.batch_invariant:  # a sum for each tile of columns
-            parts = max(parts, -(-self.count // FIXED_ROWS))
         return -(-self.count // max(parts, 1))
 
     def _block(self, rows: int) -> Block:

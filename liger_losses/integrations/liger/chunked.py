@@ -20,7 +20,8 @@ def function_class(name: str, apply: Callable[..., Any]) -> type:
 def _applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
     """The ``apply`` of a function of ``chunked_loss``: arguments of ``loss``'s constructor and call by position."""
     order = names.split()
-    of_call = set(inspect.signature(loss.forward).parameters)  # type: ignore[attr-defined]
+    # The functions' temperature is one number, the loss's own; a call's would be one for each token.
+    of_call = inspect.signature(loss.forward).parameters.keys() - {"temperature"}  # type: ignore[attr-defined]
 
     def apply(*arguments: Any) -> Any:
         if len(arguments) > len(order):

@@ -318,6 +318,32 @@ def test_how_to_stream_is_read_at_each_call():
         cross_entropy(loss)
 
 
+def test_options_that_a_subclass_computes_are_read_at_each_call():
+    schedule = {"temperature": 1.0, "chunk_size": 2}
+
+    class Annealed(liger_losses.ChunkedLoss):
+        @property
+        def temperature(self):
+            return schedule["temperature"]
+
+        @property
+        def chunk_size(self):
+            return schedule["chunk_size"]
+
+        @temperature.setter
+        def temperature(self, value):
+            pass
+
+        @chunk_size.setter
+        def chunk_size(self, value):
+            pass
+
+    loss = Annealed()
+    for temperature, chunk_size in ((1.0, 2), (3.0, 4)):
+        schedule.update(temperature=temperature, chunk_size=chunk_size)
+        assert (loss.transform.temperature, loss.options.chunk_size) == (temperature, chunk_size)
+
+
 def test_ligers_chunk_size_of_completions_does_not_size_blocks():
     for loss in (LigerFusedLinearDPOLoss(chunk_size=1), LigerFusedLinearGRPOLoss(chunk_size=1)):
         assert loss.chunk_size == 1

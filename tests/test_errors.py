@@ -12,6 +12,7 @@ from liger_losses import (
     ChunkedLoss,
     Completions,
     Divergence,
+    Head,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
@@ -287,6 +288,19 @@ def test_a_weight_of_which_there_is_a_part_is_refused():
             with pytest.raises(TypeError, match=r"weight is a DTensor.*liger_losses.patch.*weight.full_tensor\(\)"):
                 call()
         CE(part.full_tensor(), hidden, labels)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_temperatures_of_another_shape_where_ranks_share_the_vocabulary():
+    """Ranks compare temperatures before they are gathered."""
+    hidden, weight, labels = good()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        head = Head(weight, group=dist.group.WORLD)
+        for wrong in (torch.ones(len(labels)), torch.ones(labels.numel() + 1), torch.ones(labels.shape, device="meta")):
+            with pytest.raises(ValueError, match="temperature (must be a number, or a tensor|is on meta)"):
+                linear_logps(hidden, head, labels, temperature=wrong)
     finally:
         dist.destroy_process_group()
 

@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.plan import (
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.engine.tokens import Counting, Tokens
+from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
@@ -327,6 +327,7 @@ class _Draft:
         compared = self.head.transform if self.query.comparison is None else self.query.comparison
         found, temperature = self.labels.checksum(self.backend), compared.temperature
         if isinstance(temperature, Tensor):
+            check_temperature(temperature, self.head.weight.device, self.checked.shapes)
             found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
         return found
 

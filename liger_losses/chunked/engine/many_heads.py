@@ -307,7 +307,7 @@ def _run(
     gradients: list[Tensor | None] = [None] * len(tensors)
     for call, places in zip(calls, uses, strict=True):
         weight, bias, *hidden = (tensors[i] for i in places)
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
             loss, values, found = Stream(call, weight, bias, hidden).token_loss()
         losses.append(loss)
         outputs += [call.tokens.scatter(values[name]) for name in call.outputs]

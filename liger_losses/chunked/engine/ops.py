@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -405,9 +405,17 @@ def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> d
 
 
 def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
-    """Entering torch's context costs the host as much as several launches: only where autocast is on."""
-    kind = weight.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    """Autocast is off, and the weight's device current, where Triton launches: a model may be spread over several GPUs.
+
+    Switching autocast off costs the host as much as several launches: only where it is on.
+    """
+    on_device, kind = torch.cuda.device_of(weight), weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return on_device
+    both = ExitStack()
+    both.enter_context(on_device)
+    both.enter_context(torch.autocast(kind, enabled=False))
+    return both
 
 
 class _LinearStatistics(torch.autograd.Function):

@@ -198,8 +198,12 @@ class ChunkedLoss(nn.Module):
         return made
 
     def _keep(self, name: str, made: Any) -> None:
-        """Until an attribute changes. torch.compile would trace a function anew for a change of state."""
-        if not torch.compiler.is_dynamo_compiling():
+        """Until an attribute changes; not what a subclass computes, or has in a buffer.
+
+        torch.compile would trace a function anew for a change of state.
+        """
+        read = {*made.__match_args__} - {"strategy"}
+        if not torch.compiler.is_dynamo_compiling() and read <= self.__dict__.keys():
             self.__dict__[name] = made
 
     def attributes_as(self, options: Any, **others: Any) -> Any:

@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.plan import (
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.engine.tokens import Counting, Tokens
+from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
@@ -63,6 +63,9 @@ class Comparison:
     teacher: Teacher | TeacherLogits
     divergence: Divergence
     temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
+
+    def __post_init__(self) -> None:
+        LogitTransform(self.temperature)  # raises unless it can be one
 
 
 @dataclass(frozen=True)
@@ -421,6 +424,9 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     if query.comparison is not None:
         names = ("divergence", "logp")
         vocab_size = _check_comparison(query, head, shapes[0])
+    divided = head.transform if query.comparison is None else query.comparison
+    if isinstance(divided.temperature, Tensor):
+        check_temperature(divided.temperature, head.weight.device, shapes)
     beside = "" if query.selected is None else " beside selected_logps"
     check_names(query.statistics, names, f"differentiable statistic{beside}")
     check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")

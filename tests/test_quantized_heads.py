@@ -314,9 +314,10 @@ def test_what_is_refused(monkeypatch):
     assert find_quantized(weight) is None
 
 
-def test_the_zero_points_of_both_formats():
+@pytest.mark.parametrize("bits", [4, 8])  # of 8 bits, one more or less is about 2 % of a weight
+def test_the_zero_points_of_both_formats(bits):
     for offset in (0, 1):
-        layer = PackedLinear(linear(), zero_offset=offset)
+        layer = PackedLinear(linear(), bits=bits, group=8, zero_offset=offset)
         assert Head.of(layer).quantized.zero_offset == offset
         assert Head.of(layer).quantized.zero_offset == offset  # as it was found before
 
@@ -342,6 +343,28 @@ def test_peft_on_a_quantized_layer(name):
         assert relative_error(ours, theirs) < 2e-6
     with model.disable_adapter():
         assert not Head.of(layer).adapters
+
+
+def test_merged_adapters_that_are_disabled():
+    """PEFT's forward takes them out of the weight again."""
+    peft = pytest.importorskip("peft")
+    plain = linear()
+    weight = plain.weight.detach().clone()
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(plain), config)
+    model.merge_adapter()
+    layer = model.base_model.model[0]
+    assert relative_error(Head.of(layer).weight, weight) > 0.1
+    with model.disable_adapter():
+        torch.testing.assert_close(Head.of(layer).weight.detach(), weight)
+
+
+def test_lora_on_an_embedding_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    layer = peft.get_peft_model(nn.Sequential(nn.Embedding(V, H)), config).base_model.model[0]
+    with pytest.raises(TypeError, match="'default' of Embedding is an embedding's"):
+        Head.of(layer)
 
 
 def test_dropout_before_an_adapter():

@@ -99,5 +99,8 @@ def test_what_is_refused(tmp_path):
             writer.write(name, states)
     with pytest.raises(TypeError, match="one floating-point weight"):
         TeacherWriter(tmp_path / "other", Int8Weight(torch.randn(V, WIDE)))
+    for temperature in (0.7, torch.ones(T)):
+        with pytest.raises(ValueError, match="the teacher's head has temperature .*, which must be 1"):
+            TeacherWriter(tmp_path / "other", Head(head.weight, transform=LogitTransform(temperature)))
     with pytest.raises(FileNotFoundError, match="no head"):
         TeacherFiles(tmp_path / "nothing")

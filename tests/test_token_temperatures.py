@@ -1,16 +1,20 @@
 """A temperature per token: values and gradients are those of each token's own logits, by every route."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from liger_losses import (
     DistillationLoss,
     Divergence,
     EngineOptions,
     Head,
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearSimPOLoss,
     LogitTransform,
     Teacher,
     TeacherLogits,
@@ -21,6 +25,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.integrations import megatron, on_logits, verl
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem
 
@@ -239,6 +244,78 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="temperature one per token, which must be 1"):
         teacher = Teacher(hidden.detach(), Head(weight.detach(), transform=LogitTransform(t)))
         linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
+    teacher, loss = Teacher(hidden.detach(), weight.detach()), DistillationLoss(Divergence.forward_kl())
+    for given, error, words in (
+        (t.long(), TypeError, "floating-point tensor with one for each token"),
+        (t.clone().requires_grad_(), ValueError, r"pass temperature.detach\(\)"),
+    ):
+        with pytest.raises(error, match=words):
+            loss(weight, hidden, labels, teacher, temperature=given)
+        with pytest.raises(error, match=words):
+            linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl(), temperature=given)
+
+
+def test_squares_of_half_precision_temperatures():
+    hidden, weight, labels, _ = problem(6, 8, 31)
+    t, teacher = temperatures(6, dtype=torch.bfloat16), Teacher(torch.randn(6, 8), torch.randn(31, 8))
+    loss = DistillationLoss(Divergence.forward_kl(), temperature_squared=True)
+    found, expected = (loss(weight, hidden, labels, teacher, temperature=u)[0] for u in (t, t.float()))
+    assert torch.equal(found, expected)
+
+
+def test_what_is_refused_where_ranks_work_together(tmp_path, monkeypatch):
+    """Before the ranks hear that all of them go on."""
+    hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0, shape=(2, 3))
+    wrong = temperatures((2, 3)).index_fill(0, torch.tensor([1]), 0.0)
+    teacher, agreed = Teacher(hidden.detach(), weight.detach()), []
+    head = Head(weight, transform=LogitTransform(wrong))
+    monkeypatch.setattr("liger_losses.chunked.losses.base.agree", lambda *_, **facts: agreed.append(facts))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        distillation = DistillationLoss(Divergence.forward_kl(), group=group)
+        for call in (
+            lambda: distillation(weight, hidden, labels, teacher, temperature=wrong),
+            lambda: LigerFusedLinearCrossEntropyLoss(group=group)(head, hidden, labels),
+            lambda: LigerFusedLinearSimPOLoss(group=group)(head, hidden, labels),
+        ):
+            with pytest.raises(ValueError, match="positive and finite"):
+                call()
+        assert not agreed
+        shared = Head(weight, transform=LogitTransform(wrong.flatten()), group=group)
+        with pytest.raises(ValueError, match=r"one for each hidden state, \[2, 3\], got shape \[6\]"):
+            linear_logps(hidden, shared, labels)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_of_logits_that_exist(monkeypatch, dtype):
+    logits, labels = torch.randn(3, 4, 17, dtype=torch.float64), torch.randint(17, (3, 4))
+    mask, advantages = torch.ones(3, 4), torch.randn(3)
+    logits, mask[1, 2:] = logits.requires_grad_(), 0
+    t = temperatures(3, dtype=dtype)[:, None].expand(3, 4)
+    expected, _ = on_logits.grpo_loss(logits / t[..., None].double(), labels, advantages, mask, beta=0.0)
+    monkeypatch.setattr("liger_losses.integrations.logit_statistics._BLOCK", 5 * 17)  # several blocks
+    found, _ = on_logits.grpo_loss(logits, labels, advantages, mask, beta=0.0, temperature=t.where(mask != 0, 0.0))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads(found, (logits,)), grads(expected, (logits,)))
+    with pytest.raises(ValueError, match=r"\[3, 4\], got shape \[3\]"):
+        on_logits.grpo_loss(logits, labels, advantages, mask, temperature=t[:, 0])
+
+
+def test_in_the_places_of_other_heads():
+    hidden, weight, labels, _ = problem(6, 8, 31, shape=(2, 3))
+    t = temperatures((2, 3))
+    expected = linear_logps(hidden, weight, labels, temperature=t)
+    logps, _ = verl.linear_cross_entropy(hidden, weight, labels.flatten(), t)
+    torch.testing.assert_close(logps.view(2, 3), expected)
+    layer = SimpleNamespace(weight=weight, bias=None, tp_group=SimpleNamespace(size=lambda: 1))
+    losses = megatron.output_processor(
+        hidden_states=hidden.transpose(0, 1), output_layer=layer, output_weight=None, labels=labels,
+        context=megatron.OutputOptions(temperature=t),
+    )  # fmt: skip
+    torch.testing.assert_close(-losses, expected)
 
 
 def test_a_changed_temperature_does_not_reach_backward():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -33,7 +35,7 @@ def logit_statistics(
         labels: ``[...]`` int64; tokens whose label is ``ignore_index`` get 0.
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS`; ``argmax`` has no gradient.
         class_weight: ``[V]``, the weights in ``mean_logp``.
-        transform: scale, soft-cap and temperature that are still to be applied.
+        transform: scale, soft-cap and temperature (a number, or ``[...]``) that are still to be applied.
 
     Returns:
         One tensor ``[...]`` per name, fp32 (fp64 for fp64 logits; ``argmax``: int64).
@@ -55,6 +57,10 @@ def logit_statistics(
             f"labels must be in [0, {logits.shape[-1]}) or ignore_index={ignore_index}: got {low} to {high}."
         )
     wide = torch.promote_types(logits.dtype, torch.float32)
+    if isinstance(transform.temperature, Tensor):
+        check_temperature(transform.temperature, logits.device, [labels.shape])
+        own = transform.temperature.to(wide).where(active, 1.0).reshape(-1)
+        transform = replace(transform, temperature=checked_temperatures(own))
     epilogue = Epilogue(transform, None, None if class_weight is None else class_weight.to(wide))
     values = _Statistics.apply(logits.reshape(-1, logits.shape[-1]), flat, statistics, epilogue)
     return {
@@ -68,7 +74,10 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, names: tuple[str, ...], epilogue: Epilogue) -> Any:
         wanted = frozenset(names)
-        parts = [softmax_statistics(_wide(logits[rows]), labels[rows], wanted, epilogue) for rows in _blocks(logits)]
+        parts = [
+            softmax_statistics(_wide(logits[rows]), labels[rows], wanted, epilogue.rows(rows))
+            for rows in _blocks(logits)
+        ]
         values = {name: torch.cat([part[name] for part in parts]) for name in {*names, "lse"}}
         ctx.names, ctx.stored, ctx.epilogue = names, tuple(values), epilogue
         ctx.save_for_backward(logits, labels, *values.values())
@@ -87,7 +96,7 @@ class _Statistics(torch.autograd.Function):
         for rows in _blocks(logits):
             part = coefficients.rows(rows.start, rows.stop)
             softmax_gradient_into(
-                grad[rows], _wide(logits[rows]), values["lse"][rows], labels[rows], part, ctx.epilogue
+                grad[rows], _wide(logits[rows]), values["lse"][rows], labels[rows], part, ctx.epilogue.rows(rows)
             )
         return grad, None, None, None
 

@@ -22,12 +22,12 @@ class OutputOptions:
     """What ``output_processor_context=`` may be.
 
     Args:
-        temperature: what the logits are divided by.
+        temperature: what the logits are divided by: a number, or ``[B, S]``.
         entropy: return log-probabilities and entropies in place of the loss.
         ignore_index: the label of tokens without loss.
     """
 
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     entropy: bool = False
     ignore_index: int = IGNORE_INDEX
 
@@ -67,7 +67,8 @@ def output_processor(
     options = context or OutputOptions()
     if loss_mask is not None and loss_mask.shape == labels.shape:
         labels = labels.masked_fill(loss_mask == 0, options.ignore_index)
-    head = _head(output_layer, output_weight, options.temperature, scale_logits)
+    temperature = options.temperature.t() if isinstance(options.temperature, Tensor) else options.temperature
+    head = _head(output_layer, output_weight, temperature, scale_logits)
     if getattr(output_layer, "sequence_parallel", False):
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -80,7 +81,7 @@ def output_processor(
     return (logps, found.entropy.t().contiguous()) if options.entropy else -logps
 
 
-def _head(layer: Any, weight: Tensor | None, temperature: float, scale_logits: Any) -> Head:
+def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_logits: Any) -> Head:
     group = getattr(layer, "tp_group", None)
     if group is None:
         from megatron.core import parallel_state

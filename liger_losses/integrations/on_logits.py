@@ -87,7 +87,7 @@ def grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     is_ratio: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     num_items_in_batch: Tensor | float | None = None,
     per_token: bool = False,
     **options: Any,
@@ -98,7 +98,7 @@ def grpo_loss(
         logits: ``[B, T, V]``, those that predict the completions' tokens.
         completion_ids: ``[B, T]`` int64.
         mask: ``[B, T]``, 0 for padding; all tokens by default.
-        temperature: what the logits are divided by.
+        temperature: what the logits are divided by: a number, or ``[B, T]``.
         per_token: return each token's terms instead of their weighted sum.
         advantages, old_logps, ref_logps, is_ratio, num_items_in_batch, options: as in that function.
 

@@ -26,7 +26,7 @@ def logps_and_entropy(
     hidden_states: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Per-token log-probabilities and entropies, both differentiable, without the logits.
@@ -35,7 +35,7 @@ def logps_and_entropy(
         hidden_states: ``[..., H]``.
         weight: ``[V, H]``, or this rank's rows of it, any number of them, with ``group``.
         labels: ``[...]``, of the whole vocabulary; tokens labelled -100 get 0.
-        temperature: what the logits are divided by.
+        temperature: what the logits are divided by: a number, or ``[...]``.
         group: the ranks that share the vocabulary. All have the same hidden states and labels, and get the same
             results. Each gets its columns' part of the hidden states' gradient, as from verl's own head: Megatron sums
             them where it gathers the sequence.
@@ -47,8 +47,11 @@ def logps_and_entropy(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary.
     """
     group = None if group is None or dist.get_world_size(group) == 1 else group
-    head = Head(weight, transform=LogitTransform(float(temperature)), group=group).with_partial_gradients()
-    labels = labels.long().reshape(hidden_states.shape[:-1])
+    shape = hidden_states.shape[:-1]
+    several = isinstance(temperature, Tensor) and temperature.numel() > 1
+    given = temperature.reshape(shape) if several else float(temperature)  # type: ignore[union-attr]
+    head = Head(weight, transform=LogitTransform(given), group=group).with_partial_gradients()
+    labels = labels.long().reshape(shape)
     found = linear_statistics(hidden_states, head, labels, ("logp", "entropy"), options=EngineOptions())
     return found.logp, found.entropy
 

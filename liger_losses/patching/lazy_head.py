@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from liger_losses.chunked.engine.quantized_kinds import agrees, find_quantized, is_quantized
+from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
 from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.patching.lazy import (
     LazyLogits,
@@ -215,7 +215,7 @@ class LazyQuantized(Replacement):
             raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
         before = dict(vars(module))  # a first forward may choose the dtype to compute in
         try:
-            same = agrees(module, found, _QUANTIZATION_ERROR)
+            same = disagreement(module, found) <= _QUANTIZATION_ERROR
         except Exception as error:
             raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
         finally:

@@ -55,10 +55,17 @@ def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
         TypeError: another kind of adapter than plain LoRA (DoRA, biases, embeddings).
     """
     base = layer.base_layer
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
     if layer.disable_adapters or layer.merged:
         return base, ()
     found = []
     for name in layer.active_adapters:
+        if name in getattr(layer, "lora_embedding_A", ()):
+            raise TypeError(
+                f"the adapter {name!r} of {type(layer).__name__} is an embedding's, which is added to rows and not to "
+                "logits; pass the head's own layer, or Head(merged_weight, bias)."
+            )
         if name not in layer.lora_A:
             continue
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]

@@ -64,6 +64,9 @@ class Comparison:
     divergence: Divergence
     temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
 
+    def __post_init__(self) -> None:
+        LogitTransform(self.temperature)  # raises unless it can be one
+
 
 @dataclass(frozen=True)
 class Query:
@@ -422,6 +425,9 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     if query.comparison is not None:
         names = ("divergence", "logp")
         vocab_size = _check_comparison(query, head, shapes[0])
+    divided = head.transform if query.comparison is None else query.comparison
+    if isinstance(divided.temperature, Tensor):
+        check_temperature(divided.temperature, head.weight.device, shapes)
     beside = "" if query.selected is None else " beside selected_logps"
     check_names(query.statistics, names, f"differentiable statistic{beside}")
     check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")

@@ -5,6 +5,7 @@ V vocabulary size, H hidden size. None of the packages is imported before one of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -231,16 +232,22 @@ def _packed_rows(layer: Any) -> QuantizedWeight:
     address, offset = _zero_offsets.get(layer, (0, 0))
     if address == layer.qweight.data_ptr():
         return _PackedRows(layer, bits, offset)
-    for offset in (0, 1):
-        found = _PackedRows(layer, bits, offset)
-        if agrees(layer, found):
-            _zero_offsets[layer] = layer.qweight.data_ptr(), offset
-            return found
+    found = [_PackedRows(layer, bits, offset) for offset in (0, 1)]
+    # Of 8 bits, one more or less is within the tolerance: what is closer holds.
+    errors = [disagreement(layer, rows) for rows in found]
+    offset = errors.index(min(errors))
+    if errors[offset] <= _TOLERANCE:
+        _zero_offsets[layer] = layer.qweight.data_ptr(), offset
+        return found[offset]
     raise TypeError(_say_how_to_register(name, "what it computes is not what its packed weight says"))
 
 
-def agrees(layer: nn.Module, found: QuantizedWeight, tolerance: float = 0.02) -> bool:
-    """Whether a layer computes the product with some of the rows that were found, the first and the last."""
+#: How far a layer's product may be from that with its rows, of the latter's norm.
+_TOLERANCE = 0.02
+
+
+def disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
+    """How far what a layer computes is from the product with the rows that were found, the first and the last."""
     size, (vocab_size, hidden_size) = 64, found.shape
     # The layer's own forward, also where it was patched to return lazy logits.
     own = getattr(type(layer), "_liger_original", type(layer)).forward
@@ -249,6 +256,9 @@ def agrees(layer: nn.Module, found: QuantizedWeight, tolerance: float = 0.02) ->
     hidden = torch.randn(2, hidden_size, generator=generator).to(found.device, found.dtype)
     with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
         logits: Tensor = forward(hidden.requires_grad_()).float()
+    if logits.shape != (2, vocab_size):
+        return math.inf
+    errors = []
     with torch.no_grad():
         bias = getattr(layer, "bias", None)
         for start in {0, max(vocab_size - size, 0)}:
@@ -256,9 +266,8 @@ def agrees(layer: nn.Module, found: QuantizedWeight, tolerance: float = 0.02) ->
             expected = hidden.float() @ found.rows(start, stop).float().t()
             expected = expected if bias is None else expected + bias[start:stop].float()
             error = (logits[:, start:stop] - expected).norm()
-            if logits.shape != (2, vocab_size) or not error <= tolerance * expected.norm():
-                return False
-    return True
+            errors.append(float(error / expected.norm()) if error != 0 else 0.0)
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _say_how_to_register(name: str, why: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.logit_transform import LogitTransform, said
 
 _HEAD = "head.pt"
 
@@ -34,8 +34,8 @@ class TeacherWriter:
         dtype: of the hidden states in the files. A teacher that runs in bf16 loses nothing with the default.
 
     Raises:
-        TypeError, ValueError: what makes no head, or one that cannot be written: quantized, with adapters, or shared by
-            ranks.
+        TypeError, ValueError: what makes no head, or one that cannot be written: quantized, with adapters, shared by
+            ranks, or with a temperature.
     """
 
     def __init__(
@@ -46,6 +46,12 @@ class TeacherWriter:
             raise TypeError(
                 "a TeacherWriter takes a head with one floating-point weight, not one that is quantized, has adapters "
                 "or is shared by ranks; pass the whole weight, dequantized and merged."
+            )
+        temperature = head.transform.temperature
+        if isinstance(temperature, Tensor) or temperature != 1.0:
+            raise ValueError(
+                f"the teacher's head has temperature {said(temperature)}, which must be 1: give temperature= to the "
+                "loss that reads these files, which divides both models' logits."
             )
         self.hidden_size = head.hidden_size
         self.folder.mkdir(parents=True, exist_ok=True)

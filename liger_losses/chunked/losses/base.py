@@ -182,6 +182,7 @@ class ChunkedLoss(nn.Module):
     def check_one_temperature(self, temperature: Tensor) -> None:
         """Raise TypeError or ValueError unless a call's temperature is a tensor, and the loss's own is 1."""
         check_tensor("temperature", temperature)
+        LogitTransform(temperature)  # raises unless it can be one
         if self.temperature != 1.0:
             raise ValueError(
                 f"temperature was given twice: the loss was built with {self.temperature}, and the call has one per "
@@ -220,13 +221,18 @@ class ChunkedLoss(nn.Module):
         """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
         return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
 
-    def agreed_tokens(self, hidden: Tensor, head: Head, labels: Tensor, num_items_in_batch: Any) -> Tokens:
+    def agreed_tokens(
+        self, hidden: Tensor, head: Head, labels: Tensor, num_items_in_batch: Any, temperature: float | Tensor = 1.0
+    ) -> Tokens:
         """The active tokens, once all ranks of :attr:`group` have inputs that fit together."""
         options = self.options
         if num_items_in_batch is not None:
             checked_items(num_items_in_batch, labels.device)
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
         check_inputs([hidden], head, tokens)
+        for given in (head.transform.temperature, temperature):
+            if isinstance(given, Tensor):
+                tokens.temperatures(given, torch.float32)
         agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
         return tokens
 
@@ -384,6 +390,8 @@ class CompletionLoss(ChunkedLoss):
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         if self.group is not None:
             check_inputs(hidden, batch.head, tokens)
+            if isinstance(batch.head.transform.temperature, Tensor):
+                tokens.temperatures(batch.head.transform.temperature, torch.float32)
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             sequences = [len(part) for part in batch.labels]
             agree(self.group, completions=batch.names, sequences=sequences, dimensions_of_ref_logps=ref_dims)

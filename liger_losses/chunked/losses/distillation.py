@@ -237,13 +237,14 @@ class DistillationLoss(ChunkedLoss):
             check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
             if self.temperature_squared:
-                factor = factor * torch.where(mask, temperature.square(), 0.0)  # it may be anything without loss
+                squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
+                factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         tokens: Tensor | Tokens = labels
         if self.group is not None:
             teacher.check(labels.shape, head)
             if isinstance(teacher, TeacherTopK):
                 teacher.check_active(mask, head.vocab_size)
-            tokens = self.agreed_tokens(hidden, head, labels, num_items_in_batch)
+            tokens = self.agreed_tokens(hidden, head, labels, num_items_in_batch, t)
         if num_items_in_batch is None:
             number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
         else:

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 import liger_losses
 
 
@@ -27,8 +29,10 @@ def _applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
         if len(arguments) > len(order):
             raise TypeError(f"apply takes at most {len(order)} arguments ({', '.join(order)}), got {len(arguments)}.")
         given = dict(zip(order, arguments, strict=False))
-        options = {name: value for name, value in given.items() if name not in of_call}
         call = {name: value for name, value in given.items() if name in of_call}
+        if not isinstance(call.get("temperature"), Tensor):  # a number is the constructor's, one per token the call's
+            call.pop("temperature", None)
+        options = {name: value for name, value in given.items() if name not in call}
         return loss(**{**defaults, **options})(**call)
 
     apply.__doc__ = f"{loss.__name__} by position: {', '.join(order)}."

@@ -57,6 +57,8 @@ def is_quantized(value: Any) -> bool:
 
 
 def _finder(value: Any) -> Finder | None:
+    if type(value) is nn.Parameter or type(value) is Tensor:  # torch.compile cannot go through their base classes
+        return None
     for kind in type(value).__mro__:
         finder = _FINDERS.get(kind) or _FINDERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if finder is not None:

@@ -353,3 +353,11 @@ def test_rows_of_a_transform():
     assert torch.equal(transform.rows(slice(2, 4)).temperature, transform.temperature[2:4])
     same = replace(transform, temperature=0.7)
     assert same.rows(slice(2, 4)) is same
+
+
+def test_one_number_in_a_call_is_sent_to_the_constructor():
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(TypeError, match=r"goes to the constructor, LigerFusedLinearGRPOLoss\(temperature=0.7\)"):
+        LigerFusedLinearGRPOLoss()(
+            x, torch.randn(11, 8), torch.ones(2, 3).long(), torch.ones(2, 3), torch.ones(2), temperature=0.7
+        )

@@ -93,7 +93,7 @@ class LogitTransform:
 
     @property
     def said(self) -> str:
-        """In messages, and what ranks compare."""
+        """In words, for messages; ranks that share a vocabulary compare these, without a tensor's values."""
         return f"temperature {said(self.temperature)}, logit_scale {self.logit_scale}, softcap {self.softcap}"
 
     def for_kernel(self) -> KernelTransform:

@@ -178,8 +178,8 @@ class Head:
     def with_partial_gradients(self) -> Head:
         """This head, of which each rank gets its own columns' part of the hidden states' gradients.
 
-        For what sums them itself on the way back, such as Megatron's gather of a sharded sequence, whose backward is a
-        reduce-scatter. Without a group, it is the head itself.
+        For callers that sum these parts over the ranks in backward themselves, such as Megatron's gather of a sharded
+        sequence, whose backward is a reduce-scatter. Without a group, it is the head itself.
         """
         return self if self.shard is None else self.with_fields(shard=replace(self.shard, partial_gradients=True))
 

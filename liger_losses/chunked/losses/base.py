@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -181,6 +182,11 @@ class ChunkedLoss(nn.Module):
 
     def check_one_temperature(self, temperature: Tensor) -> None:
         """Raise TypeError or ValueError unless a call's temperature is a tensor, and the loss's own is 1."""
+        if isinstance(temperature, Real):
+            raise TypeError(
+                f"a call's temperature must be a tensor with one value per token, got {temperature!r}; one number for "
+                f"all tokens goes to the constructor, {type(self).__name__}(temperature={temperature!r})."
+            )
         check_tensor("temperature", temperature)
         LogitTransform(temperature)  # raises unless it can be one
         if self.temperature != 1.0:

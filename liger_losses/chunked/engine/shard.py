@@ -224,6 +224,10 @@ def merge_logps(logps: Tensor) -> Tensor:
     return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
+class RankError(RuntimeError):
+    """Another rank has raised, so that this one raises too."""
+
+
 class Agreement:
     """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
@@ -264,7 +268,7 @@ class Agreement:
         gathered = self._gathered.tolist()
         digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
         if -1 in digests:
-            raise RuntimeError(
+            raise RankError(
                 f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank "
                 "raises too; see that rank's error."
             )

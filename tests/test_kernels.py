@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from liger_losses.kernels import LOGIT_DTYPES, choose_backend, linear_exp, matmul
+from liger_losses.kernels import LOGIT_DTYPES, _tiles, choose_backend, linear_exp, matmul
 from liger_losses.kernels.autograd import scale_
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_facts, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
@@ -442,3 +442,26 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
         chosen(cpu)
     assert chosen(cpu, "torch") == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_which_matrices_the_tensor_memory_accelerator_takes(dtype):
+    """Rows that begin at multiples of 16 bytes, each in memory of its own."""
+    in_16_bytes = 16 // dtype.itemsize
+    memory = torch.empty(4096, dtype=dtype)
+    assert memory.data_ptr() % 16 == 0
+    assert _tiles.aligned(memory.view(64, 64))
+    assert _tiles.aligned(memory.view(64, 64)[::2, :33])
+    assert _tiles.aligned(memory[in_16_bytes:][:128].view(2, 64))
+    for matrix in (
+        memory[:64].expand(8, 64),  # stride 0
+        memory[:64][None].expand(8, 64)[:1],  # of one row too
+        memory.as_strided((8, 64), (16, 1)),  # windows that overlap
+        memory.view(64, 64).t(),
+        memory.view(64, 64)[:, ::2],
+        memory[: 4 * 65].view(4, 65),
+        memory[1:129].view(2, 64),
+        memory.view(64, 64)[:0],
+        memory.view(64, 64)[:, :0],
+    ):
+        assert not _tiles.aligned(matrix)

@@ -33,7 +33,8 @@ _LARGEST_NLL = 20.0
 #: The older name is deprecated since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
-_least_memory: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+#: Of each group, by the type of device.
+_least_memory: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +98,12 @@ class VocabularyShard:
         return hidden_states.to_local(grad_placements=[Partial()])
 
     def least_memory(self, own: int, device: torch.device) -> int:
-        """The smallest of the ranks' device memories: exchanged once per group, by whichever head comes first."""
-        if self.group not in _least_memory:
-            _least_memory[self.group] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
-        return _least_memory[self.group]
+        """The smallest of the ranks' device memories: exchanged once per group and type of device, by whichever head
+        comes first."""
+        known = _least_memory.setdefault(self.group, {})
+        if device.type not in known:
+            known[device.type] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
+        return known[device.type]
 
     def check_columns(self, vocab_size: int) -> None:
         """Raise ValueError if this rank has none of the first ``vocab_size`` columns, which a divergence compares."""

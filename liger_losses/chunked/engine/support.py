@@ -176,7 +176,11 @@ def linear_support_statistics(
             most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
             if agreed is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
-                agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
+                sums = "partial" if head.shard.partial_gradients else "whole"
+                agreed.facts = (
+                    f"{names} over kept columns, {numbers}, {call}, {sums} gradient of hidden states in {local.dtype}: "
+                    f"{needs}"
+                )
                 compared = [labels, support.ids, *([] if support.offsets is None else [support.offsets])]
                 if isinstance(call.options.transform.temperature, Tensor):
                     compared.append(call.options.transform.temperature.float().view(torch.int32))

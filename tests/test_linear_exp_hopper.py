@@ -1,11 +1,14 @@
 """The warp-specialised kernel for exponentials, on the GPUs that it serves, against float64."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from liger_losses.kernels import linear_exp, linear_exp_hopper
+from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
-from liger_losses.kernels.linear_exp_hopper import hopper_tiles
+from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 
 hopper = pytest.mark.skipif(
@@ -119,6 +122,108 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
     assert linear_exp.hopper_tiles is hopper_tiles
+
+
+def deal(row_tiles, column_tiles, parts, group):
+    """``{(group of row tiles, part): [(row tile, column tile)]}``, as the kernel deals its tiles."""
+    dealt = {}
+    for tile in range(row_tiles * column_tiles):
+        in_group = group * column_tiles
+        first = tile // in_group * group
+        size = min(row_tiles - first, group)
+        place = first + tile % in_group % size, tile % in_group // size
+        dealt.setdefault((tile // in_group, tile % parts), []).append(place)
+    return dealt
+
+
+@pytest.mark.skipif(not linear_exp_hopper.INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("row_tiles", "column_tiles", "parts"), [(1, 9, 8), (7, 24, 24), (9, 24, 24), (5, 30, 24), (3, 90, 264)]
+)
+def test_each_part_adds_up_the_sums_of_its_tiles(row_tiles, column_tiles, parts):
+    """What the parts write is read as all sums of the row, each once."""
+    g = torch.Generator().manual_seed(0)
+    tokens, rows = row_tiles * 128 - 5, linear_exp_hopper._ROWS
+    sums, logits = (torch.rand(row_tiles, column_tiles, rows, generator=g) for _ in range(2))
+    group = group_of_sums(row_tiles, column_tiles, parts)
+    written, logits_written = (torch.full((-(-row_tiles // group) * parts, rows), float("nan")) for _ in range(2))
+    for (of_group, part), places in deal(row_tiles, column_tiles, parts, group).items():
+        assert len({row_tile for row_tile, _ in places}) == 1
+        for matrix, values in ((written, sums), (logits_written, logits)):
+            matrix[of_group * parts + part] = sum(values[place] for place in places)
+    offset, lse, logp, mean = torch.empty(4, tokens)
+    linear_exp._row_statistics_kernel[(-(-tokens // 32),)](
+        written, logits_written, torch.zeros(tokens), offset, lse, logp, mean, torch.zeros((), dtype=torch.int32),
+        column_tiles, tokens, 0.5, 1e26, parts, group, BLOCK=32, TILES=32,
+    )  # fmt: skip
+    torch.testing.assert_close(lse, sums.sum(1).flatten()[:tokens].log1p())
+    torch.testing.assert_close(mean, logits.sum(1).flatten()[:tokens] / 2)
+
+
+def test_parts_of_an_h200_have_one_row_tile_of_each_group():
+    """Whatever the number of tokens is, up to those of one launch: the sums then take a MiB or two."""
+    for row_tiles in range(1, 65):
+        group = group_of_sums(row_tiles, 1002, 264)
+        assert 4 * -(-row_tiles // group) * 264 * 128 < 2.2 * 2**20
+        if row_tiles % 8 not in (5, 7):
+            assert group == 8
+    assert group_of_sums(64, 30, 264) is None  # some part would have no tile
+    assert group_of_sums(64, 1002, 254) is None
+
+
+def test_a_kernel_that_cannot_be_compiled(monkeypatch):
+    """The other kernel runs, for the rest of the process; the first call warns and names the reason."""
+    if not linear_exp.tl or not linear_exp_hopper.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
+    labels = torch.arange(5)
+    expected = linear_exponentials(hidden, weight, labels)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, **arguments):
+            raise AttributeError("Gluon has no such layout")
+
+    monkeypatch.setattr(linear_exp_hopper, "unusable", [])
+    monkeypatch.setattr(linear_exp_hopper, "_serves", cache(linear_exp_hopper._serves.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(linear_exp_hopper, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
+
+    def forget():
+        warn_once.cache_clear()
+        linear_exp_hopper._serves.cache_clear()
+        linear_exp_hopper.unusable.clear()
+
+    forget()
+    with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
+        found = linear_exponentials(hidden, weight, labels, backend="triton")
+    again = linear_exponentials(hidden, weight, labels, backend="triton")
+    assert len([w for w in seen if "slower Triton kernel" in str(w.message)]) == 1
+    for values in (found, again):
+        torch.testing.assert_close(values.logp, expected.logp)
+    # A version of Triton whose descriptors are others; and one that lacks what the file imports.
+    forget()
+    monkeypatch.setattr(linear_exp_hopper, "_descriptor", None)
+    with pytest.warns(RuntimeWarning, match="TypeError"):
+        assert hopper_tiles(hidden, weight, Epilogue(), None) is None
+    forget()
+    linear_exp_hopper.unusable.append(ImportError("no gluon"))
+    with pytest.warns(RuntimeWarning, match="ImportError: no gluon"):
+        assert hopper_tiles(hidden, weight, Epilogue(), None) is None
+    forget()
+
+    class Broken:
+        @staticmethod
+        def jit(function, **options):
+            raise TypeError("jit() has no such option")
+
+    monkeypatch.setattr(linear_exp_hopper, "gluon", Broken)
+    assert linear_exp_hopper.gluon_jit(len, noinline=True) is len
+    assert "no such option" in str(linear_exp_hopper.unusable[0])
 
 
 def test_the_choice_of_the_kernel(monkeypatch):

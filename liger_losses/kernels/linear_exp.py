@@ -21,7 +21,16 @@ from torch import Tensor
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_exp_hopper import AVAILABLE, hopper_exponentials_kernel, hopper_tiles
+from liger_losses.kernels.linear_exp_hopper import (
+    _ROWS as _ROWS_OF_HOPPER,
+)
+from liger_losses.kernels.linear_exp_hopper import (
+    AVAILABLE,
+    give_up,
+    group_of_sums,
+    hopper_exponentials_kernel,
+    hopper_tiles,
+)
 from liger_losses.kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
@@ -34,7 +43,8 @@ from liger_losses.kernels.logit_transform import (
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
-#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (32 MiB for 131072 columns).
+#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
+#: MiB where the kernel for Hopper adds them up).
 _MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
@@ -42,6 +52,13 @@ _ROWS = 32
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "mean_logit", "p_coef", "label_coef", "at_label_out"]
+
+
+class _HopperKernelError(Exception):
+    """The kernel for Hopper cannot be compiled or launched."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
 
 
 class Exponentials(NamedTuple):
@@ -116,38 +133,55 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    kernel = hopper_exponentials_kernel
     # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
-    if tiles is None:
-        kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
-    row_tiles, column_tiles, programs, arguments = tiles
-    partial = torch.empty(column_tiles, tokens, device=hidden.device)
+    kernel = _exponentials_kernel if tiles is None else hopper_exponentials_kernel
+    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
+    grid, parts = (min(programs, row_tiles * column_tiles),), None
+    shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
+    if tiles is not None:
+        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0])
+        arguments["SUMS_OF_TILES"] = group_of_parts is None
+        if group_of_parts is not None:
+            group, parts = group_of_parts, 2 * grid[0]
+            shape = (-(-row_tiles // group) * parts, arguments["BLOCK_N"])
+    partial = torch.empty(shape, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
-    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": _GROUP}
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group}
     arguments |= {"PROJECTIONS": projections, **(UNFUSED if batch_invariant else {})}
-    grid = (min(programs, row_tiles * column_tiles),)
     by_row = (triton.cdiv(tokens, _ROWS),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        kernel[grid](**arguments, offset=offset, needed=needed)
+        try:
+            kernel[grid](**arguments, offset=offset, needed=needed)
+        except Exception as error:
+            if tiles is None:
+                raise
+            raise _HopperKernelError(error) from error
         limit, found = None if needed is not None else _LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
             partial, logit_sums, label_logit, *statistics, found, column_tiles, tokens, 1.0 / len(weight), limit,
-            BLOCK=_ROWS, TILES=32,
+            parts, group, BLOCK=_ROWS, TILES=32,
         )  # fmt: skip
         return found
 
-    needed = launch(label_logit, None)
-    # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
-    splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
-    _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
-    if projections:  # they do not depend on the offset, and are not written again
-        arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
-    launch(statistics.offset, needed)
+    try:
+        needed = launch(label_logit, None)
+        # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
+        sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+        splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
+        _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
+        if projections:  # they do not depend on the offset, and are not written again
+            arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
+        launch(statistics.offset, needed)
+    except _HopperKernelError as error:
+        give_up(error.reason)
+        return linear_exponentials(
+            hidden, weight, labels, out, epilogue,
+            found=statistics, label_logit=label_logit, projections=projections, backend=backend,
+        )  # fmt: skip
     return statistics
 
 
@@ -246,12 +280,18 @@ def expm1(x):
     return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
 
 
-@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+#: Rows of a tile of the kernel for Hopper.
+_HOPPER_ROWS = _ROWS_OF_HOPPER if tl is None else tl.constexpr(_ROWS_OF_HOPPER)
+
+
+@jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
     partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, column_tiles, tokens, inverse_vocab_size,
-    limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    limit, parts, group, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits.
+
+    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -263,10 +303,22 @@ def _row_statistics_kernel(
     inside = rows < tokens
     rest = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, column_tiles, TILES):
-        column_tile = start + tl.arange(0, TILES)
-        mask = (column_tile < column_tiles)[:, None] & inside[None, :]
-        at = column_tile[:, None] * tokens + rows[None, :]
+    if parts is None:
+        count = column_tiles
+        step = tokens
+        first = 0
+    else:
+        row_tile = tl.program_id(0) * BLOCK // _HOPPER_ROWS
+        first_tile = row_tile // group * group
+        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
+        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
+        count = parts // size
+        step = size * _HOPPER_ROWS
+        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
+    for start in range(0, count, TILES):
+        place = start + tl.arange(0, TILES)
+        mask = (place < count)[:, None] & inside[None, :]
+        at = first + place[:, None] * step + rows[None, :]
         rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
         if logit_sums is not None:
             total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)

@@ -174,9 +174,9 @@ def linear_support_statistics(
             numbers = Facts(*read())
             call.check(facts, numbers)
             most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
-            if agreed is not None:
+            if agreed is not None and shard is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
-                sums = "partial" if head.shard.partial_gradients else "whole"
+                sums = "partial" if shard.partial_gradients else "whole"
                 agreed.facts = (
                     f"{names} over kept columns, {numbers}, {call}, {sums} gradient of hidden states in {local.dtype}: "
                     f"{needs}"

@@ -72,7 +72,11 @@ def run(code, path, folder, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     torch.manual_seed(0)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     return module
 
 

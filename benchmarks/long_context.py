@@ -4,9 +4,9 @@ python -m benchmarks.long_context [--only "1B full"] [--limit SECONDS] [--out FI
 
 Every provider runs in a process of its own, on lengths that double from 4096 to 2,097,152, until there is no memory or
 the next step would go beyond the limit of seconds per provider. With ``--longest``, lengths between the last that
-trained and the first that did not are tried too: first the one that the last two peaks let expect. ``--stand-in`` replaces attention, whose time grows with the square of
-the length, by a function that saves the same tensors and computes nothing: memory is then measured in seconds, and the
-time is that of everything else.
+trained and the first that did not are tried too: first the one that the last two peaks let expect. ``--stand-in``
+replaces attention, whose time grows with the square of the length, by a function that saves the same tensors and
+computes nothing: memory is then measured in seconds, and the time is that of everything else.
 """
 
 from __future__ import annotations
@@ -168,13 +168,10 @@ def expected_longest(rows: list[dict[str, Any]], device: torch.device) -> int:
 
 def _between(fits: int, too_long: int, expected: int) -> list[int]:
     """The next length to try, a multiple of 2048, if the longest is not known to 3 % yet."""
-    step = 2048
-    if not too_long or fits < expected < too_long:
-        following = expected // step * step
-    else:
-        following = (fits + too_long) // 2 // step * step
-    close = too_long and too_long - fits <= 0.03 * fits
-    return [] if close or following <= 1.01 * fits or following == too_long else [following]
+    following = min(expected, int(0.97 * too_long) if too_long else expected) or (fits + too_long) // 2
+    following = following // 2048 * 2048
+    close = bool(too_long) and too_long - fits <= 0.03 * fits
+    return [] if close or following <= 1.01 * fits else [following]
 
 
 def _row(

@@ -167,10 +167,10 @@ def expected_longest(rows: list[dict[str, Any]], device: torch.device) -> int:
 
 
 def _between(fits: int, too_long: int, expected: int) -> list[int]:
-    """The next length to try, a multiple of 2048, if the longest is not known to 3 % yet."""
+    """The next length to try, a multiple of 2048, if the longest is not known to 4 % yet."""
     following = min(expected, int(0.97 * too_long) if too_long else expected) or (fits + too_long) // 2
     following = following // 2048 * 2048
-    close = bool(too_long) and too_long - fits <= 0.03 * fits
+    close = bool(too_long) and too_long - fits <= 0.04 * fits
     return [] if close or following <= 1.01 * fits else [following]
 
 

@@ -2,13 +2,16 @@
 
 A page's blocks run in order as one module; the README's run on their own, as people copy them. Before a block,
 ``<!-- test: skip (reason) -->`` leaves it out, and ``<!-- test: setup`` ... ``-->`` holds code that runs before it. A
-page that takes longer has ``<!-- test: slow -->`` at its top.
+page that takes longer has ``<!-- test: slow -->`` at its top; one with ``<!-- test: skip page (reason) -->`` runs only
+the blocks after a ``<!-- test: run -->``.
 """
 
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(r"^ *```")
 SKIP = re.compile(r"^<!-- test: skip \((.+)\) -->$")
+SKIP_PAGE = re.compile(r"^<!-- test: skip page \((.+)\) -->$", re.MULTILINE)
 
 
 class Block:
@@ -34,11 +38,15 @@ class Block:
 
 def blocks_of(path):
     """The Python blocks and set-up code of a page, in order."""
-    lines, found, skip, number = path.read_text().splitlines(), [], None, 0
+    text, found, number = path.read_text(), [], 0
+    lines, whole = text.splitlines(), SKIP_PAGE.search(text)
+    by_default = skip = whole.group(1) if whole else None
     while number < len(lines):
         line = lines[number].strip()
         if match := SKIP.match(line):
             skip = match.group(1)
+        elif line == "<!-- test: run -->":
+            skip = None
         elif line == "<!-- test: setup":
             end = lines.index("-->", number)
             found.append(Block(number + 1, lines[number + 1 : end]))
@@ -47,7 +55,7 @@ def blocks_of(path):
             end = next(n for n in range(number + 1, len(lines)) if lines[n].strip() == "```")
             if line == "```python":
                 found.append(Block(number + 1, lines[number + 1 : end], skip))
-            skip, number = None, end
+            skip, number = by_default, end
         number += 1
     return found
 
@@ -82,7 +90,7 @@ def run(code, path, folder, monkeypatch):
 
 def pages():
     for path in PAGES:
-        if blocks_of(path):
+        if any(block.skip is None for block in blocks_of(path)):
             slow = "<!-- test: slow -->" in path.read_text()
             yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if slow else [])
 
@@ -107,7 +115,40 @@ def test_a_snippet_of_the_readme_runs_as_it_stands(block, tmp_path, monkeypatch)
     assert loss is None or loss.isfinite()
 
 
-# --- Links -------------------------------------------------------------------------------------------------------------
+def changed_by(diff, text_of):
+    """The new text of each file in a diff whose hunks are found by their lines."""
+    for part in re.split(r"^--- a/.*\n", diff, flags=re.MULTILINE)[1:]:
+        name, *hunks = re.split(r"^@@\n", part, flags=re.MULTILINE)
+        name = name.strip().removeprefix("+++ b/")
+        text = text_of(name)
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            old, new = ("".join(line[1:] for line in lines if line[0] in (" ", sign)) for sign in "-+")
+            assert text.count(old) == 1, f"{name} has no, or several places like\n{old}"
+            text = text.replace(old, new)
+        yield name, text
+
+
+@pytest.mark.parametrize("run_it", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_new_statistic(run_it, tmp_path):
+    """The diff of extending.md fits the code; in a copy of the package, the page's check of it passes."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    diff = re.search(r"```diff\n(.*?)```\n", page, re.DOTALL)
+    files = dict(changed_by(diff.group(1), lambda name: (ROOT / name).read_text()))
+    assert len(files) == 3
+    if not run_it:
+        return
+    shutil.copytree(ROOT / "liger_losses", tmp_path / "liger_losses", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (check,) = [block for block in blocks_of(ROOT / "docs" / "extending.md") if block.skip]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", check.code()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- Links -----------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
@@ -131,6 +172,23 @@ def test_links_lead_somewhere(path):
         assert found.exists(), f"{path.name} links to {target}"
         if fragment and found.suffix == ".md":
             assert fragment in anchors_of(found), f"{path.name} links to {target}, which has no such heading"
+
+
+def test_every_public_name_is_in_the_reference():
+    import liger_losses
+    from liger_losses import functional
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    names = {f"liger_losses.{name}" for name in liger_losses.__all__ if name != "functional"}
+    names |= {f"liger_losses.functional.{name}" for name in functional.__all__}
+    listed = re.findall(r"^::: (.+)$", text, re.MULTILINE)
+    assert names <= {*listed}
+    assert len(listed) == len({*listed})
+
+
+def test_every_page_is_on_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [path.name for path in PAGES if not re.search(rf": {path.name}$", navigation, re.MULTILINE)] == []
 
 
 def test_the_readme_is_short():

@@ -55,7 +55,9 @@ lint: .venv/test/ready
 	$(call PIP,$*) -e ".[$*]"
 	touch $@
 
+# What kernels asks for beside the packages that are there, it needs to verify signatures of downloads.
 .venv/test/ready: .venv/test/installed
+	$(call PIP,test) --no-deps kernels
 	touch $@
 
 # The demo's weights. Their package asks for a whole inference stack that the demo does not use.

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import liger_losses
 from liger_losses.kernels.rms_norm import rms_norm
 
 from .reference import relative_error
@@ -70,10 +71,14 @@ def annotate(monkeypatch, cls, name):
 
 
 def annotate_rotation(monkeypatch, model, module):
+    """The same for the function that rotates queries and keys, which kernels turns into a module."""
     from kernels import use_kernel_forward_from_hub
 
-    function = use_kernel_forward_from_hub("rotary_pos_emb")(module.apply_rotary_pos_emb)
+    function = module.apply_rotary_pos_emb
+    if not isinstance(function, torch.nn.Module):
+        function = use_kernel_forward_from_hub("rotary_pos_emb")(function)
     monkeypatch.setattr(module, "apply_rotary_pos_emb", function)
+    monkeypatch.setattr(function, "forward", function.forward)
     for layer in model.model.layers:
         layer.self_attn._kernel_funcs = {"apply_rotary_pos_emb": function}
     return function
@@ -88,7 +93,7 @@ def kernelized(model, built, layers):
         for name, layer in layers.items()
     }
     with use_kernel_mapping(mapping, inherit_mapping=False):
-        return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=DEVICE, use_fallback=False)
+        return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=DEVICE)
 
 
 def randomised(module):
@@ -208,6 +213,17 @@ def test_rotations_of_angles_that_are_held_once(built):
     torch.testing.assert_close(layer(q, k, cos, sin)[0], expected)
     with pytest.raises(ValueError, match="as wide as the heads"):
         layer(q, k, cos[..., :3], sin[..., :3])
+
+
+def test_patching_finds_a_rotation_that_kernels_has_made_a_module_of(built, monkeypatch):
+    pytest.importorskip("transformers")
+    module, model, _ = llama()
+    function = annotate_rotation(monkeypatch, model, module)
+    entries = liger_losses.patch(model).replaced
+    assert [entry.class_name for entry in entries if entry.replaced_by == "rope"] == ["apply_rotary_pos_emb"]
+    assert module.apply_rotary_pos_emb is not function
+    liger_losses.unpatch(model)
+    assert module.apply_rotary_pos_emb is function
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ test-newest: newest
 newest: .venv/newest/constraints.txt
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --upgrade torch
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< -e ".[test]"
+	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --no-deps kernels
 
 .venv/newest/constraints.txt: requirements-tested.txt
 	$(PYTHON) -m venv .venv/newest

@@ -72,7 +72,7 @@ def _angles(x: Tensor, form: str) -> Tensor:
     return x.repeat_interleave(2, -1) if order == "pairs" else torch.cat((x, x), -1)
 
 
-def _with_signature(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_signature(function: Any) -> Any:
     """What has the signature of a function that the package ``kernels`` may have made a module of."""
     return function.forward if isinstance(function, nn.Module) else function
 

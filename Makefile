@@ -1,10 +1,11 @@
 # `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
 # `make test-newest`: the tests of `make test` on the newest torch. `make test-zero`: the tests of DeepSpeed's ZeRO-3.
+# `make docs`: the documentation, into site/.
 # Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test test-slow newest test-newest zero test-zero lint clean
+.PHONY: demo test test-slow newest test-newest zero test-zero docs lint clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
@@ -43,6 +44,9 @@ zero: .venv/zero/ready
 		-c requirements-tested.txt --no-build-isolation deepspeed
 	touch $@
 
+docs: .venv/docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)
+
 lint: .venv/test/ready
 	.venv/test/bin/python -m ruff check .
 	.venv/test/bin/python -m ruff format --check .
@@ -67,4 +71,4 @@ lint: .venv/test/ready
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import MiB, extra_bytes, milliseconds, release
-from liger_losses.integrations.verl import logps_and_entropy
+from liger_losses.integrations.token_statistics import logps_and_entropy
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936), (16384, 3584, 152064), (2048, 4096, 128256))
 TEMPERATURE = 0.7

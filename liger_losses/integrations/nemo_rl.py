@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.integrations.seams import Seam, Seams
-from liger_losses.integrations.verl import token_statistics
+from liger_losses.integrations.token_statistics import token_statistics
 
 #: The older names are deprecated since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -75,7 +75,7 @@ _SEAMS = Seams(
     Seam(
         _MODULE,
         "ChunkedDistributedHiddenStatesToLogprobs.apply",
-        lambda original: staticmethod(hidden_states_to_logprobs),
+        lambda original, module: staticmethod(hidden_states_to_logprobs),
     ),
 )
 

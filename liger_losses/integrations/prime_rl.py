@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_losses.integrations.seams import Seam, Seams
-from liger_losses.integrations.verl import logps_and_entropy
+from liger_losses.integrations.token_statistics import logps_and_entropy
 
 
 def fused_output_linear(
@@ -42,8 +42,8 @@ _HEADS = "prime_rl.trainer.models.layers.lm_head"
 _SEAMS = Seams(
     "prime-rl",
     "559b447 of August 2026",
-    Seam(_HEADS, "FusedOutputLinear.forward", lambda original: fused_output_linear),
-    Seam(f"{_HEADS}_gemma", "GemmaFusedOutputLinear.forward", lambda original: fused_output_linear),
+    Seam(_HEADS, "FusedOutputLinear.forward", lambda original, module: fused_output_linear),
+    Seam(f"{_HEADS}_gemma", "GemmaFusedOutputLinear.forward", lambda original, module: fused_output_linear),
 )
 
 

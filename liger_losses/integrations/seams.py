@@ -23,12 +23,12 @@ class Seam:
     Args:
         module: where it is defined.
         name: of a function, or ``Class.method``.
-        make: from what it was to what it becomes.
+        make: from what it was, and the module, to what it becomes.
     """
 
     module: str
     name: str
-    make: Callable[[Any], Any]
+    make: Callable[[Any, ModuleType], Any]
 
 
 class Seams:
@@ -83,7 +83,7 @@ class Seams:
             assert place is not None
             owner, name = place
             value = getattr(owner, name)
-            made = seam.make(value)
+            made = seam.make(value, module)
             self._set(owner, name, made)
             if owner is module:  # modules that have imported it by name
                 package = module.__name__.partition(".")[0]

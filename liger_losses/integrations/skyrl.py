@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.integrations.seams import Seam, Seams
-from liger_losses.integrations.verl import token_statistics
+from liger_losses.integrations.token_statistics import token_statistics
 
 #: The temperature of the call that this thread is in.
 _thread = threading.local()
@@ -65,7 +65,7 @@ def fused_entropy(
         return token_statistics(hidden, lm_head_weight, labels, ("entropy",), temperature, tp_group).entropy
 
 
-def _with_temperature(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_temperature(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """SkyRL divides the weight by the temperature, which copies and rounds it: let the head divide the logits."""
 
     @functools.wraps(original)
@@ -83,8 +83,8 @@ _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 _SEAMS = Seams(
     "SkyRL",
     "a956457 of August 2026",
-    Seam(_MODULE, "_fused_lm_head_logprob_apply", lambda original: fused_lm_head_logprob),
-    Seam(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original: fused_entropy),
+    Seam(_MODULE, "_fused_lm_head_logprob_apply", lambda original, module: fused_lm_head_logprob),
+    Seam(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original, module: fused_entropy),
     Seam(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature),
     Seam(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature),
 )

@@ -1,7 +1,7 @@
-"""NeMo-RL's fused log-probabilities on Megatron, answered by this library: ``liger_losses.integrations.nemo_rl.install()``.
+"""NeMo-RL's fused log-probabilities, answered by this library: ``liger_losses.integrations.nemo_rl.install()``.
 
-With ``policy.megatron_cfg.use_fused_linear_logprobs=true``. B sequences of S tokens, H hidden size, W ranks share the
-vocabulary and the sequence.
+On Megatron, with ``policy.megatron_cfg.use_fused_linear_logprobs=true``. B sequences of S tokens, H
+hidden size, W ranks share the vocabulary and the sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _GatherSequence(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         part = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         _reduce_scatter(part, grad.contiguous(), group=ctx.group)
         return part, None

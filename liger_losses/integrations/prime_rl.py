@@ -1,7 +1,7 @@
 """prime-rl's fused heads, answered by this library: ``liger_losses.integrations.prime_rl.install()``.
 
-Its ``FusedOutputLinear`` and ``GemmaFusedOutputLinear`` are what ``inject_prime_lm_head`` gives a model. B sequences of S
-tokens, H hidden size.
+Its ``FusedOutputLinear`` and ``GemmaFusedOutputLinear`` are what ``inject_prime_lm_head`` gives a model. B sequences of
+S tokens, H hidden size.
 """
 
 from __future__ import annotations

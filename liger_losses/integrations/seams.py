@@ -57,7 +57,7 @@ class Seams:
             return
         self._installed = True
         for module in self._by_module:
-            _when_imported(module, self._replace)
+            when_imported(module, self._replace)
 
     def uninstall(self) -> None:
         """Put back what was replaced, and replace nothing from now on."""
@@ -108,11 +108,12 @@ def _find(module: ModuleType, path: str) -> tuple[Any, str] | None:
 
 # --- When a module is imported ----------------------------------------------------------------------------------------
 
-_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+_waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}
 _thread = threading.local()
 
 
-def _when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
+    """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         function(module)
@@ -122,7 +123,7 @@ def _when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def _forget(name: str, function: Callable[[ModuleType], None]) -> None:
+def _forget(name: str, function: Callable[[ModuleType], Any]) -> None:
     if function in _waiting.get(name, ()):
         _waiting[name].remove(function)
 

@@ -1,7 +1,7 @@
 """SkyRL's fused head on Megatron, answered by this library: ``liger_losses.integrations.skyrl.install()``.
 
-With ``trainer.fused_lm_head_logprob=true``; its backend then makes no difference. B sequences of S tokens, H hidden size,
-W ranks share the vocabulary.
+With ``trainer.fused_lm_head_logprob=true``; its backend then makes no difference. B sequences of S tokens, H hidden
+size, W ranks share the vocabulary.
 """
 
 from __future__ import annotations

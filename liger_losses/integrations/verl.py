@@ -24,7 +24,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 def fused_linear_for_ppo(
     self: nn.Module, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Answers ``FusedLinearForPPO.forward``: log-probabilities and entropies in the shape of ``input_ids``."""
     return answer(hidden_states, vocab_weights, input_ids, temperature)
 
@@ -36,7 +36,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Answers ``linear_cross_entropy``: log-probabilities and entropies of all tokens, flat, as verl's own.
 
     Args:

@@ -75,7 +75,7 @@ class _Tie(torch.autograd.Function):
         return output.view_as(output), other.view_as(other)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads
 
 
@@ -88,7 +88,7 @@ class _Through(torch.autograd.Function):
         return other.view_as(other)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, torch.zeros_like(ctx.saved_tensors[0])
 
 

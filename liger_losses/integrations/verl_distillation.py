@@ -65,9 +65,10 @@ def answer(
 
 
 class _Tie(torch.autograd.Function):
-    """Two tensors as they are: their gradients arrive here together, before the head's backward.
+    """Two tensors as they are, whose gradients arrive here together, before the head's backward.
 
-    FSDP's hook on the model's output, the first one, then gathers the weight in time.
+    Hooks on the model's output, the first one, are then run whichever of the two has a gradient: FSDP's gathers the
+    weight.
     """
 
     @staticmethod
@@ -77,19 +78,6 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads
-
-
-class _Through(torch.autograd.Function):
-    """A tensor as it is, whose backward gives the model's output a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, other: Tensor, output: Tensor) -> Any:
-        ctx.save_for_backward(output)
-        return other.view_as(other)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, torch.zeros_like(ctx.saved_tensors[0])
 
 
 def forward_kl(student: Tensor, teacher: Tensor, lowest: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,8 +155,8 @@ def _outputs_with_loss(original: Callable[..., Any], module: Any) -> Callable[..
         selected = getattr(_thread, "selected", None)
         _thread.columns = _thread.selected = None
         if selected is not None and logits_processor_func is not None:
-            selected = _Through.apply(selected, output.log_probs).flatten(0, -2).unsqueeze(0)
-            losses = logits_processor_func(student_logits=StudentColumns(selected), data=micro_batch)
+            student = StudentColumns(selected.flatten(0, -2).unsqueeze(0))
+            losses = logits_processor_func(student_logits=student, data=micro_batch)
             output.fused_linear_aux = SimpleNamespace(**losses)
         return original(self, output, output_args, micro_batch, logits_processor_func)
 

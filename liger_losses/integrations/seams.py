@@ -85,7 +85,8 @@ class Seams:
             value = getattr(owner, name)
             made = seam.make(value, module)
             self._set(owner, name, made)
-            if owner is module:  # modules that have imported it by name
+            if owner is module and getattr(value, "__module__", None) == module.__name__:
+                # Other modules of the framework may have imported by name what this one defines.
                 package = module.__name__.partition(".")[0]
                 for other in list(sys.modules.values()):
                     same = getattr(other, "__name__", "").partition(".")[0] == package

@@ -1,8 +1,7 @@
 """verl's top-k distillation (``loss_mode=forward_kl_topk``), installed together with its heads.
 
-With ``use_fused_kernels=True``, its FSDP engine distils without the logits: the head's call that answers the
-log-probabilities also returns those of the teacher's columns. Without it, and in its Megatron engine, the loss is
-computed from the logits that the engine has. N tokens, K columns of a teacher, V vocabulary size.
+With ``use_fused_kernels=True``, its FSDP and Megatron engines then distil without the logits: the head's call that
+answers the log-probabilities also returns those of the teacher's columns. N tokens, K columns of a teacher.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +21,39 @@ from liger_losses.integrations.seams import Seam, Seams
 from liger_losses.integrations.token_statistics import logps_and_entropy, token_statistics
 
 _FSDP, _FSDP_ENGINE = "verl.trainer.distillation.fsdp.losses", "verl.workers.engine.fsdp.transformer_impl"
-#: Of the micro-batch that this thread is in: ``columns [N, K]`` of the teacher, whether ``entropy`` is wanted, and what
-#: the head has found, ``selected [N, K]``.
+_MEGATRON, _MEGATRON_ENGINE = (name.replace("fsdp", "megatron") for name in (_FSDP, _FSDP_ENGINE))
+_MEGATRON_HEAD = "verl.models.mcore.model_forward_fused"
+
+
+@dataclass
+class _Distilled:
+    """A micro-batch that is distilled while its head computes log-probabilities.
+
+    Args:
+        entropy: whether entropies are wanted.
+        columns, teacher: the teacher's ``[1, N, K]``, and their log-probabilities, for the tokens that the head gets.
+        student: the log-probabilities ``[1, N, K]`` that the head has found.
+        data, loss: Megatron's micro-batch and loss function.
+        losses: what is to be returned with Megatron's log-probabilities.
+    """
+
+    entropy: bool
+    columns: Tensor | None = None
+    teacher: Tensor | None = None
+    student: Tensor | None = None
+    data: Any = None
+    loss: Callable[..., dict[str, Tensor]] | None = None
+    losses: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> torch.Size:
+        """As verl asks the logits, in whose place this goes to its loss function."""
+        assert self.student is not None
+        return self.student.shape
+
+
+#: ``batch``: the one that this thread is in, or ``None``.
 _thread = threading.local()
-
-
-class StudentColumns:
-    """The student's log-probabilities ``[1, N, K]`` of the teacher's columns, in the place of its logits."""
-
-    def __init__(self, logps: Tensor) -> None:
-        self.logps, self.shape = logps, logps.shape
 
 
 def answer(
@@ -48,19 +71,21 @@ def answer(
     Raises:
         ValueError: the teacher's columns are of another number of tokens.
     """
-    columns = getattr(_thread, "columns", None)
-    if columns is None:
+    batch: _Distilled | None = getattr(_thread, "batch", None)
+    if batch is None or batch.columns is None:
         return logps_and_entropy(hidden_states, weight, labels, temperature, group)
-    shape = hidden_states.shape[:-1]
-    if len(columns) != shape.numel():
-        raise ValueError(f"the teacher's columns are of {len(columns)} tokens, the student's of {shape.numel()}.")
-    columns = columns.view(*shape, -1)
+    shape, columns = hidden_states.shape[:-1], batch.columns
+    tokens = columns.shape[:-1].numel()
+    if tokens != shape.numel():
+        raise ValueError(f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}.")
     names = ("logp", "selected_logps")
-    found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected=columns)
+    selected = columns.reshape(*shape, -1)
+    found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected=selected)
     entropy = None
-    if _thread.entropy:
+    if batch.entropy:
         entropy = token_statistics(hidden_states, weight, labels, ("entropy",), temperature, group).entropy
-    logps, _thread.selected = _Tie.apply(found.logp, found.selected_logps)
+    logps, student = _Tie.apply(found.logp, found.selected_logps)
+    batch.student = student.reshape(columns.shape)
     return logps, entropy
 
 
@@ -98,69 +123,123 @@ def forward_kl(student: Tensor, teacher: Tensor, lowest: float | None) -> tuple[
 
 
 def _loss_of_columns(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """FSDP's ``compute_forward_kl_topk``, which takes :class:`StudentColumns` too."""
+    """verl's ``compute_forward_kl_topk``, which takes the log-probabilities of the teacher's columns too."""
 
     @functools.wraps(original)
-    def compute_forward_kl_topk(
-        student_logits: Any, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
-    ) -> dict[str, Tensor]:
-        if not isinstance(student_logits, StudentColumns):
-            return original(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format)
-        teacher = teacher_topk_log_probs.values().unsqueeze(0)
-        if module.get_ulysses_sequence_parallel_world_size() > 1:
-            teacher = module.slice_input_tensor(teacher, dim=1)
-        student = student_logits.logps
-        losses, *_ = forward_kl(student, teacher, config.distillation_loss.log_prob_min_clamp)
-        return {
-            "distillation_losses": losses,
-            "student_mass": student.detach().exp().sum(-1),
-            "teacher_mass": teacher.float().exp().sum(-1),
-        }
+    def compute_forward_kl_topk(student_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(student_logits, _Distilled):
+            return original(student_logits, *args, **kwargs)
+        student, teacher = student_logits.student, student_logits.teacher
+        assert student is not None
+        assert teacher is not None
+        config = kwargs["config"] if "config" in kwargs else args[2]
+        losses, *clamped = forward_kl(student, teacher, config.distillation_loss.log_prob_min_clamp)
+        if module.__name__ == _MEGATRON:  # whose masses are those of what it clamps
+            student, teacher = clamped
+        masses = [logps.detach().float().exp().sum(-1) for logps in (student, teacher)]
+        return {"distillation_losses": losses, "student_mass": masses[0], "teacher_mass": masses[1]}
 
     return compute_forward_kl_topk
 
 
+def _asked(module: Any, data: Any, key: str, default: bool = False) -> bool:
+    return bool(module.tu.get_non_tensor_data(data=data, key=key, default=default))
+
+
 def _inputs_with_teacher(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """The engine's ``prepare_model_inputs``, which keeps the teacher's columns for the head's call."""
+    """FSDP's ``prepare_model_inputs``, which keeps the teacher for the head's call."""
 
     @functools.wraps(original)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        _thread.columns = _thread.selected = None
+        _thread.batch = None
         inputs = original(self, micro_batch)
-
-        def asked(key: str, default: bool = False) -> bool:
-            return module.tu.get_non_tensor_data(data=micro_batch, key=key, default=default)
-
+        asked = functools.partial(_asked, module, micro_batch)
         # Without packed sequences, the engine reads no losses from a fused head.
         packed = asked("use_fused_kernels") and asked("use_remove_padding", True)
         if packed and asked("distillation_use_topk") and "teacher_ids" in micro_batch.keys():  # noqa: SIM118
-            columns = micro_batch["teacher_ids"].values()
+            parts = [micro_batch[name].values().unsqueeze(0) for name in ("teacher_ids", "teacher_logprobs")]
             if self.use_ulysses_sp:
                 from verl.utils.ulysses import slice_input_tensor
 
-                columns = slice_input_tensor(columns, dim=0)
-            _thread.columns, _thread.entropy = columns.long(), asked("calculate_entropy")
+                parts = [slice_input_tensor(part, dim=1) for part in parts]
+            _thread.batch = _Distilled(asked("calculate_entropy"), parts[0].long(), parts[1])
         return inputs
 
     return prepare_model_inputs
 
 
 def _outputs_with_loss(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """The engine's ``prepare_model_outputs``, which finds the distillation's losses where it looks for them."""
+    """FSDP's ``prepare_model_outputs``, which finds the distillation's losses where it looks for them."""
 
     @functools.wraps(original)
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
-        selected = getattr(_thread, "selected", None)
-        _thread.columns = _thread.selected = None
-        if selected is not None and logits_processor_func is not None:
-            student = StudentColumns(selected.flatten(0, -2).unsqueeze(0))
-            losses = logits_processor_func(student_logits=student, data=micro_batch)
+        batch, _thread.batch = getattr(_thread, "batch", None), None
+        if batch is not None and batch.student is not None and logits_processor_func is not None:
+            losses = logits_processor_func(student_logits=batch, data=micro_batch)
             output.fused_linear_aux = SimpleNamespace(**losses)
         return original(self, output, output_args, micro_batch, logits_processor_func)
 
     return prepare_model_outputs
+
+
+def _step_with_loss(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Megatron's ``forward_step``, which returns the distillation's losses with the log-probabilities."""
+
+    @functools.wraps(original)
+    def forward_step(
+        self: Any, batch_iter: Any, model: Any, logits_processor_func: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        data = next(batch_iter)
+        asked = functools.partial(_asked, module, data)
+        fused = asked("use_fused_kernels", self.engine_config.use_fused_kernels) and asked("distillation_use_topk")
+        batch = None
+        if fused and logits_processor_func is not None and "teacher_ids" in data.keys():  # noqa: SIM118
+            batch = _Distilled(asked("calculate_entropy"), data=data, loss=logits_processor_func)
+        _thread.batch = batch
+        try:
+            output, *others = original(self, iter([data]), model, logits_processor_func, *args, **kwargs)
+        finally:
+            _thread.batch = None
+        if batch is not None and batch.losses:
+            output.update(batch.losses)
+        return output, *others
+
+    return forward_step
+
+
+def _labels_with_teacher(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """``preprocess_thd_engine`` of Megatron's fused head: what it does to the labels, it does to the teacher."""
+
+    @functools.wraps(original)
+    def preprocess_thd_engine(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(input_ids, *args, **kwargs)
+        batch: _Distilled | None = getattr(_thread, "batch", None)
+        if batch is not None and kwargs.get("need_roll"):
+            kwargs["need_roll"] = False
+            columns, teacher = (
+                original(batch.data[name].to(input_ids.device), *args, **kwargs)[0]
+                for name in ("teacher_ids", "teacher_logprobs")
+            )
+            batch.columns, batch.teacher = columns.long(), teacher
+        return found
+
+    return preprocess_thd_engine
+
+
+def _logps_with_loss(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """``postprocess_thd_engine`` of Megatron's fused head: what it does to the log-probabilities, to the losses."""
+
+    @functools.wraps(original)
+    def postprocess_thd_engine(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch: _Distilled | None = getattr(_thread, "batch", None)
+        if batch is not None and batch.student is not None and not batch.losses and batch.loss is not None:
+            losses = batch.loss(student_logits=batch, data=batch.data, data_format="thd")
+            batch.losses = {name: original(value, *args, **kwargs) for name, value in losses.items()}
+        return original(output, *args, **kwargs)
+
+    return postprocess_thd_engine
 
 
 SEAMS = Seams(
@@ -169,4 +248,8 @@ SEAMS = Seams(
     Seam(_FSDP, "compute_forward_kl_topk", _loss_of_columns),
     Seam(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", _inputs_with_teacher),
     Seam(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", _outputs_with_loss),
+    Seam(_MEGATRON, "compute_forward_kl_topk", _loss_of_columns),
+    Seam(_MEGATRON_ENGINE, "MegatronEngineWithLMHead.forward_step", _step_with_loss),
+    Seam(_MEGATRON_HEAD, "preprocess_thd_engine", _labels_with_teacher),
+    Seam(_MEGATRON_HEAD, "postprocess_thd_engine", _logps_with_loss),
 )

@@ -34,6 +34,7 @@ def verl_modules(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     torch_head.FusedLinearForPPO = type("FusedLinearForPPO", (torch.nn.Module,), {"forward": lambda self, *a: "verl's"})
     triton_head.linear_cross_entropy = caller.linear_cross_entropy = lambda *a: "verl's"
+    caller.preprocess_thd_engine = caller.postprocess_thd_engine = lambda *a, **k: None
     return torch_head, triton_head, caller
 
 

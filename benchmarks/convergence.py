@@ -33,7 +33,8 @@ import torch
 
 from benchmarks.measure import MiB, environment
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 PAIRS = EXAMPLES / "data" / "preferences.jsonl"
 PROVIDERS = ("plain", "liger_losses")
 HELD_OUT = 40
@@ -307,10 +308,9 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot
 
     methods = [name for name in METHODS if of(runs, name, "plain") or of(runs, name, "liger_losses")]
-    figure, panels = pyplot.subplots(
-        1, len(methods), figsize=(4 * len(methods), 3.4), layout="constrained", squeeze=False
-    )
-    for panel, method in zip(panels[0], methods, strict=True):
+    figure = pyplot.figure(figsize=(4 * len(methods), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(methods), squeeze=False)[0]
+    for panel, method in zip(panels, methods, strict=True):
         key = METHODS[method].curve
         for provider, color, style in zip(PROVIDERS, ("tab:orange", "tab:blue"), ("-", "--"), strict=True):
             curves = [smooth(one[key]) for one in of(runs, method, provider)]

@@ -116,12 +116,12 @@ def kernels_advice() -> str:
     asked = os.environ.get(BACKEND_VARIABLE)
     if not torch.cuda.is_available():
         if asked == "triton" and not INTERPRETED:
-            return f"Unset {BACKEND_VARIABLE}: without a GPU, calls with it fail." + see("a-slower-kernel")
+            return f"Unset {BACKEND_VARIABLE}: without a GPU, calls with it fail." + see("backends")
         return "Nothing about kernels: without a GPU, torch operations run, with the same results."
     if asked == "torch":
         return f"Unset {BACKEND_VARIABLE}: torch operations run on the GPU, more slowly than Triton kernels."
     if triton is None:
-        return "Install triton: without it, torch operations run on the GPU, more slowly." + see("a-slower-kernel")
+        return "Install triton: without it, torch operations run on the GPU, more slowly." + see("backends")
     return "Nothing about kernels: Triton's run on the GPU."
 
 
@@ -133,9 +133,7 @@ def trl_advice(lines: Sequence[str]) -> str:
         return 'For trainers of TRL, pip install "liger-losses[trl]"; without it, use losses and patch().'
     from liger_losses.trl.patch_points import TESTED
 
-    return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see(
-        "a-version-of-trl-that-lacks-attributes"
-    )
+    return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see("trl")
 
 
 def model_advice(report: PatchReport | None) -> str:
@@ -144,7 +142,7 @@ def model_advice(report: PatchReport | None) -> str:
         return f"Run python -m liger_losses.doctor MODEL to see what patch() does to a model; then read {DOCUMENTATION}"
     if any((entry.replaced_by or "").startswith("Lazy") for entry in report.replaced):
         return "Call liger_losses.patch(model): its loss then makes no [tokens, vocab] logits."
-    return "Train this model without patch(): its head cannot be lazy." + see("a-model-whose-head-cannot-be-lazy")
+    return "Train this model without patch(): its head cannot be lazy." + see("models-that-cannot-be-patched")
 
 
 def show(title: str, lines: Iterable[str]) -> None:

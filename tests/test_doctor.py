@@ -127,5 +127,5 @@ def test_what_to_do_about_a_model():
         PatchReport([Entry("head", "Odd", None, "why")]),
     )
     assert "liger_losses.patch(model)" in doctor.model_advice(lazy)
-    assert "errors/#a-model-whose-head-cannot-be-lazy" in doctor.model_advice(left)
+    assert "errors/#models-that-cannot-be-patched" in doctor.model_advice(left)
     assert "doctor MODEL" in doctor.model_advice(None)

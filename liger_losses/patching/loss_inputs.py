@@ -67,7 +67,7 @@ def loss_inputs(
     reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
     if reasons:
         raise TypeError(
-            f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("a-model-whose-head-cannot-be-lazy")
+            f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
         )
     with force_lazy_head():
         logits = getattr(model(**batch), "logits", None)
@@ -75,8 +75,7 @@ def loss_inputs(
     if deferred is None or deferred.normalized:
         raise TypeError(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
-            "its forward applies an operation to them that needs their values."
-            + see("a-model-whose-head-cannot-be-lazy")
+            "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")
         )
     hidden_states, mask = deferred.hidden_states, batch.get("attention_mask")
     if hidden_states.shape[:-1] != targets.shape:

@@ -76,8 +76,7 @@ def enable(*, kernels: bool = False) -> None:
             _restore(before)
             raise RuntimeError(
                 f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
-                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed."
-                + see("a-version-of-trl-that-lacks-attributes")
+                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed." + see("trl")
             )
         for point, target in targets:
             if target.replacement is not None:
@@ -122,7 +121,7 @@ def _warn_of_trainers() -> None:
     if names:
         warnings.warn(
             "liger_losses.trl.enable() was called after these trainers were built, which keep TRL's own heads: "
-            f"{', '.join(sorted(names))}. Build them again now." + see("trainers-that-were-built-too-early"),
+            f"{', '.join(sorted(names))}. Build them again now." + see("trl"),
             stacklevel=3,
         )
 

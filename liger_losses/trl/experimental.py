@@ -45,8 +45,7 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
             message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
             if reasons and role == "model":
                 raise TypeError(
-                    f"{message}: train it outside of liger_losses.trl.enable()."
-                    + see("a-model-whose-head-cannot-be-lazy")
+                    f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
                 )
             if reasons:
                 warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)

@@ -276,7 +276,7 @@ def disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
 def _say_how_to_register(name: str, why: str) -> str:
     return (
         f"cannot read rows of the quantized layer {name}: {why}; register a function that can: "
-        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-layers-of-unknown-kinds")
+        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-heads-and-adapters")
     )
 
 

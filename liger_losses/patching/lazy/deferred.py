@@ -65,7 +65,7 @@ class DeferredLogits:
             raise RuntimeError(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
                 "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
-                + see("logits-read-too-late")
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         if self.weights is not None:
             self.weights.check(values)

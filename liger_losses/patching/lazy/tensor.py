@@ -166,7 +166,7 @@ class LazyLogits(Tensor):
             raise RuntimeError(
                 "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
                 "do not follow; use the tensor that the operation returned, or call logits.clone() before it."
-                + see("logits-changed-in-place")
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _find_gradient(self) -> None:
@@ -346,7 +346,7 @@ class _LazyLinear(torch.autograd.Function):
             raise RuntimeError(
                 "logits that were changed in place were then used by code that does not look at their class, so their "
                 "gradient is not known; use the tensor that the in-place operation returned, or call logits.clone() "
-                "before it." + see("logits-changed-in-place")
+                "before it." + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
@@ -462,7 +462,7 @@ def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple
     if name in _IN_PLACE_VIEWS:
         raise RuntimeError(
             f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
-            + see("logits-changed-in-place")
+            + see("lazy-logits-that-cannot-be-computed-any-more")
         )
     if lazy.in_place_error is not None and (torch.is_grad_enabled() or lazy.in_place_error is _ONE_OF_SEVERAL):
         raise RuntimeError(

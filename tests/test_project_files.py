@@ -121,7 +121,7 @@ def linked_headings():
 
 def test_errors_link_to_headings_that_exist():
     linked = linked_headings()
-    assert len(linked) > 10
+    assert len(linked) >= 10
     headings = re.findall(r"^#+ +(.+?)(?: +#+)?$", text("docs/errors.md"), re.MULTILINE)
     anchors = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
     anchors |= set(re.findall(r"\{ *#([\w-]+)", text("docs/errors.md")))  # given explicitly

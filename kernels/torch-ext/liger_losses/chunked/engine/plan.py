@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...chunked.engine.checks import check_names
+from ...chunked.engine.documentation import see
 from ...chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from ...kernels import BACKENDS
 from ...kernels._tiles import processors
@@ -318,7 +319,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
             advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
             f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
-            f"{least} bytes, {advice}."
+            f"{least} bytes, {advice}." + see("workspace")
         )
     most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
     most = max(most, least) - vectors

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ...chunked.engine.documentation import see
 from ...chunked.engine.quantized_weight import QuantizedWeight
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.
@@ -275,7 +276,7 @@ def disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
 def _say_how_to_register(name: str, why: str) -> str:
     return (
         f"cannot read rows of the quantized layer {name}: {why}; register a function that can: "
-        f"liger_losses.register_quantized_weight({name}, function)."
+        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-heads-and-adapters")
     )
 
 

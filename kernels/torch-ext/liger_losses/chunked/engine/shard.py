@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...chunked.engine.checks import check_group, check_tensor, check_weight
+from ...chunked.engine.documentation import see
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +87,7 @@ class VocabularyShard:
                 "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
                 "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
                 "of the root module, where the weight is gathered; where no gradient is needed, pass "
-                "weight.full_tensor()."
+                "weight.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(

@@ -5,6 +5,7 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,9 +24,10 @@ from liger_losses.chunked.engine.plan import (
     Workload,
     default_bound,
     device_memory,
+    fits_dequantized,
     make_plan,
 )
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
@@ -152,7 +154,8 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        beside = {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
+        merges = self.shard is not None or self.plan.slab > 0
+        beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
@@ -168,7 +171,9 @@ class OpenCall:
     has a smaller vocabulary. Where ranks share a vocabulary, these are this rank's rows.
     """
 
-    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
+    def __init__(
+        self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
+    ) -> None:
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
         self.weight_rows, self.vocab_size = weight.shape[0], call.vocab_size
         #: The columns computed here, and each label's among them; for a label of another rank, any column.
@@ -185,14 +190,30 @@ class OpenCall:
             class_weight = None if class_weight is None else class_weight[columns]
             self.sums_over = None if call.shard.partial_gradients else call.shard
         self.call, self.hidden_states = call, hidden_states
-        self.weight = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
+        self.weight = self.trained = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        #: Rows that are dequantized where they multiply the first columns of the hidden states.
-        self.quantized = None if call.quantized is None else call.quantized.part(0, self.vocab_size)
+        #: Rows that are dequantized where they multiply the first columns of the hidden states. Where all are, at once,
+        #: ``weight`` has them, beside the columns ``trained``, which get a gradient.
+        self.quantized, self.frozen_columns = None, 0
+        if call.quantized is not None:
+            self.frozen_columns, quantized = call.quantized.shape[1], call.quantized.part(0, self.vocab_size)
+            if not call.work.dequantized_bytes:
+                self.quantized = quantized
+            elif multiplies:
+                self.weight = dequantize(quantized, self.weight, call.work.operand_dtype)
         self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk, self.quantized)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
+
+    def slab(self, columns: slice, weight: Tensor) -> OpenCall:
+        """The call on some of its columns, whose rows of the head are given."""
+        made = copy.copy(self)
+        made.weight, made.first_column, made.vocab_size = weight, columns.start, len(weight)
+        local = self.labels - columns.start
+        made.labels = local.clamp(0, len(weight) - 1)
+        made.owned = made.labels == local
+        return made
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
@@ -284,16 +305,19 @@ class _Draft:
         device, grad = head.weight.device, torch.is_grad_enabled()
         wide = torch.promote_types(torch.float32, compute_dtype)
         self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+        self.operand = operand = operand_dtype(compute_dtype, device, backend)
+        self.dequantized_bytes = 0
+        if head.quantized is not None or query.comparison is not None:
+            self.dequantized_bytes = _dequantized_bytes(head, query, operand, options.workspace, memory)
         if head.batch_invariant:
-            check_invariant(head, backend, query.comparison is not None)
+            check_invariant(head, backend, query.comparison is not None, self.dequantized_bytes)
         count = head.vocab_size, options.ignore_index, options.compact, backend
         self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
-        self.operand = operand = operand_dtype(compute_dtype, device, backend)
         self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
         self.needs_weight = grad and head.weight.requires_grad
         self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
         self.dense = _dense(hidden, operand)
-        self.fused_products = can_fuse(head, operand, backend)
+        self.fused_products = can_fuse(head, operand, backend, self.dequantized_bytes > 0)
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
         self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
@@ -341,15 +365,16 @@ class _Draft:
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
-        dequantized = 0 if head.quantized is None else head.hidden_size
+        at_once = self.dequantized_bytes > 0
+        dequantized = 0 if head.quantized is None or at_once else head.hidden_size
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
             teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
-            if isinstance(teacher, Teacher) and (dequantized or teacher.head.quantized is not None):
+            if isinstance(teacher, Teacher) and not at_once and (dequantized or teacher.head.quantized is not None):
                 dequantized = head.hidden_size + teacher.head.hidden_size
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-                fused_divergence = can_fuse(teacher.head, operand, self.backend)
+                fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
                 if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
@@ -358,7 +383,7 @@ class _Draft:
             # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
             vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
             operand_dtype=operand,
-            weight_dtype=head.weight.dtype,
+            weight_dtype=operand if at_once and head.quantized is not None else head.weight.dtype,
             device=head.weight.device,
             temporaries=temporaries,
             gathers=tokens.indices[0] is not None or not self.dense,
@@ -371,8 +396,15 @@ class _Draft:
             teacher_hidden_bytes=teacher_hidden_bytes,
             fused_divergence=fused_divergence,
             dequantized_columns=dequantized,
+            dequantized_bytes=self.dequantized_bytes,
         )
         plan = make_plan(work, options.workspace, options.chunk_size)
+        if dequantized and plan.rows < tokens.count and head.shard is None and not query.needs_logits:
+            # Every block of tokens would dequantize the head again.
+            fused = can_fuse(head, operand, self.backend, True) and not self.needs_bias
+            exponentials = fused and operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
+            work = replace(work, fused=fused, exponentials=exponentials, slabs=True, temporaries=0 if fused else temporaries)
+            plan = make_plan(work, options.workspace, options.chunk_size)
         grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
         if any(self.needs_hidden) or needs_weight or self.needs_bias:
             # A half-precision grad_weight must not be rounded many times.
@@ -390,7 +422,7 @@ class _Draft:
             if options.strategy is not None:
                 check_names([options.strategy], possible, "strategy for these inputs")
                 strategy = options.strategy
-        if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
+        if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
             # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
             grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
         transform = head.transform
@@ -478,6 +510,18 @@ def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
     first, *more = hidden
     contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
     return contiguous and not more and first.dtype == operand
+
+
+def _dequantized_bytes(
+    head: Head, query: Query, operand: torch.dtype, workspace: int | None, memory: int | None
+) -> int:
+    """Bytes of the quantized weights, of both models, where they are dequantized at once; else 0."""
+    heads, item = [head], torch.promote_types(torch.float32, operand).itemsize
+    if query.comparison is not None and isinstance(query.comparison.teacher, Teacher):
+        heads.append(query.comparison.teacher.head)
+    size = sum(one.weight.shape[0] * one.hidden_size for one in heads if one.quantized is not None) * operand.itemsize
+    row = head.weight.shape[0] * item
+    return size if size and fits_dequantized(size, row, head.weight.device, workspace, memory) else 0
 
 
 def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:

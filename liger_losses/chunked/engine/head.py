@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
@@ -204,6 +204,12 @@ class Head:
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
 
+    def dequantized(self, dtype: torch.dtype) -> Head:
+        """The same head with one floating-point weight, in this dtype where it was quantized; without gradients."""
+        if self.quantized is None:
+            return self
+        return self.with_fields(weight=dequantize(self.quantized, self.weight.detach(), dtype), quantized=None)
+
     def detach(self) -> Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()
@@ -303,20 +309,24 @@ class Projection:
         return out
 
 
-def can_fuse(head: Head, operand: torch.dtype, backend: str) -> bool:
-    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue."""
+def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
+    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue.
+
+    ``dequantized`` says that a quantized weight is a matrix by then, in the operand dtype.
+    """
     weight = head.weight
-    same = weight.dtype == operand and head.quantized is None
-    return backend == "triton" and same and operand in HALF_DTYPES and weight.stride(1) == 1
+    ready = dequantized if head.quantized is not None else weight.dtype == operand and weight.stride(1) == 1
+    return backend == "triton" and ready and operand in HALF_DTYPES
 
 
-def check_invariant(head: Head, backend: str, compares: bool) -> None:
-    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence."""
+def check_invariant(head: Head, backend: str, compares: bool, dequantized_bytes: int) -> None:
+    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence, or of a
+    quantized head that is not dequantized at once."""
     device = head.weight.device
-    if head.quantized is not None:
+    if head.quantized is not None and not dequantized_bytes:
         raise ValueError(
-            "batch_invariant takes a floating-point weight, not a quantized one: pass Head(dequantized_weight), or "
-            "leave batch_invariant out."
+            "batch_invariant takes a quantized head that is dequantized as a whole, in at most half of the workspace: "
+            "give a larger workspace, pass Head(dequantized_weight), or leave batch_invariant out."
         )
     if device.type != "cpu" and backend == "torch":
         raise ValueError(

@@ -463,7 +463,7 @@ class _LinearStatistics(torch.autograd.Function):
             if g is not None
         }
         with _without_autocast(weight):
-            stream = Stream(call, weight, bias, hidden)
+            stream = Stream(call, weight, bias, hidden, multiplies=ctx.unit_gradient is None)
             if ctx.unit_gradient is not None:
                 return None, None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.

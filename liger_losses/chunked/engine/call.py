@@ -210,9 +210,7 @@ class OpenCall:
         """The call on some of its columns, whose rows of the head are given."""
         made = copy.copy(self)
         made.weight, made.first_column, made.vocab_size = weight, columns.start, len(weight)
-        local = self.labels - columns.start
-        made.labels = local.clamp(0, len(weight) - 1)
-        made.owned = made.labels == local
+        made.labels = (self.labels - columns.start).clamp(0, len(weight) - 1)
         return made
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
@@ -366,12 +364,12 @@ class _Draft:
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
         at_once = self.dequantized_bytes > 0
-        dequantized = 0 if head.quantized is None or at_once else head.hidden_size
+        dequantized = 0 if at_once else _dequantized_row_bytes(head, operand)
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
             teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
-            if isinstance(teacher, Teacher) and not at_once and (dequantized or teacher.head.quantized is not None):
-                dequantized = head.hidden_size + teacher.head.hidden_size
+            if isinstance(teacher, Teacher) and not at_once:
+                dequantized += _dequantized_row_bytes(teacher.head, operand)
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
                 fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
@@ -395,7 +393,7 @@ class _Draft:
             device_memory=self.memory,
             teacher_hidden_bytes=teacher_hidden_bytes,
             fused_divergence=fused_divergence,
-            dequantized_columns=dequantized,
+            dequantized_row_bytes=dequantized,
             dequantized_bytes=self.dequantized_bytes,
         )
         plan = make_plan(work, options.workspace, options.chunk_size)
@@ -403,7 +401,9 @@ class _Draft:
             # Every block of tokens would dequantize the head again.
             fused = can_fuse(head, operand, self.backend, True) and not self.needs_bias
             exponentials = fused and operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
-            work = replace(work, fused=fused, exponentials=exponentials, slabs=True, temporaries=0 if fused else temporaries)
+            work = replace(
+                work, fused=fused, exponentials=exponentials, slabs=True, temporaries=0 if fused else temporaries
+            )
             plan = make_plan(work, options.workspace, options.chunk_size)
         grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
         if any(self.needs_hidden) or needs_weight or self.needs_bias:
@@ -510,6 +510,14 @@ def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
     first, *more = hidden
     contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
     return contiguous and not more and first.dtype == operand
+
+
+def _dequantized_row_bytes(head: Head, operand: torch.dtype) -> int:
+    """Bytes of a row of a quantized head while it is dequantized, cast and joined with its adapters'; 0 for others."""
+    if head.quantized is None:
+        return 0
+    wide = torch.promote_types(torch.float32, operand).itemsize
+    return head.hidden_size * max(head.quantized.temporary_bytes, operand.itemsize + 2 * wide)
 
 
 def _dequantized_bytes(

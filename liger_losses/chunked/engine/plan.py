@@ -132,7 +132,7 @@ class Workload:
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
-    dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized, some at a time
+    dequantized_row_bytes: int = 0  # of rows of both models while they are dequantized, where some are at a time
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     slabs: bool = False  # whether all tokens of a block pass each slab of rows that is dequantized
 
@@ -270,8 +270,8 @@ def _make_plan(
     tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
     if work.slabs:
-        rows, slab = _slabs(work, budget.blocks)
-        return Plan(rows, rows, rows, slab, budget.scratch, budget.weight_chunk, 0, False, tokens, True, True, slab=slab)
+        rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
+        return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
     if tiled:
         rows = part = tile_rows
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -321,13 +321,13 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     """Divide the call's own workspace, the user's default, or that of the workload and the device."""
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    numbers = 64 if work.slabs else 32 if work.fused or work.fused_divergence else 16
+    numbers = 32 if work.fused or work.fused_divergence else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
-    casts = work.operand_dtype != work.weight_dtype or work.dequantized_columns > 0
+    casts = work.operand_dtype != work.weight_dtype or work.dequantized_row_bytes > 0
     cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
-    if work.dequantized_columns:  # which takes temporaries
-        cast_bytes = work.dequantized_columns * (work.operand_dtype.itemsize + 2 * item)
+    if work.dequantized_row_bytes:
+        cast_bytes = work.dequantized_row_bytes
     least_scratch = work.temporaries * padded(work.vocab_size) * item
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes + work.dequantized_bytes
     if bound is not None and bound < least:
@@ -346,7 +346,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
     weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
-    taken = scratch + weight_chunk * cast_bytes
+    taken = scratch + weight_chunk * cast_bytes * (not work.slabs)  # those of a slab are taken where its tile is later
     return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, weight_chunk)
 
 
@@ -401,21 +401,24 @@ def _full_waves(rows: int, columns: int, programs: int) -> int:
     return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
 
 
-def _slabs(work: Workload, size: int) -> tuple[int, int]:
-    """Tokens of a block, and rows of the head in a slab that all of them pass.
+def _slabs(work: Workload, size: int, chunk_size: int | None) -> tuple[int, int, int]:
+    """Tokens of a block, rows of the head in a slab that all of them pass, and rows that are dequantized at once.
 
     Most goes to tokens, as every block dequantizes the whole head; but sums over slabs are read and written in fp32.
     """
     item = (work.operand_dtype if work.fused else work.logits_dtype).itemsize
-    token, row = work.tile_hidden_bytes, work.hidden_size * work.operand_dtype.itemsize
+    token = work.tile_hidden_bytes + 512  # for the statistics of two softmaxes, in fp64
+    row = work.hidden_size * work.operand_dtype.itemsize
     if work.exponentials:
         token += row  # of the token's label
     columns, tokens = min(MIN_SLAB, work.vocab_size), max(work.tokens, 1)
     while (rows := (size - columns * row) // (token + padded(columns) * item)) < min(columns, tokens) and columns > 1:
         columns //= 2
-    rows = _even(tokens, max(1, min(rows, tokens)))
+    rows = _even(tokens, max(1, min(rows, tokens, chunk_size or tokens)))
     columns = max(columns, (size - rows * (token + 64 * item)) // (rows * item + row))
-    return rows, min(columns // 64 * 64 or columns, work.vocab_size)
+    columns = min(columns // 64 * 64 or columns, work.vocab_size)
+    chunk = rows * padded(columns) * item // work.dequantized_row_bytes
+    return rows, columns, max(1, min(chunk, columns))
 
 
 def _even(total: int, most: int) -> int:

@@ -21,9 +21,14 @@ class QuantizedWeight:
         dtype: the floating-point dtype that the weight stands for. Products are taken in that of the hidden states.
         device: where the rows are.
 
+    Attributes:
+        temporary_bytes: what :meth:`rows` allocates at most for each entry of its result, and the result itself.
+
     Raises:
         TypeError, ValueError: a dtype that is not floating point, or sizes that are not positive.
     """
+
+    temporary_bytes = 10
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         if not dtype.is_floating_point:
@@ -62,7 +67,7 @@ def dequantize(quantized: QuantizedWeight, weight: Tensor, dtype: torch.dtype) -
     """``[quantized, weight]`` as a whole; the temporaries are small beside it."""
     rows, columns = quantized.shape[0], quantized.shape[1] + weight.shape[1]
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    return dequantize_into(out, quantized, weight, 0, max(64, rows // 32))
+    return dequantize_into(out, quantized, weight, 0, max(64, rows // 10))
 
 
 class _Part(QuantizedWeight):
@@ -70,7 +75,7 @@ class _Part(QuantizedWeight):
 
     def __init__(self, whole: QuantizedWeight, start: int, stop: int) -> None:
         super().__init__((stop - start, whole.shape[1]), whole.dtype, whole.device)
-        self.whole, self.start = whole, start
+        self.whole, self.start, self.temporary_bytes = whole, start, whole.temporary_bytes
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.whole.rows(self.start + start, self.start + stop)

@@ -43,11 +43,13 @@ class Slabs(Block):
         self.rows, work = rows, self.call.work
         self.weight = opened.weight.new_empty(self.call.plan.slab, work.hidden_size, dtype=work.operand_dtype)
 
-    @cached_property
-    def tile(self) -> Tensor:
-        """``[R, C]``: fp32 projections, which their gradients overwrite, or what fused kernels write."""
+    def tile(self, tokens: int, columns: int) -> Tensor:
+        """``[R, C]``: fp32 projections, which their gradients overwrite, or what fused kernels write.
+
+        New for each slab, and gone before the next one is dequantized, whose temporaries take its place.
+        """
         dtype = self.call.work.operand_dtype if self.call.work.fused else self.call.work.logits_dtype
-        return self.weight.new_empty(self.rows, padded(len(self.weight)), dtype=dtype)
+        return self.weight.new_empty(tokens, padded(columns), dtype=dtype)[:, :columns]
 
     @cached_property
     def product(self) -> Tensor:
@@ -73,7 +75,9 @@ class Slabs(Block):
                 both = {name: torch.stack([found[name], value]) for name, value in of_slab.items()}
                 sizes = torch.stack([ends[i], ends[i + 1].clamp(max=self.vocab_size) - ends[i]])
                 weights = None if class_weight is None else class_weight[: columns.stop]
-                of_slab = {n: v.double() for n, v in merge(both, sizes, labels.clamp(max=columns.stop - 1), weights).items()}
+                of_slab = {
+                    n: v.double() for n, v in merge(both, sizes, labels.clamp(max=columns.stop - 1), weights).items()
+                }
             found = of_slab
         for name in found.keys() & part.values.keys():
             part.values[name].copy_(found[name])
@@ -83,7 +87,7 @@ class Slabs(Block):
         call = self.call
         if call.work.fused:
             return fused_statistics(opened, part)
-        projected = matmul_into(self.tile[: len(part.hidden), : opened.vocab_size], part.hidden, opened.weight.t())
+        projected = matmul_into(self.tile(len(part.hidden), opened.vocab_size), part.hidden, opened.weight.t())
         return softmax_statistics(
             projected,
             opened.labels[part.rows],
@@ -109,6 +113,7 @@ class Slabs(Block):
             if any(call.needs_hidden):
                 out = self.product[: len(grad)]
                 matmul_into(out, grad, opened.weight, accumulate=columns.start > 0)
+            del grad
         return out
 
     def _gradient(
@@ -116,10 +121,10 @@ class Slabs(Block):
     ) -> Tensor:
         """d loss / d projection ``[R, C]`` in the operand dtype."""
         call, columns = self.call, slice(0, opened.vocab_size)
-        tile = self.tile[: len(part.hidden), columns]
+        tile = self.tile(len(part.hidden), opened.vocab_size)
         if not call.work.fused:
             matmul_into(tile, part.hidden, opened.weight.t())
-            return projection_gradient(opened, self.tile, part, columns, coefficients, grad_bias)
+            return projection_gradient(opened, tile, part, columns, coefficients, grad_bias)
         return linear_softmax_gradient_into(
             tile,
             part.hidden,
@@ -158,12 +163,12 @@ class ExponentialSlabs(Slabs):
         epilogue = Epilogue(part.epilogue.transform, bias)
         label_logit = label_logits(part.hidden, label_rows, places, epilogue, backend=backend)
         offset, logp, product = label_logit, torch.zeros_like(label_logit, dtype=torch.float64), self.product[:count]
-        mean_logit = torch.zeros_like(label_logit) if "mean_logit" in values else None
+        metrics, mean_logit = values.keys() & {"mean_logit"}, torch.zeros_like(label_logit)
         for columns, opened, own in self.slabs(part):
-            e = self.tile[:count, : opened.vocab_size]
-            mean = None if mean_logit is None else torch.empty_like(label_logit)
-            found = Exponentials(*torch.empty(3, count, device=labels.device), mean)
-            in_slab = opened.labels[part.rows].masked_fill(~opened.owned[part.rows], -1)
+            e = self.tile(count, opened.vocab_size)
+            found = Exponentials.into({name: torch.empty_like(label_logit) for name in ("lse", *metrics)})
+            in_slab = opened.labels[part.rows]
+            in_slab = torch.where(labels == in_slab + columns.start, in_slab, -1)
             linear_exponentials(
                 own.hidden, opened.weight, in_slab, e, own.epilogue,
                 found=found, label_logit=label_logit, backend=backend,
@@ -173,9 +178,10 @@ class ExponentialSlabs(Slabs):
             if columns.start:
                 scale_rows_(product, (offset - highest).exp(), backend=backend)
             matmul_into(product, e, opened.weight, accumulate=columns.start > 0)
+            del e
             offset, logp = highest, merge_logps(torch.stack([logp, found.logp.double()]))
-            if mean_logit is not None and mean is not None:
-                mean_logit += mean * (opened.vocab_size / self.vocab_size)
+            if found.mean_logit is not None:
+                mean_logit += found.mean_logit * (opened.vocab_size / self.vocab_size)
         self.found = Exponentials(offset, (label_logit - logp).float(), logp.float(), mean_logit)
         for name in values.keys() & {"lse", "logp", "mean_logit"}:
             values[name].copy_(getattr(self.found, name))

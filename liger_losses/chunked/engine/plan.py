@@ -407,8 +407,9 @@ def _slabs(work: Workload, size: int, chunk_size: int | None) -> tuple[int, int,
     Most goes to tokens, as every block dequantizes the whole head; but sums over slabs are read and written in fp32.
     """
     item = (work.operand_dtype if work.fused else work.logits_dtype).itemsize
-    token = work.tile_hidden_bytes + 512  # for the statistics of two softmaxes, in fp64
     row = work.hidden_size * work.operand_dtype.itemsize
+    # The sum over slabs, the hidden state where it is copied, and the statistics of two softmaxes in fp64.
+    token = work.hidden_size * work.logits_dtype.itemsize + 2 * row * work.gathers + 512
     if work.exponentials:
         token += row  # of the token's label
     columns, tokens = min(MIN_SLAB, work.vocab_size), max(work.tokens, 1)

@@ -46,7 +46,7 @@ class Head:
     rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
-    A quantized weight is frozen, and dequantized some rows at a time: ``logits = transform(hidden_states @
+    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large: ``logits = transform(hidden_states @
     [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of adapters.
 
     Args:

@@ -1,4 +1,4 @@
-"""A quantized ``lm_head``: its rows are dequantized where they are multiplied, some at a time, and never all at once.
+"""A quantized ``lm_head``: dequantized for the time of a pass, as a whole or some rows at a time.
 
 V vocabulary size, H hidden size.
 """

@@ -298,7 +298,7 @@ def test_what_is_refused(monkeypatch):
             states, head, ids, torch.ones_like(ids), torch.ones(2), ref_input=states.detach(), ref_weight=weight,
             support=TokenSupport(ids[..., None]),
         )  # fmt: skip
-    with pytest.raises(ValueError, match="cannot be shared by the ranks"):
+    with pytest.raises(TypeError, match="ProcessGroup"):
         Head(Int8Weight(weight), group="tp")
     with pytest.raises(TypeError, match="merge them"):
         Teacher(hidden, Head(weight, adapters=(adapter,))).head  # noqa: B018

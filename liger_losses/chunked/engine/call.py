@@ -527,8 +527,11 @@ def _dequantized_bytes(
     heads, item = [head], torch.promote_types(torch.float32, operand).itemsize
     if query.comparison is not None and isinstance(query.comparison.teacher, Teacher):
         heads.append(query.comparison.teacher.head)
-    size = sum(one.weight.shape[0] * one.hidden_size for one in heads if one.quantized is not None) * operand.itemsize
-    row = head.weight.shape[0] * item
+    # Of the rank that has the most rows, so that all ranks decide alike.
+    rows = [one.weight.shape[0] if one.shard is None else max(one.shard.sizes) for one in heads]
+    pairs = zip(heads, rows, strict=True)
+    size = sum(count * one.hidden_size for one, count in pairs if one.quantized is not None) * operand.itemsize
+    row = rows[0] * item
     return size if size and fits_dequantized(size, row, head.weight.device, workspace, memory) else 0
 
 

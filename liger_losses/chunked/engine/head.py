@@ -46,8 +46,9 @@ class Head:
     rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
-    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large: ``logits = transform(hidden_states @
-    [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of adapters.
+    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large:
+    ``logits = transform(hidden_states @ [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of
+    adapters.
 
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
@@ -63,8 +64,7 @@ class Head:
         TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this
             rank is no member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
-            with other placements, or beside ``group``; a quantized weight beside ``group``; ``batch_invariant``
-            where ranks share the vocabulary.
+            with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
         RuntimeError: another rank of the group has raised.
     """
 
@@ -93,9 +93,10 @@ class Head:
             if quantized is not None:
                 weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
         if quantized is not None:
-            if group is not None:
-                raise ValueError("a quantized weight cannot be shared by the ranks of a group; leave group= out.")
-            check_vector("bias", bias, weight)
+            if group is None:
+                check_vector("bias", bias, weight)
+            else:
+                shard = share_vocabulary(group, weight, bias, quantized)
         elif hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")

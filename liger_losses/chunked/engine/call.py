@@ -5,7 +5,6 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,14 +16,21 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
-from liger_losses.chunked.engine.head import Head, Projection, can_fuse, check_invariant, operand_dtype
+from liger_losses.chunked.engine.head import (
+    Head,
+    Projection,
+    can_fuse,
+    check_invariant,
+    dequantized_bytes,
+    dequantized_row_bytes,
+    operand_dtype,
+)
 from liger_losses.chunked.engine.plan import (
     EngineOptions,
     Plan,
     Workload,
     default_bound,
     device_memory,
-    fits_dequantized,
     make_plan,
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
@@ -206,13 +212,6 @@ class OpenCall:
         self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk, self.quantized)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
 
-    def slab(self, columns: slice, weight: Tensor) -> OpenCall:
-        """The call on some of its columns, whose rows of the head are given."""
-        made = copy.copy(self)
-        made.weight, made.first_column, made.vocab_size = weight, columns.start, len(weight)
-        made.labels = (self.labels - columns.start).clamp(0, len(weight) - 1)
-        return made
-
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
         assert self.call.shard is not None
@@ -306,7 +305,9 @@ class _Draft:
         self.operand = operand = operand_dtype(compute_dtype, device, backend)
         self.dequantized_bytes = 0
         if head.quantized is not None or query.comparison is not None:
-            self.dequantized_bytes = _dequantized_bytes(head, query, operand, options.workspace, memory)
+            teacher = None if query.comparison is None else query.comparison.teacher
+            heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
+            self.dequantized_bytes = dequantized_bytes(heads, operand, options.workspace, memory)
         if head.batch_invariant:
             check_invariant(head, backend, query.comparison is not None, self.dequantized_bytes)
         count = head.vocab_size, options.ignore_index, options.compact, backend
@@ -364,12 +365,12 @@ class _Draft:
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
         at_once = self.dequantized_bytes > 0
-        dequantized = 0 if at_once else _dequantized_row_bytes(head, operand)
+        dequantized = 0 if at_once else dequantized_row_bytes(head, operand)
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
             teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
             if isinstance(teacher, Teacher) and not at_once:
-                dequantized += _dequantized_row_bytes(teacher.head, operand)
+                dequantized += dequantized_row_bytes(teacher.head, operand)
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
                 fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
@@ -510,29 +511,6 @@ def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
     first, *more = hidden
     contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
     return contiguous and not more and first.dtype == operand
-
-
-def _dequantized_row_bytes(head: Head, operand: torch.dtype) -> int:
-    """Bytes of a row of a quantized head while it is dequantized, cast and joined with its adapters'; 0 for others."""
-    if head.quantized is None:
-        return 0
-    wide = torch.promote_types(torch.float32, operand).itemsize
-    return head.hidden_size * max(head.quantized.temporary_bytes, operand.itemsize + 2 * wide)
-
-
-def _dequantized_bytes(
-    head: Head, query: Query, operand: torch.dtype, workspace: int | None, memory: int | None
-) -> int:
-    """Bytes of the quantized weights, of both models, where they are dequantized at once; else 0."""
-    heads, item = [head], torch.promote_types(torch.float32, operand).itemsize
-    if query.comparison is not None and isinstance(query.comparison.teacher, Teacher):
-        heads.append(query.comparison.teacher.head)
-    # Of the rank that has the most rows, so that all ranks decide alike.
-    rows = [one.weight.shape[0] if one.shard is None else max(one.shard.sizes) for one in heads]
-    pairs = zip(heads, rows, strict=True)
-    size = sum(count * one.hidden_size for one, count in pairs if one.quantized is not None) * operand.itemsize
-    row = rows[0] * item
-    return size if size and fits_dequantized(size, row, head.weight.device, workspace, memory) else 0
 
 
 def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:

@@ -6,7 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight
+from liger_losses.chunked.engine.plan import fits_dequantized
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
@@ -345,3 +346,21 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
     if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype
+
+
+def dequantized_row_bytes(head: Head, operand: torch.dtype) -> int:
+    """Bytes of a row of a quantized head while it is dequantized, cast and joined with its adapters'; 0 for others."""
+    if head.quantized is None:
+        return 0
+    wide = torch.promote_types(torch.float32, operand).itemsize
+    return head.hidden_size * max(head.quantized.temporary_bytes, operand.itemsize + 2 * wide)
+
+
+def dequantized_bytes(heads: Sequence[Head], operand: torch.dtype, workspace: int | None, memory: int | None) -> int:
+    """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
+    # Of the rank that has the most rows, so that all ranks decide alike.
+    rows = [len(head.weight) if head.shard is None else max(head.shard.sizes) for head in heads]
+    pairs = zip(heads, rows, strict=True)
+    size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
+    row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
+    return size if size and fits_dequantized(size, row, heads[0].weight.device, workspace, memory) else 0

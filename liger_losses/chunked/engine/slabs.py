@@ -8,6 +8,7 @@ R tokens of a block, C columns of a slab, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -58,12 +59,16 @@ class Slabs(Block):
 
     def slabs(self, part: Part) -> Iterator[tuple[slice, OpenCall, Part]]:
         """Columns, and the call and the part on them alone, whose rows of the head are valid until the next slab."""
-        opened, most = self.opened, self.call.plan.weight_chunk
-        assert opened.quantized is not None
+        quantized, most = self.opened.quantized, self.call.plan.weight_chunk
+        assert quantized is not None
         for columns in blocks(self.vocab_size, self.call.plan.slab):
             weight = self.weight[: columns.stop - columns.start]
-            dequantize_into(weight, opened.quantized, opened.weight, columns.start, most)
-            yield columns, opened.slab(columns, weight), part._replace(epilogue=part.epilogue.columns(columns))
+            dequantize_into(weight, quantized, self.opened.weight, columns.start, most)
+            # The call on these columns, whose rows of the head are given.
+            opened = copy.copy(self.opened)
+            opened.weight, opened.first_column, opened.vocab_size = weight, columns.start, len(weight)
+            opened.labels = (self.opened.labels - columns.start).clamp(0, len(weight) - 1)
+            yield columns, opened, part._replace(epilogue=part.epilogue.columns(columns))
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         labels, found = self.call.tokens.labels[part.rows], dict[str, Tensor]()

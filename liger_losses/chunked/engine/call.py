@@ -22,7 +22,6 @@ from liger_losses.chunked.engine.head import (
     can_fuse,
     check_invariant,
     dequantized_bytes,
-    dequantized_row_bytes,
     operand_dtype,
 )
 from liger_losses.chunked.engine.plan import (
@@ -35,8 +34,8 @@ from liger_losses.chunked.engine.plan import (
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
+from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, is_dense
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
@@ -315,7 +314,7 @@ class _Draft:
         self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
         self.needs_weight = grad and head.weight.requires_grad
         self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
-        self.dense = _dense(hidden, operand)
+        self.dense = is_dense(hidden, operand)
         self.fused_products = can_fuse(head, operand, backend, self.dequantized_bytes > 0)
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
@@ -365,16 +364,16 @@ class _Draft:
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
         at_once = self.dequantized_bytes > 0
-        dequantized = 0 if at_once else dequantized_row_bytes(head, operand)
+        dequantized = 0 if at_once else head.dequantized_row_bytes(operand)
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
-            teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
+            teacher_row_bytes = teacher_row_bytes_of(teacher, vocab_size, operand)
             if isinstance(teacher, Teacher) and not at_once:
-                dequantized += dequantized_row_bytes(teacher.head, operand)
+                dequantized += teacher.head.dequantized_row_bytes(operand)
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
                 fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
-                if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
+                if tokens.indices[0] is not None or not is_dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
             tokens=tokens.count,
@@ -401,10 +400,8 @@ class _Draft:
         if dequantized and plan.rows < tokens.count and head.shard is None and not query.needs_logits:
             # Every block of tokens would dequantize the head again.
             fused = can_fuse(head, operand, self.backend, True) and not self.needs_bias
-            exponentials = fused and operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
-            work = replace(
-                work, fused=fused, exponentials=exponentials, slabs=True, temporaries=0 if fused else temporaries
-            )
+            exponentials = operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
+            work = work.in_slabs(fused, exponentials)
             plan = make_plan(work, options.workspace, options.chunk_size)
         grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
         if any(self.needs_hidden) or needs_weight or self.needs_bias:
@@ -504,18 +501,3 @@ def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
         check_teacher_shard(head.shard, teacher_shard)
     # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
     return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
-
-
-def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
-    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
-    first, *more = hidden
-    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
-    return contiguous and not more and first.dtype == operand
-
-
-def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
-    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
-    item = torch.promote_types(torch.float32, operand).itemsize
-    if isinstance(teacher, TeacherLogits):
-        return vocab_size * item
-    return teacher.head.hidden_size * (operand.itemsize + item)

@@ -212,6 +212,13 @@ class Head:
             return self
         return self.with_fields(weight=dequantize(self.quantized, self.weight.detach(), dtype), quantized=None)
 
+    def dequantized_row_bytes(self, operand: torch.dtype) -> int:
+        """Bytes of a row while it is dequantized, cast and joined with the adapters'; 0 where nothing is quantized."""
+        if self.quantized is None:
+            return 0
+        wide = torch.promote_types(torch.float32, operand).itemsize
+        return self.hidden_size * max(self.quantized.temporary_bytes, operand.itemsize + 2 * wide)
+
     def detach(self) -> Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()
@@ -346,14 +353,6 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
     if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype
-
-
-def dequantized_row_bytes(head: Head, operand: torch.dtype) -> int:
-    """Bytes of a row of a quantized head while it is dequantized, cast and joined with its adapters'; 0 for others."""
-    if head.quantized is None:
-        return 0
-    wide = torch.promote_types(torch.float32, operand).itemsize
-    return head.hidden_size * max(head.quantized.temporary_bytes, operand.itemsize + 2 * wide)
 
 
 def dequantized_bytes(heads: Sequence[Head], operand: torch.dtype, workspace: int | None, memory: int | None) -> int:

@@ -173,6 +173,11 @@ class Workload:
         """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
         return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
 
+    def in_slabs(self, fused: bool, exponentials: bool) -> Workload:
+        """The same work on a quantized head, of which all tokens of a block pass each slab that is dequantized."""
+        temporaries = 0 if fused else self.temporaries
+        return replace(self, slabs=True, fused=fused, exponentials=fused and exponentials, temporaries=temporaries)
+
     def default_workspace(self) -> int:
         """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
         larger blocks."""

@@ -187,3 +187,11 @@ def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head,
             "each of the student's tokens, in the same order."
         )
     check_device(student.weight, **tensors)
+
+
+def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
+    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
+    item = torch.promote_types(torch.float32, operand).itemsize
+    if isinstance(teacher, TeacherLogits):
+        return vocab_size * item
+    return teacher.head.hidden_size * (operand.itemsize + item)

@@ -33,9 +33,9 @@ from liger_losses.chunked.engine.plan import (
     make_plan,
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
-from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, is_dense
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, checksum
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison, teacher_row_bytes_of
+from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
@@ -314,7 +314,7 @@ class _Draft:
         self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
         self.needs_weight = grad and head.weight.requires_grad
         self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
-        self.dense = is_dense(hidden, operand)
+        self.dense = _dense(hidden, operand)
         self.fused_products = can_fuse(head, operand, backend, self.dequantized_bytes > 0)
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
@@ -364,7 +364,7 @@ class _Draft:
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
         at_once = self.dequantized_bytes > 0
-        dequantized = 0 if at_once else head.dequantized_row_bytes(operand)
+        dequantized = 0 if at_once or head.quantized is None else head.dequantized_row_bytes(operand)
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
             teacher_row_bytes = teacher_row_bytes_of(teacher, vocab_size, operand)
@@ -373,7 +373,7 @@ class _Draft:
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
                 fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
-                if tokens.indices[0] is not None or not is_dense([teacher.hidden_states], operand):
+                if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
             tokens=tokens.count,
@@ -454,7 +454,10 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:
         names = ("divergence", "logp")
-        vocab_size = _check_comparison(query, head, shapes[0])
+        check_comparison(query.comparison, head, shapes[0])
+        if "logp" not in query.statistics:
+            # The divergence is of the columns that both models have; the student's log-probabilities, of all it has.
+            vocab_size = min(vocab_size, query.comparison.teacher.vocab_size)
     divided = head.transform if query.comparison is None else query.comparison
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
@@ -476,28 +479,8 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     return vocab_size
 
 
-def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
-    comparison = query.comparison
-    assert comparison is not None
-    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
-        raise TypeError(
-            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
-            f"{type(comparison.teacher).__name__}."
-        )
-    if not isinstance(comparison.divergence, Divergence):
-        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
-    heads = {"student": head}
-    if isinstance(comparison.teacher, Teacher):
-        heads["teacher"] = comparison.teacher.head
-    for whose, either in heads.items():
-        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
-            raise ValueError(
-                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
-                "temperature= instead, which divides both models' logits."
-            )
-    comparison.teacher.check(shape, head)
-    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
-    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
-        check_teacher_shard(head.shard, teacher_shard)
-    # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
-    return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
+def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
+    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
+    first, *more = hidden
+    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
+    return contiguous and not more and first.dtype == operand

@@ -316,10 +316,3 @@ class Counting:
             torch._assert_async(((safe >= 0) & (safe < self.vocab_size)).all())
         counts = tuple(part.numel() for part in self.labels)
         return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), mask)
-
-
-def is_dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
-    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
-    first, *more = hidden
-    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
-    return contiguous and not more and first.dtype == operand

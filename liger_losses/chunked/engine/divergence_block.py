@@ -63,6 +63,8 @@ class TwoModels(Block):
         head = head.columns(columns if head.shard is None else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
+        if call.work.dequantized_bytes:
+            head = head.dequantized(call.work.operand_dtype)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk, head.quantized)
         fused = can_fuse(head, call.work.operand_dtype, call.backend)
         self.teacher = _Model(projection, fused)

@@ -1,7 +1,9 @@
 """A divergence from a teacher in the epilogue of the student's ``hidden @ weight.T``: its logits stay in registers.
 
 N tokens, H the student's hidden size, C columns of both models' vocabulary (a slice of it, or all). The teacher's
-projections of these columns are in memory; f, h and d are those of :mod:`liger_losses.kernels.divergence`.
+projections of these columns are in memory, or computed by the same kernel, where there is one for the device
+(:mod:`liger_losses.kernels.linear_divergence_hopper`); f, h and d are those of
+:mod:`liger_losses.kernels.divergence`.
 
 The gradient ``h - p sum(h)`` needs the log-sum-exp of both models and one more number per token, sum(h). Each of them
 takes a pass over the vocabulary, whatever the number of columns that fit the memory. A balanced divergence, whose
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
+    Tiles,
     aligned,
     descriptor,
     has_tma,
@@ -38,7 +41,9 @@ from liger_losses.kernels.divergence import (
     square_sums,
 )
 from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
+from liger_losses.kernels.linear_divergence_hopper import hopper_divergence_kernel, hopper_pairs
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+from liger_losses.kernels.matmul import matmul_into
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
@@ -62,11 +67,16 @@ class Product(NamedTuple):
     def logits(self) -> Logits:
         return Logits(self.hidden.float() @ self.weight.float().t(), self.lse, self.epilogue)
 
+    def in_memory(self) -> Logits:
+        """The logits from projections that a product of their own writes."""
+        out = torch.empty(len(self.hidden), len(self.weight), device=self.hidden.device)
+        return Logits(matmul_into(out, self.hidden, self.weight.t()), self.lse, self.epilogue)
+
 
 def linear_divergence_into(
     value: Tensor,
     student: Product,
-    teacher: Logits,
+    teacher: Logits | Product,
     divergence: Divergence,
     sums: RowSums,
     *,
@@ -82,7 +92,8 @@ def linear_divergence_into(
         value: ``[N]`` fp32. The sum of f over these columns is added to it without ``out``; with ``out``, if the
             divergence is balanced.
         student: the student's product.
-        teacher: the teacher's projections ``[N, C]`` in fp32, with the log-sum-exp of all columns.
+        teacher: the teacher's projections ``[N, C]`` in fp32, with the log-sum-exp of all columns; or its product,
+            which then never reaches memory where :func:`serves_products` says so (and is computed first elsewhere).
         divergence: which divergence.
         sums: without ``out``, these columns' part of sum(h) is added to ``h``; with ``out``, ``h`` is that of all
             columns (of a balanced divergence, it is not read). ``squares`` of all columns, of ``cosine``.
@@ -95,6 +106,7 @@ def linear_divergence_into(
     if backend == "triton":
         _launch((value, sums.h), student, teacher, divergence, sums, out, coefficients, labels, first_column)
         return
+    teacher = teacher.logits() if isinstance(teacher, Product) else teacher
     part, both = torch.empty_like(value), (student.logits(), teacher)
     if out is None:
         found = sums._replace(h=torch.empty_like(sums.h))
@@ -134,7 +146,7 @@ def is_balanced(divergence: Divergence) -> bool:
 def _launch(
     totals: tuple[Tensor, ...],
     student: Product,
-    teacher: Logits,
+    teacher: Logits | Product,
     divergence: Divergence,
     sums: RowSums | None = None,
     out: Tensor | None = None,
@@ -146,19 +158,20 @@ def _launch(
     hidden, tokens = with_contiguous_rows(student.hidden), len(student.hidden)
     if not tokens:
         return
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
-    programs = min(programs, row_tiles * column_tiles)
+    kernel, tiles = hopper_divergence_kernel, None
+    if isinstance(teacher, Product):
+        if divergence.form != "cosine":
+            tiles = hopper_pairs(hidden, student.weight, teacher.hidden, teacher.weight, out)
+        teacher = teacher.in_memory() if tiles is None else teacher
+    if tiles is None:
+        assert isinstance(teacher, Logits)
+        kernel, tiles = _linear_divergence_kernel, _tiles_of(hidden, student, teacher, out)
+    _, column_tiles, programs, arguments = tiles
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
-    for name, matrix in (("teacher", teacher.projected), ("out", out)):
-        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
-            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
-            arguments[f"{name}_stride"] = None
-        else:
-            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
     rows: tuple[Tensor | None, ...] = (student.lse, teacher.lse)
     form, balanced, series = None, is_balanced(divergence), None
     if divergence.form != "cosine":
-        form, series = FORMS[divergence.form].triton, series_argument(divergence, hidden.device)
+        form, series = FORMS[divergence.form].triton, series_argument(divergence)
     elif sums is None or sums.squares is None:
         rows = None, None
     else:
@@ -166,17 +179,33 @@ def _launch(
     temperature = student.epilogue.transform.temperature
     temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     c = (coefficients or Coefficients(totals[0])).contiguous()
-    _linear_divergence_kernel[(programs,)](
+    kernel[(programs,)](
         **arguments,
+        bias=student.epilogue.bias, transform=student.epilogue.transform.for_kernel(),
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
         coef=c.divergence, labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
         temperature=temperature, series=series, first_column=first_column,
-        partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
+        partial=partial, FORM=form, GROUP=_GROUP,
     )  # fmt: skip
     if out is None or balanced:
         for total, part in zip(totals if out is None else totals[:1], partial, strict=False):
             total += part.sum(0)
+
+
+def _tiles_of(hidden: Tensor, student: Product, teacher: Logits, out: Tensor | None) -> Tiles:
+    """The launch of the kernel that reads the teacher's projections."""
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
+    programs = min(programs, row_tiles * column_tiles)
+    del arguments["bias"], arguments["transform"]
+    arguments["programs"] = programs
+    for name, matrix in (("teacher", teacher.projected), ("out", out)):
+        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
+            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
+            arguments[f"{name}_stride"] = None
+        else:
+            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
+    return Tiles(row_tiles, column_tiles, programs, arguments)
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.

@@ -1,0 +1,145 @@
+"""The warp-specialised kernel for divergences, on the GPUs that it serves, against float64; and when it is chosen."""
+
+import pytest
+import torch
+
+from liger_losses.kernels import linear_divergence, linear_divergence_hopper, linear_exp_hopper
+from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.linear_divergence import Product, is_balanced, linear_divergence_into
+from liger_losses.kernels.linear_divergence_hopper import hopper_pairs, serves_products
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not linear_exp_hopper.AVAILABLE,
+    reason="needs a GPU of compute capability 9.0, and Gluon",
+)
+DIVERGENCES = {
+    "forward KL": Divergence.forward_kl(),
+    "reverse KL": Divergence.reverse_kl(),
+    "JSD": Divergence.mixture(0.5, 0.5, 0.5),
+    "mixture": Divergence.mixture(0.3, 0.3, 0.7),
+    "total variation": Divergence.total_variation(),
+    "alpha beta": Divergence.alpha_beta(0.4, 0.8),
+}
+
+
+def numbers(name, size, dtype, every_option, device):
+    """Both models' products over two slices of columns, the same logits in float64, and the loss's derivatives."""
+    tokens, hidden_size, teacher_size, vocab = size
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=g)
+
+    transform = LogitTransform(), LogitTransform()
+    if every_option:
+        capped = LogitTransform(0.7, 1.2, 8.0)
+        per_token = LogitTransform(torch.linspace(0.5, 2.0, tokens, device=device), 1.2, 8.0)
+        transform = (per_token, per_token) if name == "reverse KL" else (capped, capped)
+    models = []
+    for size, own in zip((hidden_size, teacher_size), transform, strict=True):
+        hidden, weight = normal(tokens, size).to(dtype), (normal(vocab, size) * size**-0.5).to(dtype)
+        epilogue = Epilogue(own, normal(vocab) / 2 if every_option else None)
+        wide = epilogue._replace(bias=None if epilogue.bias is None else epilogue.bias.double())
+        projected = hidden.double() @ weight.double().t()
+        exact = Logits(projected, wide(projected.clone()).logsumexp(1), wide)
+        models.append((Product(hidden, weight, exact.lse.float(), epilogue), exact))
+    labels = torch.randint(vocab, (tokens,), device=device, generator=g)
+    coefficients = Coefficients(torch.linspace(0.5, 1.5, tokens, device=device))
+    if every_option:
+        factors = torch.linspace(0, 1, 2 * tokens, device=device).split(tokens)
+        exact = models[0][1]
+        lse = (exact.logits() * exact.epilogue.transform.column(exact.projected)).logsumexp(1)
+        coefficients = coefficients._replace(hard_p=factors[0], hard_label=-factors[1], hard_lse=lse.float())
+    return models, labels, coefficients
+
+
+def check(name, size, dtype, every_option, device="cuda"):
+    which = DIVERGENCES[name]
+    (student, teacher), labels, coefficients = numbers(name, size, dtype, every_option, device)
+    tokens, _, _, vocab = size
+    wide = Coefficients(*(None if c is None else c.double() for c in coefficients))
+    exact, expected = torch.empty(tokens, dtype=torch.float64, device=device), torch.empty_like(student[1].projected)
+    divergence_into(
+        exact, student[1], teacher[1], which, out=expected, coefficients=wide, labels=labels, backend="torch"
+    )
+    cut = vocab // 2 // 64 * 64
+    runs = []
+    for _ in range(2):
+        value, sums, outs = torch.zeros(tokens, device=device), RowSums(torch.zeros(tokens, device=device)), []
+        for with_gradient in (False, True) if not is_balanced(which) else (True,):
+            for columns in (slice(0, cut), slice(cut, vocab)):
+                sides = [
+                    Product(p.hidden, p.weight[columns], p.lse, p.epilogue.columns(columns))
+                    for p, _ in (student, teacher)
+                ]
+                if not len(sides[0].weight):
+                    continue
+                out = torch.full((tokens, vocab + 64), float("nan"), dtype=dtype, device=device)
+                out = out[:, : (vocab + 7) // 8 * 8][:, : columns.stop - columns.start] if with_gradient else None
+                given = {"first_column": columns.start, "backend": "triton"}
+                if with_gradient:
+                    given |= {"out": out, "coefficients": coefficients, "labels": labels if every_option else None}
+                    outs.append(out)
+                linear_divergence_into(value, *sides, which, sums, **given)
+        runs.append((value, torch.cat(outs, 1)))
+    torch.testing.assert_close(runs[0][0].double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        runs[0][1].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=3e-6
+    )
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+@hopper
+@pytest.mark.parametrize("every_option", [False, True], ids=["plain", "every option"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_forms(name, every_option, monkeypatch):
+    """Rows and columns that fill no tile, hidden sizes that fill no step; no kernel but this one runs."""
+    monkeypatch.setattr(linear_divergence, "_linear_divergence_kernel", None)
+    check(name, (300, 272, 1032, 1008), torch.bfloat16, every_option)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "size", [(1, 8, 8, 8), (129, 1024, 64, 4112), (2000, 528, 1040, 20016), (128, 4160, 2048, 256), (4000, 64, 64, 9001)]
+)
+def test_sizes(size, dtype, monkeypatch):
+    """One tile and many, for each program an even number and an odd one; fewer steps than buffers and more."""
+    monkeypatch.setattr(linear_divergence, "_linear_divergence_kernel", None)
+    check("JSD", size, dtype, False)
+    check("forward KL", size, dtype, False)
+
+
+@hopper
+def test_other_calls_have_the_other_kernel(monkeypatch):
+    """Rows that the tensor memory accelerator does not take."""
+    monkeypatch.setattr(linear_divergence, "hopper_divergence_kernel", None)
+    check("JSD", (70, 36, 44, 300), torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("every_option", [False, True], ids=["plain", "every option"])
+@pytest.mark.parametrize("name", ["forward KL", "reverse KL"])
+def test_a_teacher_that_is_a_product(name, every_option):
+    """Where there is no kernel for both, its projections are computed first."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    check(name, (130, 40, 24, 200), torch.float16, every_option, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_what_the_kernel_serves(monkeypatch):
+    weight = torch.empty(64, 64, dtype=torch.bfloat16)
+    assert not serves_products(weight)
+    assert hopper_pairs(weight, weight, weight, weight, None) is None
+    monkeypatch.setattr(linear_divergence_hopper, "_has_kernel", lambda device: True)
+    assert serves_products(weight, weight)
+    assert not serves_products(weight, weight[:, :60])
+    elsewhere = weight.view(-1)[4:-60].view(-1, 64)  # not 16-byte aligned
+    assert not serves_products(weight, elsewhere)
+    assert not serves_products(torch.empty(64, 60, dtype=torch.bfloat16), weight)
+    assert hopper_pairs(weight, weight, weight, weight[:, 1:], None) is None
+    if linear_divergence_hopper.gl is not None:
+        row_tiles, column_tiles, programs, arguments = hopper_pairs(weight, weight, elsewhere, weight, weight)
+        assert (row_tiles, column_tiles, programs) == (1, 1, 1)
+        kernel = linear_divergence_hopper.hopper_divergence_kernel
+        assert set(arguments) <= {*getattr(kernel, "arg_names", arguments), "num_warps"}

@@ -85,9 +85,7 @@ def check(name, size, dtype, every_option, device="cuda"):
                 linear_divergence_into(value, *sides, which, sums, **given)
         runs.append((value, torch.cat(outs, 1)))
     torch.testing.assert_close(runs[0][0].double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        runs[0][1].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=3e-6
-    )
+    torch.testing.assert_close(runs[0][1].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=3e-6)
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
@@ -103,7 +101,8 @@ def test_forms(name, every_option, monkeypatch):
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "size", [(1, 8, 8, 8), (129, 1024, 64, 4112), (2000, 528, 1040, 20016), (128, 4160, 2048, 256), (4000, 64, 64, 9001)]
+    "size",
+    [(1, 8, 8, 8), (129, 1024, 64, 4112), (2000, 528, 1040, 20016), (128, 4160, 2048, 256), (4000, 64, 64, 9001)],
 )
 def test_sizes(size, dtype, monkeypatch):
     """One tile and many, for each program an even number and an odd one; fewer steps than buffers and more."""

@@ -126,7 +126,7 @@ def linear_divergence_into(
         value += part
 
 
-def add_square_sums_(squares: Tensor, student: Product, teacher: Logits, *, backend: str = "torch") -> None:
+def add_square_sums_(squares: Tensor, student: Product, teacher: Logits | Product, *, backend: str = "torch") -> None:
     """Add the sums of some columns' squared logits, of student and teacher, to ``squares [2, N]`` in fp32.
 
     Args:
@@ -135,6 +135,7 @@ def add_square_sums_(squares: Tensor, student: Product, teacher: Logits, *, back
     if backend == "triton":
         _launch(squares.unbind(), student, teacher, Divergence.cosine())
     else:
+        teacher = teacher.logits() if isinstance(teacher, Product) else teacher
         squares += square_sums(student.logits(), teacher, backend=backend)
 
 

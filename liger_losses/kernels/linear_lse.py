@@ -22,7 +22,6 @@ from liger_losses.kernels.linear_exp_hopper import (
     _STAGES,
     AVAILABLE,
     _layout,
-    _load,
     _next,
     _pieces,
     _position,

@@ -1,9 +1,9 @@
 """A divergence from a teacher in the epilogue of the student's ``hidden @ weight.T``: its logits stay in registers.
 
+:mod:`liger_losses.kernels.linear_divergence_hopper` has a kernel of its own for Hopper.
+
 N tokens, H the student's hidden size, C columns of both models' vocabulary (a slice of it, or all). The teacher's
-projections of these columns are in memory, or computed by the same kernel, where there is one for the device
-(:mod:`liger_losses.kernels.linear_divergence_hopper`); f, h and d are those of
-:mod:`liger_losses.kernels.divergence`.
+projections of these columns are in memory; f, h and d are those of :mod:`liger_losses.kernels.divergence`.
 
 The gradient ``h - p sum(h)`` needs the log-sum-exp of both models and one more number per token, sum(h). Each of them
 takes a pass over the vocabulary, whatever the number of columns that fit the memory. A balanced divergence, whose
@@ -41,9 +41,8 @@ from liger_losses.kernels.divergence import (
     square_sums,
 )
 from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
-from liger_losses.kernels.linear_divergence_hopper import hopper_divergence_kernel, hopper_pairs
+from liger_losses.kernels.linear_divergence_hopper import hopper_divergence_kernel, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-from liger_losses.kernels.matmul import matmul_into
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
@@ -67,16 +66,11 @@ class Product(NamedTuple):
     def logits(self) -> Logits:
         return Logits(self.hidden.float() @ self.weight.float().t(), self.lse, self.epilogue)
 
-    def in_memory(self) -> Logits:
-        """The logits from projections that a product of their own writes."""
-        out = torch.empty(len(self.hidden), len(self.weight), device=self.hidden.device)
-        return Logits(matmul_into(out, self.hidden, self.weight.t()), self.lse, self.epilogue)
-
 
 def linear_divergence_into(
     value: Tensor,
     student: Product,
-    teacher: Logits | Product,
+    teacher: Logits,
     divergence: Divergence,
     sums: RowSums,
     *,
@@ -92,8 +86,7 @@ def linear_divergence_into(
         value: ``[N]`` fp32. The sum of f over these columns is added to it without ``out``; with ``out``, if the
             divergence is balanced.
         student: the student's product.
-        teacher: the teacher's projections ``[N, C]`` in fp32, with the log-sum-exp of all columns; or its product,
-            which then never reaches memory where :func:`serves_products` says so (and is computed first elsewhere).
+        teacher: the teacher's projections ``[N, C]`` in fp32, with the log-sum-exp of all columns.
         divergence: which divergence.
         sums: without ``out``, these columns' part of sum(h) is added to ``h``; with ``out``, ``h`` is that of all
             columns (of a balanced divergence, it is not read). ``squares`` of all columns, of ``cosine``.
@@ -106,7 +99,6 @@ def linear_divergence_into(
     if backend == "triton":
         _launch((value, sums.h), student, teacher, divergence, sums, out, coefficients, labels, first_column)
         return
-    teacher = teacher.logits() if isinstance(teacher, Product) else teacher
     part, both = torch.empty_like(value), (student.logits(), teacher)
     if out is None:
         found = sums._replace(h=torch.empty_like(sums.h))
@@ -126,7 +118,7 @@ def linear_divergence_into(
         value += part
 
 
-def add_square_sums_(squares: Tensor, student: Product, teacher: Logits | Product, *, backend: str = "torch") -> None:
+def add_square_sums_(squares: Tensor, student: Product, teacher: Logits, *, backend: str = "torch") -> None:
     """Add the sums of some columns' squared logits, of student and teacher, to ``squares [2, N]`` in fp32.
 
     Args:
@@ -135,7 +127,6 @@ def add_square_sums_(squares: Tensor, student: Product, teacher: Logits | Produc
     if backend == "triton":
         _launch(squares.unbind(), student, teacher, Divergence.cosine())
     else:
-        teacher = teacher.logits() if isinstance(teacher, Product) else teacher
         squares += square_sums(student.logits(), teacher, backend=backend)
 
 
@@ -147,7 +138,7 @@ def is_balanced(divergence: Divergence) -> bool:
 def _launch(
     totals: tuple[Tensor, ...],
     student: Product,
-    teacher: Logits | Product,
+    teacher: Logits,
     divergence: Divergence,
     sums: RowSums | None = None,
     out: Tensor | None = None,
@@ -160,12 +151,9 @@ def _launch(
     if not tokens:
         return
     kernel, tiles = hopper_divergence_kernel, None
-    if isinstance(teacher, Product):
-        if divergence.form != "cosine":
-            tiles = hopper_pairs(hidden, student.weight, teacher.hidden, teacher.weight, out)
-        teacher = teacher.in_memory() if tiles is None else teacher
+    if divergence.form != "cosine":
+        tiles = hopper_tiles(hidden, student.weight, teacher.projected, out)
     if tiles is None:
-        assert isinstance(teacher, Logits)
         kernel, tiles = _linear_divergence_kernel, _tiles_of(hidden, student, teacher, out)
     _, column_tiles, programs, arguments = tiles
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
@@ -195,7 +183,7 @@ def _launch(
 
 
 def _tiles_of(hidden: Tensor, student: Product, teacher: Logits, out: Tensor | None) -> Tiles:
-    """The launch of the kernel that reads the teacher's projections."""
+    """The launch of :func:`_linear_divergence_kernel`."""
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
     programs = min(programs, row_tiles * column_tiles)
     del arguments["bias"], arguments["transform"]

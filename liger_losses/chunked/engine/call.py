@@ -32,7 +32,6 @@ from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperatu
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.linear_divergence_hopper import serves_products
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.softmax_stats import STATISTICS
@@ -341,7 +340,7 @@ class _Draft:
         _, _, _, compute_dtype, vocab_size = self.checked
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
-        teacher_hidden_bytes, fused_divergence, fused_teacher = 0, False, False
+        teacher_hidden_bytes, fused_divergence = 0, False
         dequantized = 0 if head.quantized is None else head.hidden_size
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
@@ -351,8 +350,6 @@ class _Draft:
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
                 fused_divergence = can_fuse(teacher.head, operand, self.backend)
-                heads = head.weight, teacher.head.weight
-                fused_teacher = query.comparison.divergence.form != "cosine" and serves_products(*heads)
                 if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
@@ -373,7 +370,6 @@ class _Draft:
             device_memory=self.memory,
             teacher_hidden_bytes=teacher_hidden_bytes,
             fused_divergence=fused_divergence,
-            fused_teacher=fused_divergence and fused_teacher,
             dequantized_columns=dequantized,
         )
         plan = make_plan(work, options.workspace, options.chunk_size)

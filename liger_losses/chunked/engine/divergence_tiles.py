@@ -46,10 +46,7 @@ class DivergenceTiles(TwoModels):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         shape = rows, padded(min(self.call.plan.tile_columns, self.vocab_size))
-        #: Where the kernel does not take the teacher's product too.
-        self.teacher_projections: Tensor | None = None
-        if not self.call.plan.fused_teacher:
-            self.teacher_projections = opened.weight.new_empty(shape, dtype=torch.float32)
+        self.teacher_projections = opened.weight.new_empty(shape, dtype=torch.float32)
         self.gradient = opened.weight.new_empty(shape)
         self.divergence, self.constants = self.comparison.divergence, row_constants(self.call)
         self.values: dict[str, Tensor] = {}
@@ -153,22 +150,17 @@ class DivergenceTiles(TwoModels):
             squares = torch.stack([self.values["student_squares"], self.values["teacher_squares"]])
         return RowSums(self.values.get("h", self.values["lse"]), squares)
 
-    def _tiles(self, part: Part) -> Iterator[tuple[slice, Product, Logits | Product]]:
-        """Columns that both models have, the student's product for them, and the teacher's, or its projections."""
+    def _tiles(self, part: Part) -> Iterator[tuple[slice, Product, Logits]]:
+        """Columns that both models have, the student's product for them, and the teacher's projections."""
         assert self.teacher is not None
         hidden, (soft, of_teacher) = self.teacher_hidden(part.rows), self.soft_epilogues(part.rows)
         lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
-        teacher_lse = self.values.get("teacher_lse", lse)
         for columns in blocks(self.shared, self.call.plan.tile_columns):
             student = Product(part.hidden, self.opened.weight[columns], lse, soft.columns(columns))
-            epilogue = of_teacher.columns(columns)
-            if self.teacher_projections is None:
-                weight = self.teacher.projection.weight[columns]
-                yield columns, student, Product(hidden, weight, teacher_lse, epilogue)
-                continue
             tile = self.teacher_projections[: len(hidden), : columns.stop - columns.start]
             self.teacher.projection.into(tile, hidden, columns.start, columns.stop)
-            yield columns, student, Logits(tile, teacher_lse, epilogue)
+            teacher_lse = self.values.get("teacher_lse", lse)
+            yield columns, student, Logits(tile, teacher_lse, of_teacher.columns(columns))
 
 
 def _compute(

@@ -16,7 +16,6 @@ from liger_losses.chunked.engine.checks import check_names
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels.linear_divergence_hopper import scratch_bytes
 from liger_losses.kernels.tracing import record
 
 MiB = 2**20
@@ -131,7 +130,6 @@ class Workload:
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
-    fused_teacher: bool = False  # and without the teacher's, whose product the same kernel takes
     dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized
 
     @cached_property
@@ -202,7 +200,6 @@ class Plan:
     few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
-    fused_teacher: bool = False  # and without the teacher's
 
 
 def padded(columns: int) -> int:
@@ -266,8 +263,7 @@ def _make_plan(
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
-    fused_teacher = tiled and work.fused_teacher and scratch_bytes(work.device) <= budget.blocks // 4
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled, fused_teacher))
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
     if tiled:
         rows = part = tile_rows
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -289,7 +285,6 @@ def _make_plan(
         few_blocks=tokens <= rows * most_blocks or teacher,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
         tiled=tiled,
-        fused_teacher=fused_teacher,
     )
 
 
@@ -343,18 +338,12 @@ def _part_rows(work: Workload, size: int) -> int:
     return part
 
 
-def _tile_bytes(
-    work: Workload, size: int, by_default: bool, tiled: bool, fused_teacher: bool
-) -> tuple[int, int, float]:
+def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
     """Of the gradient pass's tiles: all bytes, those of a token's hidden states, and those of one entry."""
     item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
     if work.fused and by_default:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
-    if fused_teacher:  # a half-precision gradient, and two sums for each tile of columns
-        columns = TILE_COLUMNS // 2
-        hidden_bytes = work.tile_hidden_bytes + work.teacher_hidden_bytes + 64
-        return size - scratch_bytes(work.device), hidden_bytes, operand + 2 * item / columns
     if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
         return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
     return size, work.tile_hidden_bytes, operand if work.fused else item
@@ -365,16 +354,16 @@ def _whole_tiles(rows: int) -> int:
     return rows if rows < TILE else rows // TILE * TILE
 
 
-def _tile(tokens: int, budget: int, hidden_bytes: int, item: float) -> tuple[int, int]:
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
     """Tokens and columns of the gradient pass's tiles.
 
     Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs enough
     columns to keep the device busy.
     """
-    rows = max(1, min(budget * 5 // 8 // int(hidden_bytes + 64 * item), max(tokens, 1)))
+    rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
         rows = _even(tokens, rows)
-        columns = max(1, int((budget - rows * hidden_bytes) // (rows * item)))
+        columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
         if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
             # Aligned tiles, and none that is mostly padding.
             return rows, columns // 64 * 64 or columns

@@ -34,9 +34,9 @@ def numbers(name, size, dtype, every_option, device):
 
     transform = LogitTransform(), LogitTransform()
     if every_option:
-        capped = LogitTransform(0.7, 1.2, 8.0)
-        per_token = LogitTransform(torch.linspace(0.5, 2.0, tokens, device=device), 1.2, 8.0)
-        transform = (per_token, per_token) if name == "reverse KL" else (capped, capped)
+        common = LogitTransform(0.7, 1.2)
+        per_token = LogitTransform(torch.linspace(0.5, 2.0, tokens, device=device), 1.2)
+        transform = (per_token, per_token) if name == "reverse KL" else (common, common)
     models = []
     for size, own in zip((hidden_size, teacher_size), transform, strict=True):
         hidden, weight = normal(tokens, size).to(dtype), (normal(vocab, size) * size**-0.5).to(dtype)
@@ -73,7 +73,7 @@ def check(name, size, dtype, every_option, device="cuda"):
                 if columns.start == columns.stop:
                     continue
                 (p, _), (q, wide_q) = student, teacher
-                projected = torch.full((tokens, (vocab + 7) // 8 * 8), float("nan"), device=device)
+                projected = torch.full((tokens, (vocab + 15) // 16 * 16), float("nan"), device=device)
                 projected = projected[:, : columns.stop - columns.start].copy_(wide_q.projected[:, columns])
                 sides = (
                     Product(p.hidden, p.weight[columns], p.lse, p.epilogue.columns(columns)),
@@ -136,3 +136,38 @@ def test_the_launch():
     assert _tiles(half, half[:, :60], teacher, None) is not None
     assert _tiles(half, half, teacher[:, 1:], None) is None
     assert _tiles(half, half, teacher, half[:, 1:]) is None
+
+
+@pytest.mark.skipif(linear_divergence_hopper.gl is None, reason="triton, or its Gluon, is not installed")
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_which_calls_it_takes(with_gradient, monkeypatch):
+    """Those of logits without a soft-cap, except the cosine; with all of the kernel's arguments, by name."""
+    from liger_losses.kernels.linear_divergence_hopper import hopper_divergence_kernel as kernel
+
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda **given: launched.append((grid, given["partial"].zero_(), set(given)))
+
+    class Other:
+        def __getitem__(self, grid):
+            return lambda **given: launched.append(given["partial"].zero_())
+
+    monkeypatch.setattr(linear_divergence, "hopper_tiles", _tiles)
+    monkeypatch.setattr(linear_divergence, "hopper_divergence_kernel", Recorder())
+    monkeypatch.setattr(linear_divergence, "_linear_divergence_kernel", Other())
+    half, rows = torch.zeros(300, 64, dtype=torch.bfloat16), torch.zeros(300)
+    out = half.new_empty(300, 136)[:, :130] if with_gradient else None
+    for divergence, capped in ((DIVERGENCES["JSD"], False), (DIVERGENCES["JSD"], True), (Divergence.cosine(), False)):
+        epilogue = Epilogue(LogitTransform(softcap=8.0)) if capped else Epilogue()
+        sums = RowSums(rows.clone(), torch.ones(2, 300))
+        given = Product(half, half[:130], rows, epilogue), Logits(torch.zeros(300, 144)[:, :130], rows, Epilogue())
+        options = {"out": out, "coefficients": Coefficients(rows)} if with_gradient else {}
+        linear_divergence_into(rows.clone(), *given, divergence, sums, **options, backend="triton")
+    (grid, partial, names), *others = launched
+    assert grid == (4,)
+    assert partial.shape == (2, 2, 300)
+    assert len(others) == 2
+    assert all(other.shape == (2, 1, 300) for other in others)
+    assert names == {*getattr(kernel, "arg_names", names), "num_warps"}

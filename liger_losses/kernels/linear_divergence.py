@@ -151,7 +151,8 @@ def _launch(
     if not tokens:
         return
     kernel, tiles = hopper_divergence_kernel, None
-    if divergence.form != "cosine":
+    capped = any(model.epilogue.transform.softcap is not None for model in (student, teacher))
+    if divergence.form != "cosine" and not capped:  # a soft-cap's derivative takes more registers than it has
         tiles = hopper_tiles(hidden, student.weight, teacher.projected, out)
     if tiles is None:
         kernel, tiles = _linear_divergence_kernel, _tiles_of(hidden, student, teacher, out)

@@ -21,6 +21,7 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.divergence_forms import FORMS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -270,15 +271,20 @@ class DivergenceBlock(TwoModels):
             model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
+        weight, backend = model.projection.weight, self.call.backend
+        if statistics.keys() == {"lse"} and log_sum_exps_into(
+            statistics["lse"], hidden, weight, out, epilogue, backend=backend
+        ):
+            return
         linear_exponentials(
             hidden,
-            model.projection.weight,
+            weight,
             labels,
             out,
             epilogue,
             found=Exponentials.into(statistics),
             projections=True,
-            backend=self.call.backend,
+            backend=backend,
         )
 
     def _compute_statistics(

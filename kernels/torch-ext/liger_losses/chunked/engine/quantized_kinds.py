@@ -198,6 +198,7 @@ class _PackedRows(QuantizedWeight):
 
     def __init__(self, layer: Any, bits: int, zero_offset: int = 0) -> None:
         self.qweight, self.qzeros, self.scales = layer.qweight, layer.qzeros, layer.scales
+        self.temporary_bytes = 16 + self.scales.element_size()
         self.bits, self.zero_offset, hidden_size = bits, zero_offset, layer.qweight.shape[0] * 32 // bits
         super().__init__((layer.qweight.shape[1], hidden_size), layer.scales.dtype, layer.qweight.device)
         groups = len(layer.scales)

@@ -180,10 +180,10 @@ def provide(provider: str, case: Case, model: Any) -> Step:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
             _apply_liger_kernel_to_instance(model=model)
-        elif provider == "ours":
+        elif provider.startswith("ours"):
             from liger_losses.patching.patch import patch
 
-            patch(model)
+            patch(model, residuals=provider == "ours+residuals")
         return own_loss
     outputs = {"NLL": ("log_probs", "entropy", "is_top1"), "DPO": ("log_probs", "entropy", "mean_logits", "is_top1")}
     wanted = outputs.get(case.task, ("log_probs", "entropy"))
@@ -248,7 +248,35 @@ def measure(provider: str, case: Case, device: torch.device, steps: int) -> dict
     if device.type == "cuda":
         row["milliseconds"] = [round(time, 1) for time in times[2:]]
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+        def again() -> None:
+            step(model, ids, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        row["kinds_ms"] = kinds_of_kernels(again)
     return row
+
+
+#: The first that occurs in a kernel's name.
+KINDS = {
+    "attention": ("flash", "fmha", "cudnn_generated_fort_native_sdpa"),
+    "products": ("nvjet", "gemm", "cutlass", "splitKreduce", "exponentials_kernel", "_linear_"),
+    "optimizer": ("multi_tensor_apply", "adam"),
+    "everything else": ("",),
+}
+
+
+def kinds_of_kernels(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of one step's kernels, by kind: what a patcher can win is everything else."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    found = dict.fromkeys(KINDS, 0.0)
+    for event in profiler.key_averages():
+        kind = next(kind for kind, words in KINDS.items() if any(word in event.key for word in words))
+        found[kind] += event.self_device_time_total / 1e3
+    return {kind: round(ms, 2) for kind, ms in found.items()}
 
 
 def run(provider: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
@@ -294,7 +322,8 @@ def line(row: dict[str, Any]) -> str:
         f"{row['task']:5} {row['model']:15} {row['sequences']} x {row['length']:5} "
         f"{'checkpointed' if row['checkpointing'] else '':12} {row['provider']:22} "
         f"{row.get('tokens_per_second', '-'):>8} tokens/s {row.get('peak_gib', '-'):>7} GiB  "
-        f"{row.get('note') or row['losses'][-1]}"
+        f"{row.get('note') or row['losses'][-1]}  "
+        + ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in row.get("kinds_ms", {}).items())
     )
 
 
@@ -324,7 +353,7 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows))
         return
-    trainer = ("plain", "liger-kernel", "ours", "plain+compile", "ours+compile")
+    trainer = ("plain", "liger-kernel", "ours", "ours+residuals", "plain+compile", "ours+compile")
     trainer += ("plain+compile+causal", "ours+compile+causal")
     providers = {"trainer": trainer, "heads": ("plain", "TRL", "ours", "ours+kernels")}
     passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]

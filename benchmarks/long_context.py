@@ -4,9 +4,9 @@ python -m benchmarks.long_context [--only "1B full"] [--limit SECONDS] [--out FI
 
 Every provider runs in a process of its own, on lengths that double from 4096 to 2,097,152, until there is no memory or
 the next step would go beyond the limit of seconds per provider. With ``--longest``, lengths between the last that
-trained and the first that did not are tried too. ``--stand-in`` replaces attention, whose time grows with the square of
-the length, by a function that saves the same tensors and computes nothing: memory is then measured in seconds, and the
-time is that of everything else.
+trained and the first that did not are tried too: first the one that the last two peaks let expect. ``--stand-in``
+replaces attention, whose time grows with the square of the length, by a function that saves the same tensors and
+computes nothing: memory is then measured in seconds, and the time is that of everything else.
 """
 
 from __future__ import annotations
@@ -150,10 +150,28 @@ def measure(run: str, provider: str, options: argparse.Namespace) -> list[dict[s
             optimizer.zero_grad()
             rows.append(_row(provider, length, note=f"{type(reason).__name__}: {str(reason)[:100]}"))
             too_long, waiting = length, []
-        if options.longest and too_long and fits and too_long - fits > max(fits // 8, 1):
-            waiting = [(fits + too_long) // 2 // 256 * 256]
+        if options.longest and fits and not waiting:
+            waiting = _between(fits, too_long, expected_longest(rows, device))
         print(line(run, rows[-1]), flush=True)
     return rows
+
+
+def expected_longest(rows: list[dict[str, Any]], device: torch.device) -> int:
+    """Tokens at which the peak would be the device's memory, along the line through the last two that trained; or 0."""
+    trained = sorted((row["tokens"], row["peak_gib"]) for row in rows if row["peak_gib"])[-2:]
+    if device.type != "cuda" or len(trained) < 2 or trained[0][1] >= trained[1][1]:
+        return 0
+    (fewer, less), (more, peak) = trained
+    memory = torch.cuda.mem_get_info(device)[1] / 2**30
+    return int(more + (0.985 * memory - peak) * (more - fewer) / (peak - less))
+
+
+def _between(fits: int, too_long: int, expected: int) -> list[int]:
+    """The next length to try, a multiple of 2048, if the longest is not known to 4 % yet."""
+    following = min(expected, int(0.97 * too_long) if too_long else expected) or (fits + too_long) // 2
+    following = following // 2048 * 2048
+    close = bool(too_long) and too_long - fits <= 0.04 * fits
+    return [] if close or following <= 1.01 * fits else [following]
 
 
 def _row(

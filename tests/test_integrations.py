@@ -1,8 +1,10 @@
 """Integrations in frameworks: against the frameworks where they are installed, else at the functions that they call."""
 
 import importlib
+import multiprocessing.spawn
 import pathlib
 import pickle
+import subprocess
 import sys
 import threading
 import types
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_losses
-from liger_losses.integrations import llamafactory, loading, megatron, torchtitan, verl
+from liger_losses.integrations import llamafactory, loading, megatron, processes, torchtitan, verl
 from tests.reference import double, plain_statistics, problem, relative_error
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
@@ -32,6 +34,7 @@ def verl_modules(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     torch_head.FusedLinearForPPO = type("FusedLinearForPPO", (torch.nn.Module,), {"forward": lambda self, *a: "verl's"})
     triton_head.linear_cross_entropy = caller.linear_cross_entropy = lambda *a: "verl's"
+    caller.preprocess_thd_engine = caller.postprocess_thd_engine = lambda *a, **k: None
     return torch_head, triton_head, caller
 
 
@@ -325,9 +328,47 @@ def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         main([str(tmp_path / "script.py"), "--model", "x"])
+        sent = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["liger_losses"])
     finally:
         loading.leave_loaded_models()
+        processes.leave_children()
         sys.modules.pop("helper", None)
     out = capsys.readouterr()
     assert "LazyLinear" in out.out
     assert "patches LlamaForCausalLM" in out.err
+    from transformers import AutoModelForCausalLM
+
+    assert "liger_losses" not in multiprocessing.spawn.get_preparation_data("child")
+    pickle.loads(sent)  # as the spawned process does first of all
+    try:
+        assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+        assert "liger_losses" in multiprocessing.spawn.get_preparation_data("grandchild")
+    finally:
+        loading.leave_loaded_models()
+        processes.leave_children()
+
+
+SPAWNING = """
+import sys
+import torch.multiprocessing
+
+def work(rank, kind):
+    assert "transformers" not in sys.modules
+    from transformers import AutoModelForCausalLM
+    print(kind, hasattr(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "liger_report"), flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, ("spawn",), nprocs=1)
+    process = torch.multiprocessing.get_context("forkserver").Process(target=work, args=(0, "forkserver"))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.slow
+def test_run_patches_what_processes_load_that_a_script_spawns(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "script.py").write_text(SPAWNING)
+    command = [sys.executable, "-m", "liger_losses.run", str(tmp_path / "script.py"), str(tmp_path / "model")]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.split("\n")[:2] == ["spawn True", "forkserver True"], out.stderr

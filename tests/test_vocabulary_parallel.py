@@ -51,10 +51,13 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
+from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.shard import VocabularyShard, merge, merge_logps
+from liger_losses.integrations import nemo_rl, skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
-from tests.reference import NAMES, plain_statistics, relative_error
+from tests.quantized_layers import Int8Weight
+from tests.reference import NAMES, plain_statistics, problem, relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
 #: How many rows each rank of a group has.
@@ -762,7 +765,72 @@ def partial_gradients(parts):
                 torch.testing.assert_close(own, whole)
 
 
-CHECKS = (all_cases, random_shapes, one_part, dtensors, errors, order_of_names, devices, partial_gradients)
+def quantized(parts):
+    """Quantized heads with adapters, and of a teacher: dequantized as a whole, and for each block of tokens."""
+    d = batch(torch.float32)
+    hidden, low = d["h"].requires_grad_(), torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
+    high = torch.randn(VOCAB, 2, generator=torch.Generator().manual_seed(2)) / 4
+    whole, whole_teacher = Int8Weight(d["weight"]), Int8Weight(d["ref_weight"])
+
+    def compute(rows, group):
+        a, b = low.clone().requires_grad_(), high[rows].clone().requires_grad_()
+        weight, other = (one.part(*rows.indices(VOCAB)[:2]) for one in (whole, whole_teacher))
+        found = linear_statistics(
+            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], ("logp", "entropy")
+        )
+        teacher = Teacher(d["other"], Head(other, group=group))
+        divergence = linear_divergence(hidden, Head(weight, group=group), d["y"], teacher, Divergence.reverse_kl())
+        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum()
+        return value.detach(), *torch.autograd.grad(value, (hidden, a, b))
+
+    for name, part in parts.items():
+        *expected, grad_b = compute(slice(None), None)
+        for at_once in (True, False):
+            with pytest.MonkeyPatch.context() as patched, raising(f"{name}, {at_once}"):
+                if not at_once:
+                    patched.setattr("liger_losses.chunked.engine.head.fits_dequantized", lambda *size: False)
+                for ours, theirs in zip(compute(part.rows, part.group), (*expected, grad_b[part.rows]), strict=True):
+                    assert relative_error(ours, theirs) < 1e-5
+
+
+def heads_of_frameworks(parts):
+    """SkyRL's and NeMo-RL's, which share the sequence too, against the whole head."""
+    for part in parts.values():
+        hidden, weight, labels, _ = problem(shape=(8, 2), masked=0.0)  # [S, B]
+        upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
+        expected = linear_logps(hidden, weight, labels)
+        grads = torch.autograd.grad(expected, (hidden, weight), upstream)
+        rank, ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
+        cuts = [round(61 * i / ranks) for i in range(ranks + 1)]
+        mine = slice(cuts[rank], cuts[rank + 1])
+        rows = weight.detach()[mine].requires_grad_()
+        share = (mine.start, mine.stop, 4, part.group)
+        for ours in (hidden.detach().chunk(ranks)[rank].requires_grad_(), hidden):
+            if ours is hidden:
+                states = hidden.transpose(0, 1)
+                logps = skyrl.fused_lm_head_logprob("torch", states, rows, labels.t(), *share, False)
+            else:
+                logps = nemo_rl.hidden_states_to_logprobs(ours, labels.t(), rows, *share)
+            torch.testing.assert_close(logps, expected.t())
+            grad_hidden, grad_rows = torch.autograd.grad(logps, (ours, rows), upstream.t())
+            if ours is hidden:  # Megatron sums these
+                dist.all_reduce(grad_hidden, group=part.group)
+            torch.testing.assert_close(grad_rows, grads[1][mine])
+            torch.testing.assert_close(grad_hidden, grads[0] if ours is hidden else grads[0].chunk(ranks)[rank])
+
+
+CHECKS = (
+    all_cases,
+    random_shapes,
+    one_part,
+    dtensors,
+    errors,
+    order_of_names,
+    devices,
+    partial_gradients,
+    heads_of_frameworks,
+    quantized,
+)
 
 
 def work(rank, rendezvous, checks):

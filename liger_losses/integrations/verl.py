@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.integrations import verl_distillation
+from liger_losses.integrations.verl_distillation import answer
 
 _NAME = "linear_cross_entropy"
 _TORCH_HEAD, _TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
@@ -22,45 +22,11 @@ _TORCH_HEAD, _TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.ut
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def logps_and_entropy(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Per-token log-probabilities and entropies, both differentiable, without the logits.
-
-    Args:
-        hidden_states: ``[..., H]``.
-        weight: ``[V, H]``, or this rank's rows of it, any number of them, with ``group``.
-        labels: ``[...]``, of the whole vocabulary; tokens labelled -100 get 0.
-        temperature: what the logits are divided by: a number, or ``[...]``.
-        group: the ranks that share the vocabulary. All have the same hidden states and labels, and get the same
-            results. Each gets its columns' part of the hidden states' gradient, as from verl's own head: Megatron sums
-            them where it gathers the sequence.
-
-    Returns:
-        Two tensors ``[...]``, fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary.
-    """
-    group = None if group is None or dist.get_world_size(group) == 1 else group
-    shape = hidden_states.shape[:-1]
-    several = isinstance(temperature, Tensor) and temperature.numel() > 1
-    given = temperature.reshape(shape) if several else float(temperature)  # type: ignore[union-attr]
-    head = Head(weight, transform=LogitTransform(given), group=group).with_partial_gradients()
-    labels = labels.long().reshape(shape)
-    found = linear_statistics(hidden_states, head, labels, ("logp", "entropy"), options=EngineOptions())
-    return found.logp, found.entropy
-
-
 def fused_linear_for_ppo(
     self: nn.Module, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Answers ``FusedLinearForPPO.forward``: log-probabilities and entropies in the shape of ``input_ids``."""
-    return logps_and_entropy(hidden_states, vocab_weights, input_ids, temperature)
+    return answer(hidden_states, vocab_weights, input_ids, temperature)
 
 
 def linear_cross_entropy(
@@ -70,11 +36,12 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Answers ``linear_cross_entropy``: log-probabilities and entropies of all tokens, flat, as verl's own.
 
     Args:
-        hidden, weight, labels, temperature, dist_process_group: as in :func:`logps_and_entropy`.
+        hidden, weight, labels, temperature, dist_process_group: as in
+            :func:`liger_losses.integrations.token_statistics.logps_and_entropy`.
         reduction: of the log-probabilities: ``none``, ``sum`` or ``mean``.
 
     Raises:
@@ -83,7 +50,7 @@ def linear_cross_entropy(
     if reduction.lower() not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}.")
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    logps, entropy = logps_and_entropy(hidden, weight, labels, temperature, dist_process_group)
+    logps, entropy = answer(hidden, weight, labels, temperature, dist_process_group)
     return {"none": logps, "sum": logps.sum(), "mean": logps.mean()}[reduction.lower()], entropy
 
 
@@ -105,6 +72,7 @@ def install() -> None:
     if head is None or original is None:
         missing = f"{_TORCH_HEAD}.FusedLinearForPPO" if head is None else f"{_TRITON_HEAD}.{_NAME}"
         raise RuntimeError(f"this version of verl has no {missing}, which liger_losses replaces (tested with 0.9.1).")
+    verl_distillation.SEAMS.install()
     _replace(head, "forward", fused_linear_for_ppo)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("verl.") and vars(module).get(_NAME) is original:
@@ -112,7 +80,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put verl's own heads back."""
+    """Put verl's own heads and distillation losses back."""
+    verl_distillation.SEAMS.uninstall()
     while _replaced:
         setattr(*_replaced.pop())
 

@@ -72,9 +72,14 @@ def _angles(x: Tensor, form: str) -> Tensor:
     return x.repeat_interleave(2, -1) if order == "pairs" else torch.cat((x, x), -1)
 
 
+def _with_signature(function: Any) -> Any:
+    """What has the signature of a function that the package ``kernels`` may have made a module of."""
+    return function.forward if isinstance(function, nn.Module) else function
+
+
 def match(function: Callable[..., Any]) -> Rotation:
     """The rotation that a function computes; raises Mismatch if there is no kernel for it."""
-    defaults = probing.positional_defaults(function)
+    defaults = probing.positional_defaults(_with_signature(function))
     names = list(defaults)
     tensors = names.index("cos") if "cos" in names else 0
     needs_more = any(defaults[name] is probing.REQUIRED for name in names[tensors + 2 :])
@@ -169,15 +174,15 @@ def release(model: int) -> None:
         models.discard(model)
         if not models:
             _REPLACED.pop(wrapper, None)
-            original = wrapper.__wrapped__
+            original = wrapper.original
             if namespace.get(name) is wrapper:
                 namespace[name] = original
 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
-    names = list(inspect.signature(original).parameters)
+    names = list(inspect.signature(_with_signature(original)).parameters)
 
-    @functools.wraps(original)
+    @functools.wraps(_with_signature(original))
     def rotate(*args: Any, **kwargs: Any) -> Any:
         options = dict(zip(names, args, strict=False)) | kwargs
         unsqueeze_dim = options.pop("unsqueeze_dim", 1)
@@ -187,7 +192,7 @@ def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., 
             return original(*args, **kwargs)
         return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
 
-    rotate.rotation = rotation  # type: ignore[attr-defined]
+    rotate.rotation, rotate.original = rotation, original  # type: ignore[attr-defined]
     return rotate
 
 
@@ -227,9 +232,9 @@ def _called_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
         seen.add(id(function))
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
-            if not isinstance(value, types.FunctionType):
+            if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
                 continue
-            if {"cos", "sin"} <= set(inspect.signature(value).parameters):
+            if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
                 yield function.__globals__, name
-            elif value.__globals__ is function.__globals__:
+            elif isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
                 pending.append(value)

@@ -60,7 +60,7 @@ def _name(loss: nn.Module) -> str:
     them, nor one whose code may have changed.
     """
     options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
-    known = type(loss).__module__.startswith("liger_losses.")
+    known = type(loss).__module__.startswith(__name__.partition(".")[0] + ".")
     digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
     name = f"{type(loss).__name__} {next(_numbers)} {digest}"
     losses[name] = loss

@@ -1,0 +1,76 @@
+"""MkDocs hooks: files of the repository outside docs/ become pages of the site, or files that its pages link to."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+#: Files that are pages of the site, and their names there.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "kernels/README.md": "hub_kernel.md",
+}
+_LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
+_FENCES = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+#: What the pages link to outside docs/; the same for all pages of a build.
+_linked: dict[str, str] = {}
+
+
+def _source(page: str) -> str:
+    """The path in the repository of a page of the site."""
+    return next((path for path, name in PAGES.items() if name == page), f"docs/{page}")
+
+
+def _target(page: str, link: str) -> str:
+    """A link of a file in the repository, as a link between pages and files of the site."""
+    path, mark, fragment = link.partition("#")
+    if not path or re.match(r"[a-z]+:", path):
+        return link
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(_source(page)), path))
+    if path in PAGES:
+        path = PAGES[path]
+    elif path.startswith("docs/"):
+        path = path.removeprefix("docs/")
+    else:
+        shown = Path(path).suffix in (".png", ".svg", ".txt")
+        _linked[path] = path = f"files/{path}" if shown else f"files/{path}.txt"  # browsers show text
+    return path + mark + fragment
+
+
+def _rewritten(page: str, markdown: str) -> str:
+    parts = _FENCES.split(markdown)
+    for number in range(0, len(parts), 2):
+        parts[number] = _LINK.sub(lambda m: m.group(1) + _target(page, m.group(2)) + m.group(3), parts[number])
+    return "".join(parts)
+
+
+def _listing(folder: Path) -> str:
+    """The files of a folder, as text."""
+    return "\n".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "__"))))
+
+
+def on_files(files, config):
+    """Add the pages that are elsewhere, and every file that a page links to."""
+    for path, name in PAGES.items():
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    _linked.clear()
+    for file in list(files.documentation_pages()):
+        _rewritten(file.src_uri, file.content_string)
+    for path, name in _linked.items():
+        if (ROOT / path).is_dir():
+            files.append(File.generated(config, name, content=_listing(ROOT / path)))
+        else:
+            files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrite links to what is outside docs/."""
+    return _rewritten(page.file.src_uri, markdown)

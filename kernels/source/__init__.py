@@ -1,0 +1,94 @@
+"""Chunked loss heads for LLM post-training, and the kernels of the layers below them, without dependencies."""
+
+from liger_losses import functional, layers
+from liger_losses.chunked.engine import (
+    EngineOptions,
+    Head,
+    Statistics,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    TokenSupport,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
+from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.call_forms import Completions
+from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.losses.distillation import (
+    DistillationLoss,
+    LigerFusedLinearAlphaBetaLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LigerFusedLinearReverseKLLoss,
+    LigerFusedLinearTVDLoss,
+)
+from liger_losses.chunked.losses.dpo import LigerFusedLinearDPOLoss
+from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
+from liger_losses.chunked.losses.pairs import PreferenceLoss
+from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss
+from liger_losses.chunked.losses.reference_free import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.kernels.rope import rope
+
+__all__ = [
+    "ChunkedLoss",
+    "Completions",
+    "DistillationLoss",
+    "Divergence",
+    "EngineOptions",
+    "Head",
+    "LigerFusedLinearAlphaBetaLoss",
+    "LigerFusedLinearBCOLoss",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLLoss",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearMiniLLMLoss",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearReverseKLLoss",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTVDLoss",
+    "LogitTransform",
+    "PreferenceLoss",
+    "Statistics",
+    "Teacher",
+    "TeacherLogits",
+    "TeacherTopK",
+    "TokenSupport",
+    "add_rms_norm",
+    "functional",
+    "gated_rms_norm",
+    "glu",
+    "glu_fused",
+    "glu_linear",
+    "layer_norm",
+    "layers",
+    "linear_divergence",
+    "linear_divergence_loss",
+    "linear_logps",
+    "linear_statistics",
+    "linear_token_loss",
+    "rms_norm",
+    "rope",
+    "set_default_workspace",
+    "workspace",
+]

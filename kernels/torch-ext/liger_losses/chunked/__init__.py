@@ -1,0 +1,1 @@
+"""The streaming engine and the losses on it."""

@@ -1,0 +1,80 @@
+"""LoRA on a head: its product is added without merging it into the weight.
+
+r rank, V vocabulary size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.autograd import autocast_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """``scale (dropout(h) A^T) B^T``, which is added to a head's products ``h W^T``.
+
+    Args:
+        a, b: ``[r, H]``, ``[V, r]``, both differentiable.
+        scale: lora_alpha / r, say.
+        dropout: the probability with which hidden states are dropped before A.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+
+
+def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight of one product that has the adapters': ``[h, scale dropout(h) A^T]`` and ``[W, B]``."""
+    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+    dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
+    for adapter in adapters:
+        if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (len(weight), len(adapter.a)):
+            raise ValueError(
+                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
+                f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {len(weight)} rows."
+            )
+        dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
+        parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
+        rows.append(adapter.b)
+    # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
+    return torch.cat([part.to(dtype) for part in parts], -1), torch.cat([part.to(dtype) for part in rows], -1)
+
+
+def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
+    """What PEFT's LoRA layer is around, and its active adapters, as its forward adds them.
+
+    Raises:
+        TypeError: another kind of adapter than plain LoRA (DoRA, biases, embeddings).
+    """
+    base = layer.base_layer
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
+    if layer.disable_adapters or layer.merged:
+        return base, ()
+    found = []
+    for name in layer.active_adapters:
+        if name in getattr(layer, "lora_embedding_A", ()):
+            raise TypeError(
+                f"the adapter {name!r} of {type(layer).__name__} is an embedding's, which is added to rows and not to "
+                "logits; pass the head's own layer, or Head(merged_weight, bias)."
+            )
+        if name not in layer.lora_A:
+            continue
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        plain = type(dropout) in (nn.Identity, nn.Dropout) and all(isinstance(part, nn.Linear) for part in (a, b))
+        if not plain or a.bias is not None or b.bias is not None or name in getattr(layer, "lora_variant", {}):
+            raise TypeError(
+                f"the adapter {name!r} of {type(layer).__name__} is not plain LoRA (it is DoRA, or has a bias); patch "
+                "the model (liger_losses.patch), or pass Head(merged_weight, bias)."
+            )
+        p = dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0
+        found.append(LowRank(a.weight, b.weight, layer.scaling[name], p))
+    return base, tuple(found)

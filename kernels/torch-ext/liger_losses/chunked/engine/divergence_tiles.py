@@ -1,0 +1,175 @@
+"""Two models without the student's logits in memory: statistics first, then tiles of the vocabulary.
+
+R tokens of a block, C columns of a tile, V the columns that both vocabularies have, W those of the student that are
+computed, as in :mod:`liger_losses.chunked.engine.divergence_block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine.blocks import HeadGradients, Part, Upstream
+from ...chunked.engine.call import Call, OpenCall
+from ...chunked.engine.divergence_block import TwoModels, has_two_softmaxes
+from ...chunked.engine.plan import blocks, padded
+from ...kernels.divergence import Coefficients, Logits, RowSums
+from ...kernels.linear_divergence import Product, add_square_sums_, is_balanced, linear_divergence_into
+from ...kernels.linear_exp import Exponentials, linear_exponentials
+from ...kernels.linear_grad import linear_softmax_gradient_into
+from ...kernels.linear_stats import linear_softmax_statistics
+from ...kernels.logit_transform import Epilogue
+from ...kernels.softmax_grad import SoftmaxGradient
+
+
+def row_constants(call: Call) -> list[str]:
+    """What the gradient of each token needs beside the statistics: log-sum-exps, sum(h), and norms for the cosine."""
+    comparison = call.query.comparison
+    assert comparison is not None
+    if comparison.divergence.form == "cosine":
+        return ["h", "student_squares", "teacher_squares"]
+    soft = ["soft_lse"] if has_two_softmaxes(call) else []
+    return [*soft, "teacher_lse"] if is_balanced(comparison.divergence) else [*soft, "teacher_lse", "h"]
+
+
+class DivergenceTiles(TwoModels):
+    """Half-precision gradients ``[R, C]``, from a kernel that computes the student's logits again for each tile.
+
+    The first pass over the vocabulary takes the statistics of both models; the second, sum(h), unless the divergence is
+    balanced; the last, the gradients, and writes grad_weight once for all R tokens. These are more products than
+    :class:`~liger_losses.chunked.engine.divergence_block.DivergenceBlock` takes. But a small workspace holds whole rows
+    of logits for so few tokens only that reading the heads would take longer than multiplying by them.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        shape = rows, padded(min(self.call.plan.tile_columns, self.vocab_size))
+        self.teacher_projections = opened.weight.new_empty(shape, dtype=torch.float32)
+        self.gradient = opened.weight.new_empty(shape)
+        self.divergence, self.constants = self.comparison.divergence, row_constants(self.call)
+        self.values: dict[str, Tensor] = {}
+        #: Where the gradients' pass adds up the divergence, if it is the one that does.
+        self.value: Tensor | None = None
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        self.values = part.values
+        self.value = self.values.get("divergence", torch.empty_like(part.values["lse"])).zero_()
+        self._compute_softmaxes(part)
+        if upstream is None or not is_balanced(self.divergence):
+            self._add_terms(part, self.value)
+
+    def refill(self, part: Part, upstream: Upstream) -> None:
+        self.values, self.value = part.values, torch.zeros_like(part.values["lse"])
+        if not self.values.keys() >= set(self.constants):  # a compiled graph keeps the statistics alone
+            names = {*self.values, *self.constants}
+            self.fill(part._replace(values={name: torch.empty_like(self.value) for name in names}), upstream)
+
+    def gradients(
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
+    ) -> Tensor | None:
+        call, labels, first = self.call, self.call.tokens.labels[part.rows], part.rows.start == 0
+        g, soft_g = upstream.get("logp"), upstream.get("divergence")
+        soft_g = torch.zeros_like(self.values["lse"]) if soft_g is None else soft_g
+        coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, self.values["lse"])
+        out, value = None, torch.zeros_like(soft_g) if self.value is None else self.value
+        for columns, student, teacher in self._tiles(part):
+            grad = self.gradient[: len(part.hidden), : columns.stop - columns.start]
+            linear_divergence_into(
+                value,
+                student,
+                teacher,
+                self.divergence,
+                self._sums(),
+                out=grad,
+                coefficients=coefficients,
+                labels=None if g is None else labels,
+                first_column=columns.start,
+                backend=call.backend,
+            )
+            out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
+        # The columns that only the student has: the gradient is that of the hard loss alone.
+        for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
+            columns = slice(columns.start + self.shared, columns.stop + self.shared)
+            grad = self.gradient[: len(part.hidden), : columns.stop - columns.start]
+            linear_softmax_gradient_into(
+                grad,
+                part.hidden,
+                self.opened.weight[columns],
+                self.values["lse"],
+                labels,
+                SoftmaxGradient.of({} if g is None else {"logp": g}, {}),
+                self.opened.epilogue.columns(columns),
+                first_column=columns.start,
+                vocab_size=call.vocab_size,
+                backend=call.backend,
+            )
+            out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
+        return out
+
+    def _compute_softmaxes(self, part: Part) -> None:
+        """The statistics of both models, each by one product whose logits stay in registers."""
+        opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
+        soft_epilogue, teacher_epilogue = self.soft_epilogues(part.rows)
+        labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
+        own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
+        soft = {"entropy": values["entropy"]} if "entropy" in values else {}
+        shared = opened.weight[: self.shared]
+        if self.separate:
+            _compute(own, part.hidden, opened.weight, labels, opened.epilogue, self.call.backend)
+            own, labels = {"lse": values["soft_lse"]} if "soft_lse" in values else {}, shared_labels
+        elif cosine and "logp" not in own:
+            own["lse"].zero_()
+            own = {}
+        if own or soft:
+            own = own or {"lse": torch.empty_like(values["lse"])}
+            _compute(own | soft, part.hidden, shared, shared_labels, soft_epilogue, self.call.backend)
+        if cosine:
+            squares = torch.zeros(2, len(part.hidden), device=shared.device)
+            for _, student, teacher in self._tiles(part):
+                add_square_sums_(squares, student, teacher, backend=self.call.backend)
+            values["student_squares"].copy_(squares[0])
+            values["teacher_squares"].copy_(squares[1])
+        else:
+            assert self.teacher is not None
+            found, hidden = {"lse": values["teacher_lse"]}, self.teacher_hidden(part.rows)
+            weight = self.teacher.projection.weight
+            _compute(found, hidden, weight, shared_labels, teacher_epilogue, self.call.backend)
+
+    def _add_terms(self, part: Part, value: Tensor) -> None:
+        """The divergence and sum(h) of all columns."""
+        h = self.values["h"].zero_() if "h" in self.values else torch.zeros_like(value)
+        for _, student, teacher in self._tiles(part):
+            sums = self._sums()._replace(h=h)
+            linear_divergence_into(value, student, teacher, self.divergence, sums, backend=self.call.backend)
+
+    def _sums(self) -> RowSums:
+        squares = None
+        if "student_squares" in self.values:
+            squares = torch.stack([self.values["student_squares"], self.values["teacher_squares"]])
+        return RowSums(self.values.get("h", self.values["lse"]), squares)
+
+    def _tiles(self, part: Part) -> Iterator[tuple[slice, Product, Logits]]:
+        """Columns that both models have, the student's product for them, and the teacher's projections."""
+        assert self.teacher is not None
+        hidden, (soft, of_teacher) = self.teacher_hidden(part.rows), self.soft_epilogues(part.rows)
+        lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
+        for columns in blocks(self.shared, self.call.plan.tile_columns):
+            student = Product(part.hidden, self.opened.weight[columns], lse, soft.columns(columns))
+            tile = self.teacher_projections[: len(hidden), : columns.stop - columns.start]
+            self.teacher.projection.into(tile, hidden, columns.start, columns.stop)
+            teacher_lse = self.values.get("teacher_lse", lse)
+            yield columns, student, Logits(tile, teacher_lse, of_teacher.columns(columns))
+
+
+def _compute(
+    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue, backend: str
+) -> None:
+    """Statistics of the softmax of a product, written into the tensors given."""
+    if found.keys() <= {"lse", "logp"}:
+        linear_exponentials(hidden, weight, labels, None, epilogue, found=Exponentials.into(found), backend=backend)
+        return
+    computed = linear_softmax_statistics(hidden, weight, labels, frozenset(found), epilogue, backend=backend)
+    for name, value in found.items():
+        value.copy_(computed[name])

@@ -1,0 +1,365 @@
+"""Whatever multiplies hidden states into logits is a :class:`Head`; and the products with it.
+
+T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...chunked.engine.adapters import LowRank, adapters_of, side_by_side
+from ...chunked.engine.checks import check_vector, check_weight
+from ...chunked.engine.plan import fits_dequantized
+from ...chunked.engine.quantized_kinds import find_quantized
+from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
+from ...chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
+from ...kernels.logit_transform import LogitTransform
+from ...kernels.matmul import HALF_DTYPES, matmul_into
+from ...kernels.tracing import record
+
+#: The default of ``Head(batch_invariant=)``.
+BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
+_BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
+#: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
+#: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
+_FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+@record
+@dataclass(frozen=True, eq=False, init=False)
+class Head:
+    """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.
+
+    Every operation and every loss takes one in place of a weight; policy, reference and teacher each have their own.
+    A head is checked once, when it is made.
+
+    With ``group``, the ranks of a process group share the vocabulary: each gives its own rows of weight and bias, any
+    number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
+    teacher's columns are those of the whole vocabulary. All ranks make the head, and every call with it, together, on
+    the same hidden states and labels. Each gets the same results, the whole gradient of the hidden states, and its own
+    rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
+    mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
+
+    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large:
+    ``logits = transform(hidden_states @ [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of
+    adapters.
+
+    Args:
+        weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
+        bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
+        transform: temperature, scale and soft-cap of the logits.
+        group: the process group whose ranks share the vocabulary.
+        batch_invariant: compute each token's forward statistics with the same bits in any batch: whatever the number of
+            tokens, their order, the mask and the workspace are. By default, whether the environment variable
+            ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
+        adapters: LoRA, whose products are added.
+
+    Raises:
+        TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this
+            rank is no member.
+        ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
+            with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
+        RuntimeError: another rank of the group has raised.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: LogitTransform
+    shard: VocabularyShard | None
+    batch_invariant: bool
+    adapters: tuple[LowRank, ...]
+    quantized: QuantizedWeight | None
+
+    # Written out, because torch.compile cannot trace a generated one with an object as a default.
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        transform: LogitTransform | None = None,
+        group: dist.ProcessGroup | None = None,
+        batch_invariant: bool | None = None,
+        adapters: tuple[LowRank, ...] = (),
+        quantized: QuantizedWeight | None = None,
+    ) -> None:
+        shard = None
+        if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
+            quantized = find_quantized(weight)
+            if quantized is not None:
+                weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+        if quantized is not None:
+            if group is None:
+                check_vector("bias", bias, weight)
+            else:
+                shard = share_vocabulary(group, weight, bias, quantized)
+        elif hasattr(weight, "full_tensor"):  # a DTensor
+            if group is not None:
+                raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
+            mesh = weight.device_mesh  # type: ignore[attr-defined]
+            rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+            check_weight(rows, bias)
+            weight, shard = rows, share_mesh(weight)
+        elif group is None:
+            check_weight(weight, bias)
+        else:
+            shard = share_vocabulary(group, weight, bias)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "transform", transform or LogitTransform())
+        object.__setattr__(self, "shard", shard)
+        object.__setattr__(self, "batch_invariant", _BATCH_INVARIANT if batch_invariant is None else batch_invariant)
+        if self.batch_invariant and shard is not None:
+            raise ValueError(
+                "batch_invariant takes a head that is whole: the order in which ranks that share a vocabulary add up "
+                "their parts is not fixed. Gather the weight, or leave batch_invariant out."
+            )
+        object.__setattr__(self, "adapters", adapters)
+        object.__setattr__(self, "quantized", quantized)
+
+    @classmethod
+    def of(
+        cls, weight: Tensor | nn.Module | Head, bias: Tensor | None = None, transform: LogitTransform | None = None
+    ) -> Head:
+        """A head from what there is: tensors, a module such as ``model.lm_head``, or a head.
+
+        Args:
+            weight: ``[V, H]``; or an ``nn.Linear`` (or ``nn.Embedding``, for tied weights) that holds it and the bias;
+                or a quantized layer, or PEFT's LoRA around any of these; or a head, which is returned.
+            bias: ``[V]``, for a weight without one of its own.
+            transform: joined with the head's own: what one of the two leaves at its default comes from the other.
+
+        Raises:
+            TypeError: a module that is no linear layer: a whole model, an adapter that is not LoRA, a quantized layer
+                that is not known.
+            ValueError: a bias, temperature, scale or soft-cap that is given twice.
+        """
+        if isinstance(weight, nn.Module) and type(weight) is not nn.Linear:
+            weight = _of_module(weight)
+        if isinstance(weight, (nn.Linear, nn.Embedding)):
+            weight = cls(weight.weight, getattr(weight, "bias", None))
+        if not isinstance(weight, Head):
+            if isinstance(weight, nn.Module):
+                raise TypeError(_say_what_to_pass(weight))
+            return cls(weight, bias, transform)
+        if bias is not None:
+            if weight.bias is not None:
+                raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
+            check_vector("bias", bias, weight.weight)
+            weight = weight.with_fields(bias=bias)
+        if transform is None:
+            return weight
+        return weight.with_fields(transform=_joined(weight.transform, transform))
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of all ranks."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def vocabulary_ranks(self) -> int:
+        """How many ranks share the vocabulary."""
+        return 1 if self.shard is None else len(self.shard.sizes)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
+
+    def with_fields(self, **changes: Any) -> Head:
+        """This head with other fields that follow from its own, so that nothing is checked again."""
+        made = object.__new__(Head)
+        for name in Head.__match_args__:
+            object.__setattr__(made, name, changes.get(name, getattr(self, name)))
+        return made
+
+    def with_partial_gradients(self) -> Head:
+        """This head, of which each rank gets its own columns' part of the hidden states' gradients.
+
+        For callers that sum these parts over the ranks in backward themselves, such as Megatron's gather of a sharded
+        sequence, whose backward is a reduce-scatter. Without a group, it is the head itself.
+        """
+        return self if self.shard is None else self.with_fields(shard=replace(self.shard, partial_gradients=True))
+
+    def columns(self, columns: slice) -> Head:
+        """The head of some of its rows."""
+        changes: dict[str, Any] = {"bias": None if self.bias is None else self.bias[columns]}
+        if self.quantized is not None:
+            start, stop, _ = columns.indices(self.quantized.shape[0])
+            changes["quantized"] = self.quantized.part(start, stop)
+        return self.with_fields(weight=self.weight[columns], **changes)
+
+    def expand(self, hidden_states: Any) -> tuple[Any, Head]:
+        """Hidden states (or a list of them) and a head without adapters that have the logits of these with this one."""
+        if isinstance(hidden_states, (list, tuple)):
+            pairs = [self.expand(part) for part in hidden_states]
+            return [hidden for hidden, _ in pairs], pairs[0][1]
+        if self.batch_invariant:
+            raise ValueError(
+                "batch_invariant takes a head without adapters, as torch's product with them depends on the number of "
+                "tokens: merge them into the weight, or leave batch_invariant out."
+            )
+        hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
+        return hidden, self.with_fields(weight=weight, adapters=())
+
+    def dequantized(self, dtype: torch.dtype) -> Head:
+        """The same head with one floating-point weight, in this dtype where it was quantized; without gradients."""
+        if self.quantized is None:
+            return self
+        return self.with_fields(weight=dequantize(self.quantized, self.weight.detach(), dtype), quantized=None)
+
+    def dequantized_row_bytes(self, operand: torch.dtype) -> int:
+        """Bytes of a row while it is dequantized, cast and joined with the adapters'; 0 where nothing is quantized."""
+        if self.quantized is None:
+            return 0
+        wide = torch.promote_types(torch.float32, operand).itemsize
+        return self.hidden_size * max(self.quantized.temporary_bytes, operand.itemsize + 2 * wide)
+
+    def detach(self) -> Head:
+        """The same head as a constant."""
+        bias = None if self.bias is None else self.bias.detach()
+        return self.with_fields(weight=self.weight.detach(), bias=bias)
+
+
+def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
+    values, untouched = {}, LogitTransform()
+    for name in LogitTransform.__match_args__:
+        ours, theirs, default = (getattr(transform, name) for transform in (own, given, untouched))
+        if _differ(ours, default) and _differ(theirs, default) and _differ(theirs, ours):
+            raise ValueError(
+                f"{name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
+            )
+        values[name] = ours if _differ(ours, default) else theirs
+    return LogitTransform(**values)
+
+
+def _of_module(module: nn.Module) -> nn.Module | Head:
+    """The head of a quantized layer, or of LoRA around a layer; any other module as it is."""
+    if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+        base, adapters = adapters_of(module)
+        return Head.of(base).with_fields(adapters=adapters)
+    quantized = find_quantized(module)
+    return module if quantized is None else Head(quantized, getattr(module, "bias", None))  # type: ignore[arg-type]
+
+
+def _differ(a: object, b: object) -> bool:
+    """Whether two values of a transform are not the same; a temperature per token is the same as itself alone."""
+    return a is not b and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
+
+
+def _say_what_to_pass(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if hasattr(module, "get_output_embeddings"):
+        return f"got the whole model, {kind}; pass its head, model.get_output_embeddings(), or that layer's weight."
+    if hasattr(module, "base_layer"):
+        return (
+            f"got {kind}, an adapter around the head, whose weight alone is not what it computes; pass "
+            "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
+        )
+    return (
+        f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "
+        "tell how its rows are dequantized (liger_losses.register_quantized_weight)."
+    )
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Products with ``weight [V, H]`` in the operand dtype, to which ``weight_chunk`` of its rows are cast at once.
+
+    With ``quantized``, these are its columns, followed by those of ``weight``.
+    """
+
+    weight: Tensor
+    operand_dtype: torch.dtype
+    weight_chunk: int
+    quantized: QuantizedWeight | None = None
+
+    def weight_chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """``(first, last, weight[first:last])`` in the operand dtype, over the rows ``start`` to ``stop``."""
+        for first in range(start, stop, self.weight_chunk):
+            last = min(first + self.weight_chunk, stop)
+            rows = self.weight[first:last].to(self.operand_dtype)
+            if self.quantized is not None:
+                dequantized = self.quantized.rows(first, last).to(self.operand_dtype)
+                rows = torch.cat([dequantized, rows], 1) if rows.shape[1] else dequantized
+            yield first, last, rows
+
+    def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """``out [T, C] = hidden @ weight[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
+        for first, last, weight in self.weight_chunks(start, stop):
+            matmul_into(out[:, first - start : last - start], hidden, weight.t())
+        return out
+
+    def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """:meth:`into`, by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
+        count, size = hidden.shape
+        rows, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
+        extra = -size % _FIXED_DEPTH
+        block, product = hidden.new_zeros(rows, size + extra), out.new_empty(rows, columns)
+        for first in range(start, stop, columns):
+            weight = self.weight[first : min(first + columns, stop)].to(self.operand_dtype)
+            weight = nn.functional.pad(weight, (0, extra)) if extra else weight
+            found = product[:, : len(weight)]
+            for row in range(0, count, rows):
+                part = hidden[row : row + rows]
+                block[: len(part), :size] = part
+                matmul_into(found, block, weight.t())
+                out[row : row + rows, first - start : first - start + len(weight)] = found[: len(part)]
+        return out
+
+    def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
+        """``out [T, H] = grad @ weight[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
+        for first, last, weight in self.weight_chunks(start, start + grad.shape[1]):
+            matmul_into(out, grad[:, first - start : last - start], weight, accumulate=accumulate or first > start)
+        return out
+
+
+def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
+    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue.
+
+    ``dequantized`` says that a quantized weight is a matrix by then, in the operand dtype.
+    """
+    weight = head.weight
+    ready = dequantized if head.quantized is not None else weight.dtype == operand and weight.stride(1) == 1
+    return backend == "triton" and ready and operand in HALF_DTYPES
+
+
+def check_invariant(head: Head, backend: str, compares: bool, dequantized_bytes: int) -> None:
+    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence, or of a
+    quantized head that is not dequantized at once."""
+    device = head.weight.device
+    if head.quantized is not None and not dequantized_bytes:
+        raise ValueError(
+            "batch_invariant takes a quantized head that is dequantized as a whole, in at most half of the workspace: "
+            "give a larger workspace, pass Head(dequantized_weight), or leave batch_invariant out."
+        )
+    if device.type != "cpu" and backend == "torch":
+        raise ValueError(
+            f"batch_invariant takes Triton's kernels on {device.type}, as torch's sums depend on the number of tokens, "
+            "but backend 'torch' was chosen, or serves fp64 alone; leave backend= or batch_invariant out."
+        )
+    if compares:
+        raise ValueError(
+            "batch_invariant covers statistics of one model, and this call compares two; leave batch_invariant out."
+        )
+
+
+def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
+    """Dtype of the products' operands: half precision on CUDA and in Triton, fp32 where CPUs would round products."""
+    if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
+        return torch.float32
+    return compute_dtype
+
+
+def dequantized_bytes(heads: Sequence[Head], operand: torch.dtype, workspace: int | None, memory: int | None) -> int:
+    """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
+    # Of the rank that has the most rows, so that all ranks decide alike.
+    rows = [len(head.weight) if head.shard is None else max(head.shard.sizes) for head in heads]
+    pairs = zip(heads, rows, strict=True)
+    size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
+    row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
+    return size if size and fits_dequantized(size, row, heads[0].weight.device, workspace, memory) else 0

@@ -1,0 +1,322 @@
+"""Several targets in one call: lists of hidden states, of heads, of labels; what there is one of serves all of them.
+
+Targets of the same head are one stream, so that its gradient is accumulated in one buffer; different heads run one
+after another, each within the workspace.
+
+K targets, T tokens of one, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
+from ...chunked.engine.checks import (
+    LISTS,
+    check_inputs,
+    check_labels,
+    check_like_labels,
+    check_shift,
+    one_each,
+)
+from ...chunked.engine.head import Head
+from ...chunked.engine.plan import default_bound
+from ...chunked.engine.stream import Stream
+from ...chunked.engine.tokens import Tokens, shift_labels
+from ...chunked.engine.traced import empty_statistics
+from ...kernels.autograd import once_differentiable, scale_
+from ...kernels.logit_transform import LogitTransform
+
+
+def count_targets(**given: Any) -> int:
+    """How many targets these arguments are for; ValueError unless all lists among them have the same length."""
+    lengths = {name: len(value) for name, value in given.items() if isinstance(value, LISTS)}
+    if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
+        found = ", ".join(f"{length} of {name}" for name, length in lengths.items()) or "no list"
+        raise ValueError(f"got {found}: each argument is one for all heads, or a list that has one for each of them.")
+    return next(iter(lengths.values()))
+
+
+def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[Tensor]:
+    """The labels of each target, checked and moved by its number of positions."""
+    check_shift(shift)
+    found, moved = dict[tuple[int, int], Tensor](), []
+    for part, positions in zip(one_each(labels, count), one_each(shift, count), strict=True):
+        check_labels(part)
+        key = id(part), int(positions)
+        if key not in found:
+            found[key] = shift_labels(part, ignore_index, int(positions)) if positions else part
+        moved.append(found[key])
+    return moved
+
+
+def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTransform | None) -> list[Head]:
+    """The head of each target, checked and made once for those that share it."""
+    made, heads = dict[tuple[int, int], Head](), []
+    for layer, bias in zip(layers, biases, strict=True):
+        key = id(layer), id(bias)
+        if key not in made:
+            made[key] = Head.of(layer, bias, transform)
+        heads.append(made[key])
+    return heads
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Targets of one head: one stream."""
+
+    head: Head
+    places: list[int]  # which of all targets these are
+    hidden_states: list[Tensor]
+    labels: list[Tensor] | Tokens
+
+    def query(self, query: Query, inputs: Mapping[str, Sequence[Tensor]]) -> Query:
+        """The query about these targets, from the token inputs of all targets."""
+        labels = self.labels
+        shapes = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
+
+        def ours(name: str, values: Sequence[Tensor]) -> Tensor:
+            found = [values[i] for i in self.places]
+            for value, shape in zip(found, shapes, strict=True):
+                check_like_labels(name, value, shape)
+            if len(found) == 1:
+                return found[0]
+            return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(found, shapes, strict=True)])
+
+        return replace(query, token_inputs={name: ours(name, values) for name, values in inputs.items()})
+
+    def part(self, tokens: Tokens, targets: slice) -> HeadGroup:
+        """Some of these targets, which follow each other; ``tokens`` are the active ones of all."""
+        places, hidden_states = self.places[targets], self.hidden_states[targets]
+        return replace(self, places=places, hidden_states=hidden_states, labels=tokens.part(targets))
+
+    def parts(self, call: Call) -> list[HeadGroup]:
+        """As few parts as there can be of which each takes one pass, or has only targets of which none could."""
+        starts, total, most = list[int](), 0, call.plan.few_rows
+        for i, count in enumerate(call.tokens.counts):
+            joins = i > 0 and (total + count <= most or min(total, count) > most)
+            total = total + count if joins else count
+            starts += [] if joins else [i]
+        return [self.part(call.tokens, slice(*ends)) for ends in pairwise([*starts, len(self.places)])]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Checked targets, by their heads."""
+
+    groups: list[HeadGroup]
+    count: int
+    options: EngineOptions
+
+    @classmethod
+    def of(
+        cls,
+        hidden_states: Any,
+        weight: Any,
+        labels: Any,
+        options: EngineOptions,
+        *,
+        bias: Any = None,
+        transform: LogitTransform | None = None,
+        shift: Any = False,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Targets:
+        """Targets from arguments of which each is one for all, or a list of K.
+
+        Args:
+            hidden_states: ``[..., H]``.
+            weight: the ``lm_head``; a list may repeat one.
+            labels: ``[...]`` int64.
+            options: how to stream.
+            bias: ``[V]`` or ``None``.
+            transform: of all heads.
+            shift: how many positions labels are moved by.
+            inputs: token inputs, whose number is checked.
+        """
+        given = {"hidden states": hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
+        given |= {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
+        count, groups = count_targets(**given), dict[Any, HeadGroup]()
+        moved = shift_each(labels, shift, count, options.ignore_index)
+        hidden, layers, biases = (one_each(value, count) for value in (hidden_states, weight, bias))
+        for i, head in enumerate(heads_of(layers, biases, transform or LogitTransform())):
+            # The same rows may come in several layers, or heads. A temperature per token is one target's alone.
+            alone = i if isinstance(head.transform.temperature, Tensor) else None
+            tensors = id(head.weight), id(head.bias), id(head.quantized), id(head.adapters)
+            same = tensors, head.transform, head.batch_invariant, alone
+            group = groups.setdefault(same, HeadGroup(head, [], [], []))
+            group.places.append(i)
+            group.hidden_states.append(hidden[i])
+            group.labels.append(moved[i])  # type: ignore[union-attr]
+        devices = {str(group.head.weight.device) for group in groups.values()}
+        if len(devices) > 1:
+            raise ValueError(f"the heads of one call must be on one device, got {', '.join(sorted(devices))}.")
+        for key, group in groups.items():
+            if group.head.shard is None:  # else hidden states may be DTensors, of which the call takes its part
+                check_inputs(group.hidden_states, group.head, group.labels)
+            if group.head.adapters:
+                expanded, head = group.head.expand(group.hidden_states)
+                groups[key] = replace(group, head=head, hidden_states=expanded)
+        return cls(list(_select(list(groups.values()), options)), count, options)
+
+    def statistics(self, query: Query, compute: Callable[..., list[Statistics]]) -> list[Statistics]:
+        """The statistics of each target, differentiable; ``compute(call, head, hidden_states)`` has a group's."""
+        found = list[tuple[HeadGroup, list[Statistics]]]()
+        for group, checked, call in self._calls(query):
+            hidden = checked.hidden_states
+            found.append(
+                (group, empty_statistics(checked, query) if call is None else compute(call, group.head, hidden))
+            )
+        return self._in_order(found)
+
+    def token_loss(
+        self, query: Query, inputs: Mapping[str, Any], compute: Callable[..., tuple[Tensor, list[Statistics]]]
+    ) -> tuple[Tensor, list[Statistics]]:
+        """The sum of all targets' separable losses, and the detached statistics of each.
+
+        ``compute(call, head, hidden_states)`` has loss and statistics of a group that does not take one pass.
+        """
+        each = {name: one_each(value, self.count) for name, value in inputs.items()}
+        found, losses = list[tuple[HeadGroup, list[Statistics]]](), list[Tensor]()
+        one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
+        for group, checked, call in self._calls(query, each):
+            head, hidden = group.head, checked.hidden_states
+            if call is None:
+                found.append((group, empty_statistics(checked, query)))
+                losses.append(hidden[0].new_empty((), dtype=torch.promote_types(torch.float32, checked.compute_dtype)))
+            elif call.strategy == "one_pass":
+                one_pass.append((group, call))
+                tensors.append((head.weight, head.bias, *hidden))
+            else:
+                loss, statistics = compute(call, head, hidden)
+                found.append((group, statistics))
+                losses.append(loss)
+        if one_pass:
+            loss, values = token_losses([call for _, call in one_pass], tensors)
+            losses.append(loss)
+            found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
+        return torch.stack(losses).sum(), self._in_order(found)
+
+    def check(self, query: Query) -> None:
+        """Raise what :meth:`statistics` or :meth:`token_loss` would before any work, but for wrong inputs of tokens."""
+        self._calls(query)
+
+    def _calls(
+        self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> list[tuple[HeadGroup, CheckedInputs, Call | None]]:
+        """The calls of each group; all are made, and so checked, before the first one runs."""
+        calls, kept = list[tuple[HeadGroup, CheckedInputs, Call | None]](), 0
+
+        def make(group: HeadGroup, options: EngineOptions) -> None:
+            asked = group.query(query, inputs or {})
+            calls.append((group, *make_call(group.hidden_states, group.head, group.labels, asked, options)))
+
+        for group in self.groups:
+            make(group, self.options)
+            call, before = calls[-1][-1], len(calls) - 1
+            if call is None:
+                continue
+            if call.strategy == "resident":  # what all heads keep until backward fits one workspace
+                size = call.work.row_bytes * call.tokens.count
+                if kept and kept + size > call.plan.kept:
+                    calls.pop()
+                    make(group, replace(self.options, strategy="two_pass"))
+                else:
+                    kept += size
+            elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not self._bounded:
+                for part in group.parts(call):
+                    make(part, self.options)
+                several = any(part is not None and part.strategy == "one_pass" for *_, part in calls[before + 1 :])
+                del calls[slice(before, before + 1) if several else slice(before + 1, None)]
+        return calls
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether the user's workspace leaves no room to add up gradients of the weight from several streams."""
+        return self.options.workspace is not None or default_bound() is not None
+
+    def _in_order(self, found: Sequence[tuple[HeadGroup, list[Statistics]]]) -> list[Statistics]:
+        """From what each group has for its targets to one list of all targets."""
+        placed = dict[int, Statistics]()
+        for group, values in found:
+            placed |= zip(group.places, values, strict=True)
+        return [placed[i] for i in range(self.count)]
+
+
+def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGroup]:
+    """The groups with their active tokens, where one vocabulary serves all: the host waits for the device once."""
+    vocab_size = groups[0].head.vocab_size
+    if any(group.head.shard is not None or group.head.vocab_size != vocab_size for group in groups):
+        yield from groups
+        return
+    labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]
+    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend), 0
+    for group in groups:
+        stop = start + len(group.places)
+        yield replace(group, labels=tokens.part(slice(start, stop)))
+        start = stop
+
+
+def token_losses(
+    calls: Sequence[Call], tensors: Sequence[Sequence[Tensor | None]]
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The sum of separable losses that take one pass each, and the statistics ``[T]`` of each call.
+
+    ``tensors`` are ``(weight, bias, *hidden_states)`` of each call; one that several calls have has one gradient.
+    """
+    distinct = {id(tensor): tensor for given in tensors for tensor in given}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
+    loss, *outputs = _LinearTokenLosses.apply(calls, uses, *distinct.values())
+    values = iter(outputs)
+    return loss, [{name: next(values) for name in call.outputs} for call in calls]
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    """Separable losses of several heads, one after another, with their gradients in forward; backward scales these."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.calls, ctx.uses = calls, uses
+        loss, outputs, ctx.gradients = _run(calls, uses, tensors)
+        ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
+        ctx.mark_non_differentiable(*outputs)
+        return loss, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors[: -len(ctx.calls)]
+        gradients, ctx.gradients = ctx.gradients, None
+        if upstream is None:
+            return None, None, *[None] * len(tensors)
+        if gradients is None:
+            # The first backward scaled them in place and returned them: a second one computes them again.
+            *_, gradients = _run(ctx.calls, ctx.uses, tensors)
+        backend = ctx.calls[0].backend
+        return None, None, *(None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients)
+
+
+def _run(
+    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """The loss, all calls' statistics, and the gradient of each tensor, which is added up as the calls run."""
+    losses, outputs = list[Tensor](), list[Tensor]()
+    gradients: list[Tensor | None] = [None] * len(tensors)
+    for call, places in zip(calls, uses, strict=True):
+        weight, bias, *hidden = (tensors[i] for i in places)
+        with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
+            loss, values, found = Stream(call, weight, bias, hidden).token_loss()
+        losses.append(loss)
+        outputs += [call.tokens.scatter(values[name]) for name in call.outputs]
+        for i, grad in zip(places, found, strict=True):
+            if grad is not None:
+                before = gradients[i]
+                gradients[i] = grad if before is None else before.add_(grad)
+    return torch.stack(losses).sum(), outputs, gradients

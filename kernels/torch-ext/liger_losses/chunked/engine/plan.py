@@ -1,0 +1,434 @@
+"""The options of a call, and how its active tokens are cut into blocks that fit the workspace.
+
+N active tokens, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+
+from ...chunked.engine.checks import check_names
+from ...chunked.engine.documentation import see
+from ...chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
+from ...kernels import BACKENDS
+from ...kernels._tiles import processors
+from ...kernels.tracing import record
+
+MiB = 2**20
+
+#: Default sizes of the fused kernels' buffers. Products with fewer rows or columns leave processors idle; and a block
+#: should take milliseconds, as the host takes one to queue its kernels, unless its buffer would be large.
+FULL_ROWS = 2048
+FULL_BLOCK_FLOPS = 3e12
+MAX_SMALL_BLOCK = 1024 * MiB
+DEFAULT_TILES = 248 * MiB
+MIN_TILE_COLUMNS = 4096
+
+#: A loss that couples tokens may by default take this part of the device's memory to keep its logits until backward.
+MEMORY_PARTS = 32
+#: That saves a product. But where the kernel of the statistics would write no logits, they must be written and read in
+#: fp32: on an H200, this takes as long as the product at a hidden size of 2048.
+MIN_KEPT_HIDDEN_SIZE = 2560
+
+#: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times that of plain
+#: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead.
+#: Exponential blocks add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole
+#: is that of plain PyTorch or below, and twice that on rows of the vocabulary that are no token's label.
+MAX_HALF_PRECISION_BLOCKS = 8
+MAX_EXPONENTIAL_BLOCKS = 32
+#: A block whose gradient of hidden states has fewer entries leaves most processors idle in that product; a second
+#: pass, whose blocks are taller, is faster then.
+MIN_BLOCK_OUTPUTS = 2**20
+
+#: With a teacher: the default number of tokens whose gradients share a product, the parts that their logits are
+#: computed in, the default workspace, and the tokens and columns of a kernel's tile.
+TEACHER_ROWS = 2048
+TEACHER_PARTS = 4
+TEACHER_WORKSPACE = 1228 * MiB
+TILE, TILE_COLUMNS = 128, 256
+#: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
+#: part reads both heads, and the kernel on its logits has one program per token.
+MIN_PART = 256
+#: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
+MIN_SLAB = 2048
+
+
+#: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
+STRATEGIES = {
+    "statistics": "nothing needs a gradient: statistics only. 2",
+    "one_pass": "separable loss: loss and gradients of a block while its logits exist. 6 (4)",
+    "resident": "coupled loss whose logits fit the workspace: they stay there until backward. 6 (4)",
+    "frozen_head": "coupled loss of one statistic, frozen head: its gradient per token, [N, H], saved for backward. 4",
+    "two_pass": "coupled loss: statistics first, then every block again, once the upstream gradients are known. 8 (6)",
+}
+
+
+@record
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to stream; no option changes a result beyond rounding.
+
+    Args:
+        ignore_index: the label of tokens without loss.
+        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
+            they are projected and their results multiplied by 0: their hidden states must be finite.
+        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
+            memory and :func:`liger_losses.set_default_workspace`.
+        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
+        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
+            costs a buffer of the weight's size.
+        backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
+            the environment variable ``LIGER_LOSSES_BACKEND``.
+        strategy: force one of :data:`STRATEGIES` (for tests and measurements).
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+
+    ignore_index: int = -100
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
+    strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
+            raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
+        for name in ("workspace", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if self.accum_dtype not in (None, torch.float32):
+            raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
+        if self.backend is not None:
+            check_names([self.backend], BACKENDS, "backend")
+        if self.strategy is not None:
+            check_names([self.strategy], STRATEGIES, "strategy")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the sizes of blocks depend on."""
+
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    operand_dtype: torch.dtype  # of the products' operands
+    weight_dtype: torch.dtype  # of the weight, whose rows are cast where it differs
+    device: torch.device
+    temporaries: int = 4  # of one row, that the elementwise work needs; 0 for fused kernels
+    gathers: bool = True  # whether hidden states are copied before they are multiplied, and their gradients scattered
+    fused: bool = False  # whether products and softmax share a kernel, so that no fp32 logits reach memory
+    exponentials: bool = False  # whether blocks of whole rows hold exponentials in half precision, not fp32 logits
+    fused_products: bool = False  # with a teacher, whether the student's product runs in a Triton kernel
+    teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
+    ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
+    device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
+    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
+    fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
+    dequantized_row_bytes: int = 0  # of rows of both models while they are dequantized, where some are at a time
+    dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
+    slabs: bool = False  # whether all tokens of a block pass each slab of rows that is dequantized
+
+    @cached_property
+    def logits_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
+        return torch.promote_types(torch.float32, self.operand_dtype)
+
+    @cached_property
+    def tile_hidden_bytes(self) -> int:
+        """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
+        item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
+        fused = self.fused or self.fused_divergence
+        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one token in a block of whole rows: its logits, exponentials or gradient, and its hidden state."""
+        columns, operand = padded(self.vocab_size), self.operand_dtype.itemsize
+        if self.teacher_row_bytes:
+            return columns * operand + (
+                self.hidden_size * 3 * operand if self.fused_products else self.tile_hidden_bytes
+            )
+        if self.exponentials:
+            sums = columns // 32  # a sum for each tile of columns
+            return columns * operand + self.tile_hidden_bytes + self.hidden_size * operand + sums
+        item = self.logits_dtype.itemsize
+        return columns * item + self.hidden_size * (8 + operand + 2 * item)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """With a teacher, bytes of one token's logits of both models."""
+        logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
+        return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
+
+    @property
+    def keeping_pays(self) -> bool:
+        """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
+        return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
+
+    def in_slabs(self, fused: bool, exponentials: bool) -> Workload:
+        """The same work on a quantized head, of which all tokens of a block pass each slab that is dequantized."""
+        temporaries = 0 if fused else self.temporaries
+        return replace(self, slabs=True, fused=fused, exponentials=fused and exponentials, temporaries=temporaries)
+
+    def default_workspace(self) -> int:
+        """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
+        larger blocks."""
+        if self.ranks > 1:
+            return replace(self, vocab_size=self.vocab_size * self.ranks, ranks=1).default_workspace()
+        if self.teacher_row_bytes:
+            largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
+            return min(largest, TEACHER_WORKSPACE)
+        if not self.exponentials:
+            return default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
+        long_enough = int(FULL_BLOCK_FLOPS / (6 * self.hidden_size * self.vocab_size))
+        full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // self.row_bytes))
+        return min(full_rows * self.row_bytes, 1536 * MiB)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the blocks."""
+
+    rows: int  # tokens in a block of whole rows (the statistics pass, the one-pass strategies)
+    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time
+    tile_rows: int  # tokens in a tile of the gradient pass
+    tile_columns: int  # columns of the vocabulary in such a tile
+    scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
+    weight_chunk: int  # rows of the weight that are cast at once; V when none need it
+    kept: int  # bytes for logits that stay until backward
+    resident: bool  # whether those of all tokens fit there
+    few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
+    few_blocks: bool  # whether there are no more
+    tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
+    tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
+    slab: int = 0  # rows of a quantized head that all tokens of a block pass, one slab after another; 0 for none
+
+
+def padded(columns: int) -> int:
+    """A row length that keeps products aligned whatever the vocabulary size."""
+    return -(-columns // 64) * 64
+
+
+def blocks(total: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` that cover ``range(total)``."""
+    size = max(size, 1)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> int:
+    """Bytes: room for 2048 rows of logits on an accelerator, 1024 on a CPU, between 64 MiB and 1.5 GiB."""
+    rows = 1024 if device.type == "cpu" else 2048
+    return min(max(rows * padded(vocab_size) * itemsize * 5 // 4, 64 * MiB), 1536 * MiB)
+
+
+@cache
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, in use or not; 0 for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def default_bound() -> int | None:
+    """The bytes that the user has set for calls that give no workspace, or ``None``."""
+    within = context.get()
+    size = process.bytes if within is None else within[0]
+    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
+
+
+def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | None = None) -> Plan:
+    """Cut the tokens of a workload into blocks.
+
+    Args:
+        work: what the sizes depend on.
+        workspace: bytes for everything beyond inputs and outputs. By default, the blocks take what keeps the device
+            busy, and logits are kept until backward if they fit into a part of the device's memory. What the user has
+            set by :func:`liger_losses.set_default_workspace` bounds both.
+        chunk_size: the largest number of tokens in a block of whole rows.
+
+    Raises:
+        ValueError: the workspace cannot hold even one row.
+    """
+    bound = default_bound() if workspace is None else workspace
+    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
+    return _make_plan(work, bound, workspace is None, work.default_workspace(), memory, chunk_size)
+
+
+@lru_cache(256)
+def _make_plan(
+    work: Workload, bound: int | None, by_default: bool, usual: int, memory: int, chunk_size: int | None
+) -> Plan:
+    """Kept, because the device is idle while the host plans.
+
+    ``bound`` is the call's own workspace, or ``by_default`` what the user has set for all, or ``None``; ``usual`` that
+    of the workload.
+    """
+    budget, tokens = _budget(work, bound, by_default, usual, memory), work.tokens
+    teacher = work.teacher_row_bytes > 0
+    part = _part_rows(work, budget.blocks) if teacher else 0
+    tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
+    if work.slabs:
+        rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
+        return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
+    if tiled:
+        rows = part = tile_rows
+        tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
+    else:
+        rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
+        rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
+        rows = _even(tokens, rows)
+    most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
+    return Plan(
+        rows=rows,
+        part_rows=_even(rows, max(1, min(part, rows))) if teacher else rows,
+        tile_rows=tile_rows,
+        tile_columns=min(tile_columns, padded(work.vocab_size)),
+        scratch=budget.scratch,
+        weight_chunk=budget.weight_chunk,
+        kept=budget.kept,
+        resident=tokens * work.row_bytes <= budget.kept and chunk_size is None and not teacher,
+        few_rows=rows * most_blocks,
+        few_blocks=tokens <= rows * most_blocks or teacher,
+        tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
+        tiled=tiled,
+    )
+
+
+def fits_dequantized(size: int, row: int, device: torch.device, workspace: int | None, memory: int | None) -> bool:
+    """Whether quantized weights may exist as a whole: as ``size`` bytes, of at most half of the workspace.
+
+    ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them.
+    """
+    bound = default_bound() if workspace is None else workspace
+    if bound is None:
+        memory = device_memory(device) if memory is None else memory
+        bound = max(default_workspace(row // 4, 4, device), memory // MEMORY_PARTS)
+    return size + max(size, 64 * row) <= bound
+
+
+class _Budget(NamedTuple):
+    """How the workspace is divided."""
+
+    blocks: int  # bytes for a block, or a tile, at a time
+    kept: int  # bytes for the logits of all tokens, if they are kept until backward
+    scratch: int
+    weight_chunk: int  # rows
+
+
+def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, memory: int) -> _Budget:
+    """Divide the call's own workspace, the user's default, or that of the workload and the device."""
+    item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
+    # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
+    numbers = 32 if work.fused or work.fused_divergence else 16
+    vectors = 0 if bound is None else work.tokens * numbers * item
+    # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
+    casts = work.operand_dtype != work.weight_dtype or work.dequantized_row_bytes > 0
+    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
+    if work.dequantized_row_bytes:
+        cast_bytes = work.dequantized_row_bytes
+    least_scratch = work.temporaries * padded(work.vocab_size) * item
+    least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes + work.dequantized_bytes
+    if bound is not None and bound < least:
+        models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
+        given, advice = f"workspace={bound} bytes is", "or leave it out"
+        if by_default:
+            given = f"the default workspace that was set is {bound} bytes, which is"
+            advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
+        raise ValueError(
+            f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
+            f"{least} bytes, {advice}." + see("workspace")
+        )
+    most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
+    most, least = max(most, least) - vectors - work.dequantized_bytes, least - work.dequantized_bytes
+    size = most if not by_default else max(min(usual, most), least - vectors)
+    scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
+    scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
+    weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
+    taken = scratch + weight_chunk * cast_bytes * (not work.slabs)  # those of a slab are taken where its tile is later
+    return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, weight_chunk)
+
+
+def _part_rows(work: Workload, size: int) -> int:
+    """With a teacher, the number of tokens whose logits of both models ``size`` bytes hold, beside gradients."""
+    part = _whole_tiles(size // (TEACHER_PARTS * work.row_bytes + work.part_bytes))
+    if part < TILE <= size // (2 * work.part_bytes):
+        return TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+    return part
+
+
+def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
+    """Of the gradient pass's tiles: all bytes, those of a token's hidden states, and those of one entry."""
+    item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
+    if work.fused and by_default:
+        statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
+        size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
+    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
+        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
+    return size, work.tile_hidden_bytes, operand if work.fused else item
+
+
+def _whole_tiles(rows: int) -> int:
+    """``rows``, rounded down to a multiple of the kernels' tiles where there is at least one."""
+    return rows if rows < TILE else rows // TILE * TILE
+
+
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
+    """Tokens and columns of the gradient pass's tiles.
+
+    Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs enough
+    columns to keep the device busy.
+    """
+    rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
+    while True:
+        rows = _even(tokens, rows)
+        columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
+        if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
+            # Aligned tiles, and none that is mostly padding.
+            return rows, columns // 64 * 64 or columns
+        rows = rows * 3 // 4
+
+
+def _full_waves(rows: int, columns: int, programs: int) -> int:
+    """At most ``columns``, in whole tiles of a kernel, of which the last ones leave the fewest programs idle."""
+    row_tiles, most = -(-rows // TILE), columns // TILE_COLUMNS
+
+    def waste(column_tiles: int) -> float:
+        tiles = row_tiles * column_tiles
+        return -tiles % programs / tiles
+
+    return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
+
+
+def _slabs(work: Workload, size: int, chunk_size: int | None) -> tuple[int, int, int]:
+    """Tokens of a block, rows of the head in a slab that all of them pass, and rows that are dequantized at once.
+
+    Most goes to tokens, as every block dequantizes the whole head; but sums over slabs are read and written in fp32.
+    """
+    item = (work.operand_dtype if work.fused else work.logits_dtype).itemsize
+    row = work.hidden_size * work.operand_dtype.itemsize
+    # The sum over slabs, the hidden state where it is copied, and the statistics of two softmaxes in fp64.
+    token = work.hidden_size * work.logits_dtype.itemsize + 2 * row * work.gathers + 512
+    if work.exponentials:
+        token += row  # of the token's label
+    columns, tokens = min(MIN_SLAB, work.vocab_size), max(work.tokens, 1)
+    while (rows := (size - columns * row) // (token + padded(columns) * item)) < min(columns, tokens) and columns > 1:
+        columns //= 2
+    rows = _even(tokens, max(1, min(rows, tokens, chunk_size or tokens)))
+    columns = max(columns, (size - rows * (token + 64 * item)) // (rows * item + row))
+    columns = min(columns // 64 * 64 or columns, work.vocab_size)
+    chunk = rows * padded(columns) * item // work.dequantized_row_bytes
+    return rows, columns, max(1, min(chunk, columns))
+
+
+def _even(total: int, most: int) -> int:
+    """The size of as few, equally large parts as ``most`` allows, rounded up to a multiple of 128."""
+    even = -(-total // max(-(-total // most), 1))
+    return max(1, min(most, -(-even // 128) * 128))

@@ -1,0 +1,252 @@
+"""Streams hidden states through ``lm_head`` in blocks.
+
+N active tokens, H hidden size, V vocabulary size, R rows and C columns of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine.blocks import (
+    Block,
+    ExponentialBlock,
+    Gradients,
+    HeadGradients,
+    HiddenGradients,
+    LogitBlock,
+    Part,
+    Upstream,
+    fused_statistics,
+    projection_gradient,
+)
+from ...chunked.engine.call import Call, OpenCall, Statistics
+from ...chunked.engine.divergence_block import DivergenceBlock
+from ...chunked.engine.divergence_tiles import DivergenceTiles, row_constants
+from ...chunked.engine.plan import blocks, padded
+from ...chunked.engine.slabs import ExponentialSlabs, Slabs
+from ...kernels.linear_grad import linear_softmax_gradient_into
+from ...kernels.softmax_grad import SoftmaxGradient
+
+
+def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Views of some tokens' values."""
+    return {name: value[rows] for name, value in values.items()}
+
+
+class Stream:
+    """The passes over all active tokens of a call."""
+
+    def __init__(
+        self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
+    ) -> None:
+        self.opened = OpenCall(call, weight, bias, hidden_states, multiplies)
+        self.call, self.count = call, self.opened.count
+
+    # --- Whole passes ------------------------------------------------------------------------------------------
+
+    def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Block | None]:
+        """The statistics ``[N]`` of every active token, and with ``keep_block`` one block that holds all of them."""
+        values = self._empty_statistics()
+        if not keep_block and self.call.work.fused and not self.call.plan.slab:
+            for part in self._parts(self._fused_rows(), values):
+                self._fill(None, part)
+            return values, None
+        size = self.count if keep_block else self.call.plan.rows
+        block = self._block(size)
+        for part in self._parts(size, values):
+            self._fill(block, part)
+        return values, block if keep_block else None
+
+    def gradients(self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None) -> tuple[Tensor | None, ...]:
+        """``(grad_weight, grad_bias, *grad_hidden)``: from the block of all tokens if it was kept, else recomputed.
+
+        ``upstream`` is d loss / d statistic, ``[N]`` each.
+        """
+        grads = Gradients(self.opened)
+        if kept is None and not self.call.query.needs_logits and not self.call.plan.slab:
+            self._gradients_by_tiles(values, upstream, grads)
+            return grads.results()
+        size = self.call.plan.rows if kept is None else self.count
+        block = self._block(size) if kept is None else kept
+        for part in self._parts(size, values):
+            wanted = _rows_of(upstream, part.rows)
+            if kept is None:
+                block.refill(part, wanted)
+            self._write_gradients(block, part, wanted, grads)
+        return grads.results()
+
+    def _gradients_by_tiles(self, values: dict[str, Tensor], upstream: Upstream, grads: Gradients) -> None:
+        """Recomputed tiles walk the vocabulary, so that grad_weight is written once per ``tile_rows`` tokens."""
+        plan, tiles = self.call.plan, self._tiles()
+        coefficients = SoftmaxGradient.of(upstream, values, self.call.query.class_weight)
+        for part in self._parts(plan.tile_rows, values):
+            out, part_coefficients = None, coefficients.rows(part.rows.start, part.rows.stop)
+            for columns in blocks(self.opened.vocab_size, plan.tile_columns):
+                grad = self._tile_gradient(tiles, part, columns, part_coefficients, grads.head.bias)
+                out = grads.head.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out)
+            grads.hidden.write(part.rows, out)
+
+    def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
+        (statistic,) = self.call.query.statistics
+        values, head_grads = self._empty_statistics(), HeadGradients(self.opened)
+        dtype = self.opened.hidden_states[0].dtype
+        for tensor in self.opened.hidden_states:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        unit_gradient = self.opened.weight.new_empty(self.count, self.call.work.hidden_size, dtype=dtype)
+        with self._block(self.call.plan.rows) as block:
+            for part in self._parts(self.call.plan.rows, values):
+                out_view = unit_gradient[part.rows]
+                self._fill(block, part)
+                ones = {statistic: torch.ones_like(part.values["lse"])}
+                gradient = block.gradients(part, ones, head_grads, out_view)
+                if gradient is not None and gradient is not out_view:
+                    out_view.copy_(gradient)
+        if self.opened.sums_over is not None:
+            self.opened.sums_over.sum_(unit_gradient)
+        return values, unit_gradient
+
+    def scaled(self, unit_gradient: Tensor, upstream: Upstream) -> list[Tensor | None]:
+        """Gradients of the hidden states: each token's unit gradient, times its upstream gradient."""
+        hidden_grads = HiddenGradients(self.opened, None)  # the unit gradient is summed over ranks already
+        for g in upstream.values():
+            for rows in blocks(self.count, self.call.plan.rows):
+                hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
+        return hidden_grads.results
+
+    def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
+        """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
+        values, weights = self._empty_statistics(), self.call.query.token_weights
+        losses = torch.empty(self.count, dtype=self.call.work.logits_dtype, device=self.opened.weight.device)
+        grads = None
+        with self._block(self.call.plan.rows) as block:
+            for part in self._parts(self.call.plan.rows, values):
+                known = None if weights is None else _rows_of(weights, part.rows)
+                self._fill(block, part, known)
+                upstream: Upstream
+                if known is None:
+                    losses[part.rows], upstream = self._token_losses(part)
+                else:
+                    upstream = known
+                # Allocated once the first block is queued, so that the device need not wait for it.
+                grads = grads or Gradients(self.opened)
+                self._write_gradients(block, part, upstream, grads)
+                if known is not None:  # the last statistic may be found together with the gradients
+                    terms = [weight * part.values[name] for name, weight in known.items()]
+                    losses[part.rows] = sum(terms, torch.zeros_like(part.values["lse"]))
+        return losses.sum(), values, (grads or Gradients(self.opened)).results()
+
+    # --- Their steps -----------------------------------------------------------------------------------------------
+
+    def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
+        """The active tokens, ``size`` or fewer at a time."""
+        epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
+        for rows in blocks(self.count, size):
+            hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
+            own = epilogue.rows(rows) if per_token else epilogue
+            of_part = values if size >= self.count else _rows_of(values, rows)
+            yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
+
+    def _fused_rows(self) -> int:
+        """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
+        parts = -(-self.count // self.call.plan.tile_rows) if self.call.work.gathers else 1
+        return -(-self.count // max(parts, 1))
+
+    def _block(self, rows: int) -> Block:
+        kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
+        if self.call.plan.slab:
+            in_one_pass = self.call.work.exponentials and self.call.strategy in ("one_pass", "frozen_head")
+            kind = ExponentialSlabs if in_one_pass else Slabs
+        if self.call.query.comparison is not None:
+            kind = DivergenceTiles if self.call.plan.tiled else DivergenceBlock
+        return kind(self.opened, min(rows, self.count))
+
+    def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
+        """Compute all of the part's statistics, without logits in memory where there is no block."""
+        if block is not None:
+            block.fill(part, upstream)
+        else:
+            self._fused_statistics(part)
+
+    def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
+        out_view = grads.hidden.out_view(part.rows)
+        grads.hidden.write(part.rows, block.gradients(part, upstream, grads.head, out_view))
+
+    def _tiles(self) -> Tensor:
+        """Memory of the gradient pass's tiles: half-precision gradients, or the fp32 projections they overwrite."""
+        plan, call = self.call.plan, self.call
+        dtype = call.work.operand_dtype if call.work.fused else call.work.logits_dtype
+        rows, columns = min(plan.tile_rows, self.count), padded(min(plan.tile_columns, self.opened.vocab_size))
+        return torch.empty(rows, columns, dtype=dtype, device=self.opened.weight.device)
+
+    def _tile_gradient(
+        self, tiles: Tensor, part: Part, columns: slice, coefficients: SoftmaxGradient, grad_bias: Tensor | None
+    ) -> Tensor:
+        """d loss / d projection ``[R, C]`` in the operand dtype, recomputed."""
+        opened, call, width = self.opened, self.call, columns.stop - columns.start
+        tile = tiles[: len(part.hidden), :width]
+        if not call.work.fused:
+            opened.projection.into(tile, part.hidden, columns.start, columns.stop)
+            return projection_gradient(opened, tiles, part, columns, coefficients, grad_bias)
+        return linear_softmax_gradient_into(
+            tile,
+            part.hidden,
+            opened.weight[columns],
+            part.values["lse"],
+            call.tokens.labels[part.rows],
+            coefficients,
+            part.epilogue.columns(columns),
+            first_column=opened.first_column + columns.start,
+            vocab_size=call.vocab_size,
+            backend=call.backend,
+        )
+
+    def _fused_statistics(self, part: Part) -> None:
+        """Statistics whose logits never reach memory."""
+        computed = fused_statistics(self.opened, part)
+        if self.call.shard is not None:
+            self.opened.merge_(part.rows, computed)
+        for name in computed.keys() & part.values.keys():
+            if computed[name] is not part.values[name]:
+                part.values[name].copy_(computed[name])
+
+    def _empty_statistics(self) -> dict[str, Tensor]:
+        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
+
+        Where a divergence is computed in tiles, what its gradient needs beside them is among them.
+        """
+
+        def empty(name: str) -> Tensor:
+            dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
+            selected = self.call.query.selected if name == "selected_logps" else None
+            shape = (self.count,) if selected is None else selected.shape
+            return torch.empty(shape, dtype=dtype, device=self.opened.weight.device)
+
+        constants = row_constants(self.call) if self.call.plan.tiled else []
+        return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}
+
+    def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:
+        """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
+        tokens, query, (rows, _, values, _) = self.call.tokens, self.call.query, part
+        assert query.token_loss is not None
+        with torch.enable_grad():
+            leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}
+            named = {**leaves, **{name: values[name] for name in query.metrics}}
+            inputs = _rows_of(query.token_inputs, rows)
+            result = query.token_loss(Statistics(**named), tokens.labels[rows], **inputs)
+            losses, derivatives = result if isinstance(result, tuple) else (result, None)
+            if losses.shape != (rows.stop - rows.start,):
+                count = rows.stop - rows.start
+                raise ValueError(f"token_loss must return one value per token, [{count}], got {tuple(losses.shape)}.")
+            losses = tokens.masked(losses, rows)
+            if derivatives is not None:
+                return losses.detach(), {n: tokens.masked(g.detach(), rows) for n, g in derivatives.items()}
+            if not losses.requires_grad:
+                return losses, {}
+            upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)
+        # Masked again: where a loss is not finite, not even 0 times its derivative is.
+        pairs = zip(leaves, upstream, strict=True)
+        return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}

@@ -1,0 +1,167 @@
+"""A teacher in another process: its hidden states, batch by batch, and its head once, in files that are memory-mapped.
+
+A folder in memory (``/dev/shm``) makes them shared memory. Ht is the teacher's hidden size, Vt its vocabulary size.
+
+A token takes 2 Ht bytes, and its whole distribution follows from them and the head; k log-probabilities with their
+columns take 8 k bytes, all logits 4 Vt.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...chunked.engine.checks import check_tensor
+from ...chunked.engine.head import Head
+from ...chunked.engine.teachers import Teacher
+from ...kernels.logit_transform import LogitTransform, said
+
+_HEAD = "head.pt"
+
+
+class TeacherWriter:
+    """Writes a teacher to a folder, for :class:`TeacherFiles` of this or another process.
+
+    Args:
+        folder: made if it does not exist. Batches that are in it are kept.
+        head: the teacher's: a weight ``[Vt, Ht]``, a linear layer, or a :class:`liger_losses.Head`. Written at once, in
+            its own dtype.
+        dtype: of the hidden states in the files. A teacher that runs in bf16 loses nothing with the default.
+
+    Raises:
+        TypeError, ValueError: what makes no head, or one that cannot be written: quantized, with adapters, shared by
+            ranks, or with a temperature.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], head: Tensor | nn.Module | Head, *, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).detach()
+        if head.quantized is not None or head.adapters or head.shard is not None:
+            raise TypeError(
+                "a TeacherWriter takes a head with one floating-point weight, not one that is quantized, has adapters "
+                "or is shared by ranks; pass the whole weight, dequantized and merged."
+            )
+        temperature = head.transform.temperature
+        if isinstance(temperature, Tensor) or temperature != 1.0:
+            raise ValueError(
+                f"the teacher's head has temperature {said(temperature)}, which must be 1: give temperature= to the "
+                "loss that reads these files, which divides both models' logits."
+            )
+        self.hidden_size = head.hidden_size
+        self.folder.mkdir(parents=True, exist_ok=True)
+        transform = {"logit_scale": head.transform.logit_scale, "softcap": head.transform.softcap}
+        _write(self.folder / _HEAD, {"weight": head.weight, "bias": head.bias, **transform})
+
+    def write(self, name: str | int, hidden_states: Tensor) -> None:
+        """Write a batch. Readers see it when it is complete; one of the same name is replaced.
+
+        Args:
+            name: of the batch, such as its number.
+            hidden_states: ``[..., Ht]``, one for each of the student's.
+
+        Raises:
+            TypeError, ValueError: no floating-point tensor of the head's hidden size.
+        """
+        check_tensor("hidden_states", hidden_states)
+        if not hidden_states.is_floating_point():
+            raise TypeError(f"hidden_states must be floating point, got {hidden_states.dtype}.")
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must be [..., {self.hidden_size}] to fit the head, got {tuple(hidden_states.shape)}."
+            )
+        _write(_path(self.folder, name), {"hidden_states": hidden_states.detach().to(self.dtype)})
+
+
+class TeacherFiles:
+    """Reads what a :class:`TeacherWriter` has written, or is writing.
+
+    Args:
+        folder: the writer's.
+        device: where teachers are computed: the student's.
+        dtype: of the teachers' head and hidden states, such as the student's; by default, each as it was written.
+        timeout: seconds to wait for the head, and by default for each batch.
+
+    Raises:
+        FileNotFoundError: no head within that time.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        timeout: float = 0.0,
+    ) -> None:
+        self.folder, self.device, self.dtype, self.timeout = Path(folder), torch.device(device), dtype, timeout
+        found = _read(_wait(self.folder / _HEAD, timeout))
+        transform = LogitTransform(1.0, found["logit_scale"], found["softcap"])
+        bias = None if found["bias"] is None else self._move(found["bias"])
+        self.head = Head(self._move(found["weight"]), bias, transform)
+
+    def teacher(self, name: str | int, *, timeout: float | None = None, remove: bool = False) -> Teacher:
+        """The teacher of a batch, with hidden states in the shape in which they were written.
+
+        Args:
+            name: the batch's, as it was written.
+            timeout: seconds to wait for it.
+            remove: remove the file, which is read only once. (Its memory is freed when the teacher is.)
+
+        Raises:
+            FileNotFoundError: no such batch within that time.
+        """
+        path = _wait(_path(self.folder, name), self.timeout if timeout is None else timeout)
+        hidden_states = self._move(_read(path)["hidden_states"])
+        if remove:
+            path.unlink()
+        return Teacher(hidden_states, self.head)
+
+    def names(self) -> list[str]:
+        """The names of the batches that are complete, sorted."""
+        return sorted(path.name[len("batch-") : -len(".pt")] for path in self.folder.glob("batch-*.pt"))
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype or tensor.dtype)
+
+
+def _path(folder: Path, name: str | int) -> Path:
+    if not str(name) or not all(c.isalnum() or c in "-_." for c in str(name)):
+        raise ValueError(f"the name of a batch has letters, digits, '-', '_' and '.', got {name!r}.")
+    return folder / f"batch-{name}.pt"
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    tensors = {n: _alone(v.cpu()) if isinstance(v, Tensor) else v for n, v in values.items()}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    torch.save(tensors, unfinished)
+    os.replace(unfinished, path)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A contiguous tensor without the rest of its storage, which would be written with it."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.contiguous().clone()
+
+
+def _read(path: Path) -> Any:
+    """Memory-mapped: pages are read where they are used, and shared with other processes."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _wait(path: Path, timeout: float) -> Path:
+    end = time.monotonic() + timeout
+    while not path.exists():
+        if time.monotonic() >= end:
+            what = "head" if path.name == _HEAD else "batch"
+            raise FileNotFoundError(
+                f"there is no {what} {path} after {timeout:g} s: check that a TeacherWriter writes to this folder, "
+                "or wait longer (timeout=)."
+            )
+        time.sleep(0.005)
+    return path

@@ -1,0 +1,227 @@
+"""What a student is distilled from: hidden states and a head, logits, or log-probabilities of the most likely tokens.
+
+Ht is the teacher's hidden size, Vt its vocabulary size, k the number of a sparse teacher's columns. Either vocabulary
+may be padded: the columns that both models have are compared, and the others carry no probability on either side. The
+labels are the student's, and may be columns that the teacher lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...chunked.engine.checks import check_device, check_names, check_tensor
+from ...chunked.engine.head import Head
+from ...chunked.engine.shard import check_teacher_shard
+from ...kernels.divergence_forms import Divergence
+from ...kernels.logit_transform import LogitTransform, said
+from ...kernels.tracing import record, state
+
+if TYPE_CHECKING:
+    from ...chunked.engine.call import Comparison
+
+#: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
+TAILS = ("bucket", "renormalize")
+
+
+@record
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """Hidden states and a head: the teacher's logits are computed block by block and never materialized.
+
+    Args:
+        hidden_states: ``[..., Ht]``, one for each of the student's.
+        weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
+        bias: ``[Vt]``, for a weight without one of its own.
+        logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor | nn.Module | Head
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @cached_property
+    def head(self) -> Head:
+        """The teacher's head, checked when it is first read."""
+        try:
+            head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
+            if head.adapters:
+                raise TypeError("it has adapters; merge them, or disable them for a teacher without them.")
+            return head
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the teacher's head: {error}") from None
+
+    @cached_property
+    def local_hidden_states(self) -> Tensor:
+        """The hidden states; of a DTensor, those of all tokens on this rank."""
+        shard = self.head.shard
+        return self.hidden_states if shard is None else shard.local(self.hidden_states)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
+        head, hidden = self.head, self.local_hidden_states
+        check_tensor("the teacher's hidden_states", hidden)
+        if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
+            raise ValueError(
+                f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight "
+                f"{(head.vocab_size, head.hidden_size)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
+            )
+        if not hidden.is_floating_point():
+            raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")
+        states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
+        _check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
+
+
+@record
+@dataclass(frozen=True, eq=False)
+class TeacherLogits:
+    """Logits that are in memory, or that a function returns when they are needed.
+
+    Args:
+        logits: ``[..., Vt]``, one row for each of the student's hidden states; or a function from positions
+            ``[n]`` (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
+        columns: Vt, needed with a function.
+    """
+
+    logits: Tensor | Callable[[Tensor], Tensor]
+    columns: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        if isinstance(self.logits, Tensor):
+            return self.logits.shape[-1]
+        if self.columns is None:
+            raise ValueError("TeacherLogits from a function needs columns=, the width of what it returns.")
+        return self.columns
+
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
+        if self.vocab_size < 1:
+            raise ValueError("the teacher's logits have no columns.")
+        if isinstance(self.logits, Tensor):
+            check_tensor("the teacher's logits", self.logits)
+            if not self.logits.is_floating_point():
+                raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
+            _check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """The logits ``[n, Vt]`` at some positions ``[n]``."""
+        if isinstance(self.logits, Tensor):
+            return self.logits[torch.unravel_index(positions, self.logits.shape[:-1])]
+        found = self.logits(positions)
+        if not isinstance(found, Tensor) or found.shape != (len(positions), self.vocab_size):
+            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(
+                f"the teacher's function must return logits [{len(positions)}, {self.vocab_size}], got {given}."
+            )
+        return found.detach()
+
+
+@record
+@dataclass(frozen=True, eq=False)
+class TeacherTopK:
+    """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
+
+    Args:
+        logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the distillation's temperature.
+        indices: ``[..., k]`` int64, which columns; no column twice for a token that carries loss.
+        tail: what is done with the rest. ``bucket``: the remaining probability of student and teacher is pooled into
+            one extra class. ``renormalize``: both distributions are restricted to the k columns.
+    """
+
+    logps: Tensor
+    indices: Tensor
+    tail: str = "bucket"
+
+    def check(self, tokens: torch.Size, student: Head) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
+        check_tensor("the teacher's logps", self.logps)
+        check_tensor("the teacher's indices", self.indices)
+        check_names([self.tail], TAILS, "tail")
+        dtypes = self.logps.dtype, self.indices.dtype
+        if dtypes[1] != torch.int64 or not dtypes[0].is_floating_point:
+            raise TypeError(
+                "a sparse teacher has floating-point logps and int64 indices, got {} and {}.".format(*dtypes)
+            )
+        if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
+            raise ValueError(
+                f"the teacher's logps and indices must both be [..., k], got {tuple(self.logps.shape)} and "
+                f"{tuple(self.indices.shape)}."
+            )
+        columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
+        _check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
+
+    def check_active(self, mask: Tensor, vocab_size: int) -> None:
+        """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
+        if state.shapes_only:
+            return
+        logps, indices = self.logps[mask], self.indices[mask]
+        ordered = indices.sort(-1).values
+        outside = ((indices < 0) | (indices >= vocab_size)).any()
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any()
+        positive = (logps > 1e-3).any()
+        wrong = torch.stack([outside, repeated, positive]).tolist()
+        if wrong[0]:
+            raise ValueError(
+                f"the teacher's indices must be in [0, {vocab_size}), the vocabulary that the student has, got "
+                f"{int(indices.min())} to {int(indices.max())}. Drop columns that the student lacks."
+            )
+        if wrong[1]:
+            raise ValueError("the teacher's indices name a column twice for a token; give each column once.")
+        if wrong[2]:
+            raise ValueError(
+                f"the teacher's logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply "
+                "log_softmax over the whole vocabulary first."
+            )
+
+
+def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head, **tensors: Tensor) -> None:
+    if shape != tokens:
+        raise ValueError(
+            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(tokens)}: give one row for "
+            "each of the student's tokens, in the same order."
+        )
+    check_device(student.weight, **tensors)
+
+
+def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
+    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
+    item = torch.promote_types(torch.float32, operand).itemsize
+    if isinstance(teacher, TeacherLogits):
+        return vocab_size * item
+    return teacher.head.hidden_size * (operand.itemsize + item)
+
+
+def check_comparison(comparison: Comparison, head: Head, shape: torch.Size) -> None:
+    """Raise TypeError or ValueError unless a student's head, of labels of this shape, can be compared so."""
+    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
+        raise TypeError(
+            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
+            f"{type(comparison.teacher).__name__}."
+        )
+    if not isinstance(comparison.divergence, Divergence):
+        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
+    heads = {"student": head}
+    if isinstance(comparison.teacher, Teacher):
+        heads["teacher"] = comparison.teacher.head
+    for whose, either in heads.items():
+        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
+            raise ValueError(
+                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
+                "temperature= instead, which divides both models' logits."
+            )
+    comparison.teacher.check(shape, head)
+    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
+    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
+        check_teacher_shard(head.shard, teacher_shard)

@@ -1,0 +1,323 @@
+"""Which tokens are active: all others are dropped before the projection.
+
+T tokens, N of them active, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine.documentation import see
+from ...kernels._triton import choose_backend
+from ...kernels.label_rows import label_facts
+from ...kernels.tracing import state
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
+    """Move the label of position ``t + positions`` to position ``t``; the last positions get ``ignore_index``.
+
+    The hidden states stay as they are: shortening them instead would copy them.
+    """
+    if not labels.shape[-1]:
+        return labels
+    beyond = min(positions, labels.shape[-1])
+    return torch.cat([labels[..., beyond:], labels.new_full((*labels.shape[:-1], beyond), ignore_index)], -1)
+
+
+def host_checks(device: torch.device) -> bool:
+    """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
+    return device.type == "cpu"
+
+
+def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
+    """Raise TypeError or ValueError unless this is one temperature for each label."""
+    if len(shapes) != 1:
+        raise TypeError(
+            "a temperature per token goes with one tensor of hidden states, not with a sequence of them; give a number."
+        )
+    if temperature.shape != shapes[0]:
+        raise ValueError(
+            f"temperature must be a number, or a tensor with one for each hidden state, {list(shapes[0])}, got shape "
+            f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
+            "temperature[:, None].expand_as(labels)."
+        )
+    if temperature.device != device:
+        raise ValueError(f"temperature is on {temperature.device}, the weight on {device}; move it with .to(...).")
+
+
+def checked_temperatures(found: Tensor) -> Tensor:
+    """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
+    right = ((found > 0) & (found < math.inf)).all()
+    if not host_checks(found.device):
+        torch._assert_async(right)
+    elif not right:
+        wrong = found[~((found > 0) & (found < math.inf))]
+        raise ValueError(
+            f"temperature must be positive and finite for every token that carries loss, got {float(wrong[0])!r} "
+            f"for {len(wrong)} of {len(found)} tokens."
+        )
+    return found
+
+
+def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
+    if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
+        raise ValueError(
+            f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
+            f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
+            "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
+        )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The active tokens of one or several tensors of labels, in order.
+
+    Several tensors (chosen and rejected completions of different lengths, for example) are one stream for the engine,
+    without being concatenated.
+    """
+
+    labels: Tensor  # [N] int64, all inside the vocabulary
+    shapes: tuple[torch.Size, ...]  # of each tensor of labels
+    counts: tuple[int, ...]  # how many tokens of each tensor are active
+    indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
+    mask: Tensor | None  # [N] bool, False for tokens without loss, which compact=False leaves among the active ones
+
+    @classmethod
+    def select(
+        cls,
+        labels: Sequence[Tensor],
+        vocab_size: int,
+        ignore_index: int = -100,
+        compact: bool = True,
+        backend: str | None = None,
+    ) -> Tokens:
+        """Find the tokens whose label is not ``ignore_index``, in int64 tensors of any shape.
+
+        With ``compact``, tokens without loss are dropped, at the cost of one host synchronization; without it they are
+        projected and then masked out. A label outside the vocabulary is a ValueError, which the same synchronization
+        finds; with ``compact=False`` on a GPU it is a device-side assertion.
+        """
+        backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
+        return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
+
+    def first(self, parts: int) -> Tokens:
+        """The active tokens of the first ``parts`` tensors of labels."""
+        return self.part(slice(0, parts))
+
+    def part(self, parts: slice) -> Tokens:
+        """The active tokens of some of the tensors of labels, which follow each other."""
+        rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
+        mask = None if self.mask is None else self.mask[rows]
+        return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
+
+    def masked_values(self, values: Tensor) -> Tensor:
+        """``[N]`` (or ``[N, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss."""
+        return self.masked(self.gather_like_labels(values.detach()))
+
+    def checksum(self, backend: str) -> Tensor:
+        """Of the active tokens' labels, and of which tokens these are, 0-dim: see :func:`label_facts`."""
+        which = self.indices if self.mask is None else (self.mask.long(),)
+        facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
+        return facts[:, 3].sum()
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return sum(self.counts)
+
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
+        pieces, offset = [], 0
+        for segment, count in enumerate(self.counts):
+            first, last = max(start - offset, 0), min(stop - offset, count)
+            if first < last:
+                pieces.append((segment, first, last))
+            offset += count
+        return pieces
+
+    def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """Rows of the active tokens ``start`` to ``stop``.
+
+        Sources are ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
+        """
+        if len(sources) == 1 and self.indices[0] is None and sources[0].dim() <= 2:
+            return sources[0][start:stop]
+        rows = []
+        for segment, first, last in self.pieces(start, stop):
+            index, source = self.indices[segment], sources[segment]
+            if source.dim() > 2:
+                flat = torch.arange(first, last, device=source.device) if index is None else index[first:last]
+                rows.append(source[torch.unravel_index(flat, self.shapes[segment])])
+            else:
+                rows.append(source[first:last] if index is None else source.index_select(0, index[first:last]))
+        if not rows:  # still part of the graph
+            return sources[0][:0] if sources[0].dim() <= 2 else sources[0].new_empty(0, sources[0].shape[-1])
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def sources(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """``(slice of the active tokens, [T, H], their rows in it or None for all)``, tensor by tensor.
+
+        Tensors ``[..., H]`` in the labels' shape whose rows are not contiguous are gathered, ``size`` rows at a time.
+        """
+        start = 0
+        for tensor, index, count in zip(tensors, self.indices, self.counts, strict=True):
+            if tensor.dim() <= 2 and tensor.stride(-1) == 1:
+                yield slice(start, start + count), tensor, index
+            else:
+                for first in range(start, start + count, size):
+                    last = min(first + size, start + count)
+                    yield slice(first, last), self.gather(tensors, first, last), None
+            start += count
+
+    def scatter_(self, targets: Sequence[Tensor | None], start: int, stop: int, values: Tensor) -> None:
+        """Write ``values`` to the rows of the active tokens ``start`` to ``stop`` in the flattened ``targets``.
+
+        Rows whose target is ``None`` are skipped.
+        """
+        offset = 0
+        for segment, first, last in self.pieces(start, stop):
+            index, target = self.indices[segment], targets[segment]
+            if target is not None:
+                part = values[offset : offset + last - first]
+                if index is None:
+                    target[first:last].copy_(part)
+                else:
+                    target.index_copy_(0, index[first:last], part.to(target.dtype))
+            offset += last - first
+
+    def gather_flat(self, values: Tensor) -> Tensor:
+        """From one value (or row) per token ``[T]`` to one per active token ``[N]``."""
+        return self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
+
+    def gather_all(self, values: Tensor) -> Tensor:
+        """From one value per token ``[T]`` to one per active token ``[N]``; 0 for masked ones."""
+        return self.masked(self.gather_flat(values))
+
+    def gather_like_labels(self, values: Tensor) -> Tensor:
+        """From ``[..., k]`` in the labels' shape to one value (or row) per active token.
+
+        Of several tensors of labels, the values are ``[T, k]``, those of all tokens.
+        """
+        if len(self.shapes) > 1:
+            return self.gather_flat(values)
+        (shape,) = self.shapes
+        return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
+
+    def temperatures(self, temperature: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each active token's temperature ``[N]``, a copy, from ``[...]`` in the shape of the only tensor of labels.
+
+        Raises:
+            TypeError, ValueError: not one temperature for each label; on a CPU, one of an active token that is not
+                positive and finite. On a GPU that is a device-side assertion.
+        """
+        check_temperature(temperature, self.labels.device, self.shapes)
+        found = self.gather_like_labels(temperature.detach()).to(dtype, copy=True).contiguous()
+        if self.mask is not None:
+            found.masked_fill_(~self.mask, 1.0)
+        return checked_temperatures(found)
+
+    def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Values of (some of) the active tokens, with 0 for those that carry no loss."""
+        if self.mask is None:
+            return values
+        mask = self.mask[rows].view(-1, *[1] * (values.dim() - 1))
+        return torch.where(mask, values, 0)  # an integer keeps every dtype
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
+        if self.mask is not None:
+            return self.masked(values)
+        if all(index is None for index in self.indices):
+            return values
+        sizes = [math.prod(shape) for shape in self.shapes]
+        out = values.new_zeros(sum(sizes), *values.shape[1:])
+        self.scatter_(out.split(sizes), 0, self.count, values)
+        return out
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
+        if len(self.shapes) == 1:
+            return [values.view(*self.shapes[0], *values.shape[1:])]
+        parts = values.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class Counting:
+    """:meth:`Tokens.select` in two steps: a GPU counts the active tokens while the host does what needs no count."""
+
+    def __init__(
+        self,
+        labels: Sequence[Tensor],
+        vocab_size: int,
+        ignore_index: int,
+        compact: bool,
+        backend: str,
+    ) -> None:
+        self.shapes, self.vocab_size, self.ignore_index = tuple(part.shape for part in labels), vocab_size, ignore_index
+        self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
+        #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
+        self.facts: Tensor | None = None
+        self.on_host: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        if not compact or state.shapes_only:
+            return
+        on_gpu = self.labels[0].is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, so that the host cannot read how many tokens carry loss; give "
+                "compact=False, with which all of them are projected."
+            )
+        self.facts = self.on_host = label_facts(self.labels, ignore_index, backend=backend)
+        if on_gpu:
+            self.on_host = self.facts.to("cpu", non_blocking=True)  # into pinned memory
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(self.labels[0].device))
+
+    def masked_values(self, values: Tensor) -> Tensor:
+        """``[T]`` (or ``[T, k]``) of the only tensor of labels, with 0 for tokens without loss."""
+        (shape,), active = self.shapes, self.labels[0] != self.ignore_index
+        flat = values.detach().reshape(shape.numel(), *values.shape[len(shape) :])
+        return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
+
+    def checksum(self, backend: str) -> Tensor:
+        """Of all labels, 0-dim: see :func:`label_facts`."""
+        facts = label_facts(self.labels, self.ignore_index, backend=backend) if self.facts is None else self.facts
+        return facts[:, 3].sum()
+
+    def tokens(self) -> Tokens:
+        """The active tokens, once their number is known."""
+        if self.on_host is None:
+            return self._all_tokens()
+        if self.copied is not None:
+            self.copied.synchronize()
+        facts, flat = self.on_host.tolist(), self.labels
+        extremes = [extreme for _, low, high, _ in facts for extreme in (low, high)]
+        _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
+        counts = tuple(count for count, *_ in facts)
+        indices = tuple(
+            None if count == part.numel() else torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
+            for part, count in zip(flat, counts, strict=True)
+        )
+        active = [
+            part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
+        ]
+        return Tokens(active[0] if len(active) == 1 else torch.cat(active), self.shapes, counts, indices, None)
+
+    def _all_tokens(self) -> Tokens:
+        """All tokens as active ones, with a mask."""
+        merged = torch.cat(self.labels)
+        mask = merged != self.ignore_index
+        safe = merged.masked_fill(~mask, 0)
+        if state.shapes_only:
+            pass
+        elif safe.numel() and host_checks(safe.device):
+            _check_vocabulary([int(safe.amin()), int(safe.amax())], self.vocab_size, self.ignore_index)
+        elif safe.numel():
+            torch._assert_async(((safe >= 0) & (safe < self.vocab_size)).all())
+        counts = tuple(part.numel() for part in self.labels)
+        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), mask)

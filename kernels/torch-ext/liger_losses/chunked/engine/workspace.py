@@ -1,0 +1,93 @@
+"""How much memory calls take that give no ``workspace=``: a setting of the process, and of a part of the program."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from numbers import Integral
+
+#: Environment variable: the process's setting until :func:`set_default_workspace` changes it.
+WORKSPACE_VARIABLE = "LIGER_LOSSES_WORKSPACE"
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass
+class _Process:
+    """The process's setting: bytes, the variable's text, or ``None`` for no bound.
+
+    The first call reads the text: ``import liger_losses`` must not fail for it.
+    """
+
+    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE) or None
+
+
+#: Both are read directly and not through functions, as every call reads them.
+process = _Process()
+#: The setting within :func:`workspace`, in a tuple; ``None`` outside.
+context: ContextVar[tuple[int | None] | None] = ContextVar("liger_losses.workspace", default=None)
+
+
+def bytes_of(value: int | str, name: str = "the default workspace") -> int:
+    """Bytes, from a number or from text such as ``300MiB`` or ``1.5 GiB`` (or ``MB``, ``GB``: powers of 1000).
+
+    Raises:
+        TypeError, ValueError: anything else, or less than one byte.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if found is None or found[2] not in _UNITS:
+            raise ValueError(f'{name} must be a number of bytes, such as 314572800, "300MiB" or "2GiB", got {value!r}.')
+        size = int(float(found[1]) * _UNITS[found[2]])
+    elif isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f'{name} must be a number of bytes, or text such as "300MiB", got {value!r}.')
+    else:
+        size = int(value)
+    if size < 1:
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+    return size
+
+
+def set_default_workspace(value: int | str | None) -> None:
+    """Bound the memory of calls that give no ``workspace=``, for the whole process.
+
+    A call takes less than the bound where more would not make it faster. Without a bound, it takes what keeps the
+    device busy (at most 1.5 GiB); a loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then keep
+    its logits until backward instead of computing them twice. Each such call keeps its own, until its backward or until
+    its graph is freed. How much memory is free at the moment plays no part.
+
+    Args:
+        value: bytes, or text such as ``"300MiB"``; ``None`` for no bound. The environment variable
+            ``LIGER_LOSSES_WORKSPACE`` is the setting of a new process.
+
+    Raises:
+        TypeError, ValueError: no positive number of bytes.
+    """
+    process.bytes = None if value is None else bytes_of(value)
+
+
+@contextmanager
+def workspace(value: int | str | None) -> Iterator[None]:
+    """``with liger_losses.workspace("300MiB"):`` is :func:`set_default_workspace` for the calls within, of this thread.
+
+    A call's own ``workspace=`` still comes first. In asyncio, the setting is that of the task. A compiled function
+    reads it when it runs, so that the context goes around its call. Backward keeps to what forward has read, unless it
+    computes forward again: under activation checkpointing, or for a compiled operation with a result per token, such as
+    :func:`liger_losses.linear_logps`. It then reads the setting anew; on a GPU it does so in a thread of autograd,
+    where only the process's setting holds.
+
+    Args:
+        value: as in :func:`set_default_workspace`.
+
+    Raises:
+        TypeError, ValueError: no positive number of bytes.
+    """
+    before = context.set((None if value is None else bytes_of(value),))
+    try:
+        yield
+    finally:
+        context.reset(before)

@@ -1,0 +1,111 @@
+"""Context parallelism: each rank of a process group holds a slice of every sequence, and the whole ``lm_head``.
+
+Sums over a sequence's tokens, and over a batch's, are then sums over the ranks too. B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...chunked.engine.call import EngineOptions, Query, make_call
+from ...chunked.engine.checks import check_group
+from ...chunked.engine.head import Head
+from ...chunked.engine.shard import RankError
+from ...chunked.engine.tokens import Tokens
+
+
+class _Sum(torch.autograd.Function):
+    """All ranks' values, added up. Backward adds up the ranks' gradients, or passes them through."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any, sum_gradients: bool) -> Tensor:
+        ctx.group = group if sum_gradients else None
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group is not None:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None
+
+
+def sum_over_group(group: Any, *values: Tensor, sum_gradients: bool = False) -> tuple[Tensor, ...]:
+    """Each tensor's sum over the ranks, entry by entry, in its shape and dtype; one collective for all of them.
+
+    Args:
+        group: the process group.
+        values: of the same shapes on all ranks; added up in fp64.
+        sum_gradients: what follows differs between the ranks (a sum over each rank's own tokens), so that the gradient
+            is the sum of all ranks'. Otherwise all ranks compute the same loss from the sums, and each rank's gradient
+            is that of the one loss already.
+    """
+    flat = torch.cat([value.reshape(-1).to(torch.float64) for value in values])
+    parts = _Sum.apply(flat, group, sum_gradients).split([value.numel() for value in values])
+    return tuple(part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True))
+
+
+def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
+    """Raise TypeError or ValueError unless a loss can be taken of slices that the ranks of this group hold.
+
+    Args:
+        shift: whether the loss shifts labels, which it cannot.
+        reads_order: what in the loss depends on the order of a sequence's tokens, which it does not know.
+    """
+    check_group(group, "cp")
+    if shift:
+        raise ValueError(
+            "with group=, each rank sees a slice of the sequences, and the label of its last token is on another rank: "
+            "labels are shifted across slices by whoever cut them; pass shift_labels as the labels, and shift=False."
+        )
+    if reads_order is not None:
+        raise ValueError(
+            f"{reads_order} depends on where tokens are in their sequences: pass whole sequences, and no group=."
+        )
+
+
+def check_call(hidden_states: Any, head: Head, tokens: Tokens, query: Query, options: EngineOptions) -> None:
+    """Raise what this call would, such as that its workspace is too small for this rank's tokens, before any work."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    make_call(hidden_states, head, tokens, query, options)
+
+
+def agree(group: Any, **facts: Any) -> None:
+    """Raise ValueError on all ranks unless all get here and state the same facts, such as the number of sequences.
+
+    It comes before the sums, which would hang if a rank raised before them, or gave other shapes. So nothing that
+    comes after it may raise on one rank alone: see :func:`check_call`.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, facts, group=group)
+    wrong = [f"rank {rank}: {fact}" for rank, fact in enumerate(found) if isinstance(fact, str)]
+    if not wrong and any(fact != facts for fact in found):
+        names = dict.fromkeys(name for fact in found for name in fact)
+        differ = [name for name in names if any(fact.get(name) != found[0].get(name) for fact in found)]
+        wrong = [f"rank {r}: " + ", ".join(f"{k} {fact.get(k)}" for k in differ) for r, fact in enumerate(found)]
+        wrong.insert(0, "all ranks must make the same call, each on its slice of the same sequences; they differ")
+    if wrong:
+        error = ValueError(f"the ranks of the loss's group= disagree, or one has wrong inputs: {'; '.join(wrong)}.")
+        error.ranks_know = True  # type: ignore[attr-defined]
+        raise error
+
+
+@torch.compiler.disable
+def on_slices(group: Any, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """A call that reaches :func:`agree` on all ranks; if its inputs are wrong on one, it raises on all of them."""
+    try:
+        return call(*arguments, **keywords)
+    except (TypeError, ValueError, RankError) as error:
+        if not getattr(error, "ranks_know", False):
+            error.ranks_know = True  # type: ignore[union-attr]
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, f"{type(error).__name__}: {error}", group=group)
+        raise

@@ -1,0 +1,444 @@
+"""Cross-entropy on the output of ``lm_head``, in one pass. V vocabulary size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
+from ...chunked.engine.call import Query
+from ...chunked.engine.checks import (
+    LISTS,
+    check_device,
+    check_labels,
+    check_names,
+    check_range,
+    check_shift,
+    check_tensor,
+    check_vector,
+    checked_items,
+    one_each,
+)
+from ...chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
+from ...chunked.engine.tokens import shift_labels
+from ...chunked.losses.base import ChunkedLoss, operator
+from ...chunked.losses.context_parallel import sum_over_group
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss and what else was asked for; ``None`` for the rest."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+class ManyHeadsMetrics(NamedTuple):
+    """What a call with several heads returns beside the loss, without gradient; ``None`` for what was not asked for.
+
+    ``losses [K]`` are the heads' own, without ``head_weights`` (for reduction ``none``, their sums over the tokens);
+    ``z_losses [K]`` is their z-loss's part, ``token_accuracies [K]`` the share of tokens whose label is the argmax, and
+    ``predicted_tokens`` a list of K tensors ``[...]``.
+    """
+
+    losses: Tensor
+    z_losses: Tensor | None = None
+    token_accuracies: Tensor | None = None
+    predicted_tokens: list[Tensor] | None = None
+
+
+class CrossEntropyTerms(NamedTuple):
+    """Each token's cross-entropy and z-loss ``[n]``, and the derivatives of their sum by each statistic."""
+
+    ce: Tensor
+    z: Tensor
+    derivatives: dict[str, Tensor]
+
+
+class _Target(NamedTuple):
+    """What one of several heads predicts, and what is known of its tokens beforehand."""
+
+    labels: Tensor
+    mask: Tensor
+    totals: tuple[Tensor, Tensor]  # what cross-entropy and z-loss are divided by
+    token_weights: Tensor | None
+
+
+def cross_entropy(
+    logps: Any,
+    *,
+    mean_logps: Any = None,
+    lse: Any = None,
+    label_weights: Any = None,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    ce_scale: Any = None,
+    z_scale: Any = None,
+) -> Any:
+    """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
+
+    Args:
+        logps: ``[n]``, log-probabilities of the labels; or a list, one tensor for each of K heads: every other tensor
+            is then one for all of them, or a list.
+        mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
+        lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
+        label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
+        label_smoothing, lse_square_scale: ``e`` and ``s``.
+        ce_scale, z_scale: what ``ce`` and ``z`` are multiplied by, ``[]`` or ``[n]``, constants; 1 by default.
+
+    Returns:
+        :class:`CrossEntropyTerms`: tokens' terms, differentiable, and their derivatives; a list of K for lists.
+    """
+    if isinstance(logps, (list, tuple)):
+        tensors = {"mean_logps": mean_logps, "lse": lse, "label_weights": label_weights}
+        tensors |= {"ce_scale": ce_scale, "z_scale": z_scale}
+        count = count_targets(logps=logps, **tensors)
+        numbers = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
+        each = [{name: one_each(value, count)[k] for name, value in tensors.items()} for k in range(count)]
+        return [cross_entropy(part, **given, **numbers) for part, given in zip(logps, each, strict=True)]
+    ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
+    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
+    derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}
+    ce = derivatives["logp"] * logps
+    if label_smoothing and mean_logps is not None:
+        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
+        ce = ce + derivatives["mean_logp"] * mean_logps
+    if lse is None:
+        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
+    z_scale = logps.new_ones(()) if z_scale is None else z_scale
+    if lse_square_scale:
+        derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
+    return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
+
+
+class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
+    """:func:`cross_entropy` with class weights, label smoothing, z-loss and token scaling.
+
+    With ``w`` the token weights and ``c`` the class weights: ``sum``: ``sum_t w_t (ce_t + z_t)``.
+    ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, with both denominators replaced by
+    ``num_items_in_batch`` if that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
+    A batch in which no token carries loss has loss 0.
+
+    Args:
+        ce_weight: class weights ``[V]``, as ``torch.nn.CrossEntropyLoss(weight=)``.
+        lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
+        label_smoothing: share of the target distribution that is uniform, in [0, 1].
+        reduction: ``mean``, ``sum`` or ``none``.
+        return_z_loss: also return the z-loss's part of the loss.
+        use_token_scaling: scale each token's loss by its own probability, detached (DFT, arXiv:2508.05629, eq. 9).
+        return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
+        return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
+        head_weights: with K heads, the weight of each one's loss in the sum, such as Medusa's ``0.8**k``; 1 by default.
+        shift: how many positions labels are moved by: position ``t`` predicts the label at ``t + shift``, ``True`` is
+            1. With K heads, a list gives each its own: ``[1, 2, 3]`` for the next three tokens.
+        ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
+        head_weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.lse_square_scale, self.label_smoothing, self.reduction = lse_square_scale, label_smoothing, reduction
+        self.return_z_loss, self.use_token_scaling = return_z_loss, use_token_scaling
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
+        self.head_weights = head_weights
+        super().__init__(ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, **options)
+        if ce_weight is not None:
+            check_tensor("ce_weight", ce_weight)
+        self.ce_weight: Tensor | None
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
+
+    def check_options(self) -> None:
+        super().check_options()
+        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        check_names([self.reduction], ("mean", "sum", "none"), "reduction")
+        if not isinstance(self.shift, bool):
+            check_shift(self.shift)
+        if self.head_weights is not None:
+            if not isinstance(self.head_weights, (list, tuple)):
+                raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
+            for value in self.head_weights:
+                check_range("each of head_weights", value, 0.0, math.inf)
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the loss is one of all ranks of :attr:`group`; a loss per token is not."""
+        return self.group is not None and self.reduction != "none"
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Labels ``[...]`` as the engine takes them: moved by :attr:`shift` positions."""
+        check_labels(labels)
+        return shift_labels(labels, self.ignore_index, int(self.shift)) if self.shift else labels
+
+    @operator
+    def forward(  # type: ignore[override]
+        self,
+        lin_weight: Any,
+        _input: Any,
+        target: Any,
+        bias: Any = None,
+        *,
+        num_items_in_batch: Any = None,
+        token_weights: Any = None,
+    ) -> Any:
+        """The loss of ``_input @ lin_weight.T + bias`` against ``target``, or of K such pairs.
+
+        With K heads (multi-token prediction, Medusa heads), ``loss = sum_k head_weights_k loss_k``, where ``loss_k`` is
+        the reduction over the tokens of head k. Either ``lin_weight`` or ``_input`` is then a list of K; each of the
+        other arguments is one for all heads, or a list of K. Targets of the same head are one stream with one gradient
+        of the weight; different heads run one after another.
+
+        Args:
+            lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`; or lists of K.
+            num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
+            token_weights: ``[...]``, weight of each token; a constant for the gradient.
+
+        Returns:
+            The loss, or :class:`CrossEntropyOutput` if anything else was asked for. With K heads ``(loss, metrics)``,
+            where metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
+        """
+        if isinstance(_input, LISTS) or isinstance(lin_weight, LISTS):
+            return self._many_heads(lin_weight, _input, target, bias, num_items_in_batch, token_weights)
+        if self.head_weights is not None or isinstance(self.shift, (list, tuple)):
+            raise ValueError("head_weights, and a shift of several numbers, go with lists of heads or hidden states.")
+        head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
+        token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
+        statistics, metrics = self._names()
+        class_weight = self.ce_weight if self.label_smoothing else None
+        tokens: Any = labels
+        spans_ranks = self.spans_ranks
+        if spans_ranks:
+            calls = [(head, Query(tuple(statistics), tuple(metrics)))]
+            tokens = self.agreed_tokens(_input, labels, num_items_in_batch, calls)
+        items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def totals() -> tuple[Tensor, Tensor]:
+            """Read once the first product is queued, so that the device need not wait for them."""
+            if not kept:
+                kept.append(self._denominators(labels, items, token_weights))
+            return kept[0]
+
+        if spans_ranks:
+            totals()
+        z: Tensor | None = None
+        if self.reduction == "none":
+            found = linear_statistics(
+                _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
+            )
+            mask = labels != self.ignore_index
+            ce, z, _ = self._terms(found, labels.where(mask, 0), totals(), token_weights)
+            loss = torch.where(mask, ce + z, 0.0)
+        else:
+
+            def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
+                ce, z, derivatives = self._terms(values, active, totals(), token_weights)
+                return ce if values.lse is None else ce + z, derivatives
+
+            loss, found = linear_token_loss(
+                _input,
+                head,
+                tokens,
+                token_loss,
+                statistics,
+                metrics=metrics,
+                token_inputs=None if token_weights is None else {"token_weights": token_weights},
+                class_weight=class_weight,
+                options=options,
+            )
+            mask = labels != self.ignore_index
+            if self.return_z_loss:
+                z = self._terms(found, labels.where(mask, 0), totals(), token_weights).z
+        if spans_ranks:
+            loss = self.total(loss)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        z_loss = torch.where(mask, z.detach(), 0.0) if self.return_z_loss and z is not None else None
+        accuracy = ((found.argmax == labels) & mask).float() if self.return_token_accuracy else None
+        if self.reduction != "none":
+            z_loss = None if z_loss is None else self.total(z_loss)
+            accuracy = None if accuracy is None else self.total(accuracy) / self.total(mask).clamp(min=1)
+        predicted = torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None
+        return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
+
+    def _many_heads(
+        self, lin_weight: Any, _input: Any, target: Any, bias: Any, num_items_in_batch: Any, token_weights: Any
+    ) -> tuple[Any, ManyHeadsMetrics]:
+        """The loss of K heads, and their metrics."""
+        given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": self.shift}
+        others = {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
+        count = count_targets(**given, **others, head_weights=self.head_weights)
+        labels = shift_each(target, self.shift, count, self.ignore_index)
+        hidden, layers, biases, weights, numbers = (
+            one_each(value, count) for value in (_input, lin_weight, bias, token_weights, num_items_in_batch)
+        )
+        heads = heads_of(layers, biases, self.transform)
+        weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
+        masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
+        (statistics, metrics), options = self._names(), self.options
+        if self.spans_ranks:
+            query = Query(tuple(statistics), tuple(metrics), token_loss=self._token_loss)
+            Targets.of(hidden, heads, labels, options).check(query)
+            self.agree(numbers, labels[0].device)
+        for part, mask, own, number in zip(labels, masks, weights, numbers, strict=True):
+            items = None if number is None else checked_items(number, part.device)
+            targets.append(_Target(part, mask, self._denominators(part, items, own), own))
+        class_weight = self.ce_weight if self.label_smoothing else None
+        scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
+        if self.reduction == "none":
+            found = linear_statistics(
+                hidden, heads, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
+            )
+            terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
+            loss: Any = [scale * (ce + z) for scale, (ce, z) in zip(scales, terms, strict=True)]
+        else:
+            loss, found = linear_token_loss(
+                hidden,
+                heads,
+                labels,
+                self._token_loss,
+                statistics,
+                metrics=metrics,
+                token_inputs=self._token_inputs(targets, scales, heads[0].weight.dtype),
+                class_weight=class_weight,
+                options=options,
+            )
+            loss = loss if self.group is None else self.total(loss)
+            terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
+        return loss, self._metrics(found, targets, [(ce.detach(), z.detach()) for ce, z in terms])
+
+    def _token_inputs(
+        self, targets: Sequence[_Target], scales: Sequence[float], dtype: torch.dtype
+    ) -> dict[str, list[Tensor]]:
+        """What :meth:`_token_loss` gets of each target, one value per token."""
+        dtype, weights = torch.promote_types(dtype, torch.float32), []
+        for (labels, _, _, own), scale in zip(targets, scales, strict=True):
+            weight = torch.full((), scale, dtype=dtype, device=labels.device)
+            weights.append((weight if own is None else weight * own).expand(labels.shape))
+        inputs = {"token_weights": weights}
+        for name, i in (("ce_total", 0), ("z_total", 1)):
+            if i == 0 or self.ce_weight is not None:  # else they are the same
+                inputs[name] = [target.totals[i].to(dtype).expand(target.labels.shape) for target in targets]
+        return inputs
+
+    def _token_loss(
+        self,
+        values: Statistics,
+        active: Tensor,
+        token_weights: Tensor,
+        ce_total: Tensor,
+        z_total: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        totals = ce_total, ce_total if z_total is None else z_total
+        ce, z, derivatives = self._terms(values, active, totals, token_weights)
+        return ce + z, derivatives
+
+    def _target_terms(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
+        labels, mask, totals, own = target
+        ce, z, _ = self._terms(values, labels.where(mask, 0), totals, own)
+        return torch.where(mask, ce, 0.0), torch.where(mask, z, 0.0)
+
+    def _metrics(
+        self, found: Sequence[Statistics], targets: Sequence[_Target], terms: Sequence[tuple[Tensor, Tensor]]
+    ) -> ManyHeadsMetrics:
+        """Sums over each target's tokens, and over the ranks of :attr:`group` (which do not share tokens)."""
+        spans_ranks = self.spans_ranks
+
+        def sums(values: Sequence[Tensor]) -> Tensor:
+            stacked = torch.stack([value.sum() for value in values])
+            return sum_over_group(self.group, stacked)[0] if spans_ranks else stacked
+
+        accuracy = predicted = None
+        if self.return_token_accuracy:
+            correct = [(f.argmax == t.labels) & t.mask for f, t in zip(found, targets, strict=True)]
+            accuracy = sums(correct).float() / sums([target.mask for target in targets]).clamp(min=1)
+        if self.return_predicted_tokens:
+            predicted = [torch.where(t.mask, f.argmax, -1) for f, t in zip(found, targets, strict=True)]
+        z_losses = sums([z for _, z in terms]) if self.return_z_loss else None
+        return ManyHeadsMetrics(sums([ce + z for ce, z in terms]), z_losses, accuracy, predicted)
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """The statistics that the loss reads, and further ones."""
+        read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
+        also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
+        statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
+        return statistics, metrics
+
+    def _checked_weights(
+        self, head: Head, labels: Tensor, num_items_in_batch: Any, token_weights: Any
+    ) -> Tensor | None:
+        """The token weights in fp32 or fp64, once these, the class weights and the number of items fit."""
+        if self.ce_weight is not None:
+            check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
+        if num_items_in_batch is not None and self.reduction != "mean":
+            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
+        if token_weights is None:
+            return None
+        check_tensor("token_weights", token_weights)
+        if token_weights.shape != labels.shape:
+            expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
+            raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
+        check_device(head.weight, token_weights=token_weights)
+        return token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+
+    def _terms(
+        self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
+    ) -> CrossEntropyTerms:
+        """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
+        ce_scale, z_scale = (values.logp.new_ones(()) / total for total in totals)
+        scales = [] if token_weights is None else [token_weights]
+        if self.use_token_scaling:
+            scales.append(values.logp.detach().exp())
+        for scale in scales:
+            ce_scale, z_scale = ce_scale * scale, z_scale * scale
+        return cross_entropy(
+            values.logp,
+            mean_logps=values.mean_logp,
+            lse=values.lse,
+            label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            ce_scale=ce_scale,
+            z_scale=z_scale,
+        )
+
+    def _denominators(
+        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What cross-entropy and z-loss are divided by: known before any logit."""
+        if self.reduction != "mean":
+            one = torch.ones((), device=labels.device)
+            return one, one
+        if items is not None:
+            ce_total = z_total = items
+        else:
+            mask = labels != self.ignore_index
+            weights = mask.float() if token_weights is None else token_weights * mask
+            ce_total = z_total = weights.sum()
+            if self.ce_weight is not None:
+                # The engine reports labels outside the vocabulary.
+                classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
+                ce_total = (weights * self.ce_weight[classes]).sum()
+            if self.group is not None:
+                ce_total, z_total = self.total(ce_total), self.total(z_total)
+        z_total = torch.where(z_total == 0, 1.0, z_total)
+        return (z_total if self.ce_weight is None else torch.where(ce_total == 0, 1.0, ce_total)), z_total

@@ -1,0 +1,283 @@
+"""DPO and its variants. B pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...chunked.engine import Statistics
+from ...chunked.engine.checks import check_names, check_range
+from ...chunked.losses.base import MAX_EXPONENT, sequence_logps, wide_dtype
+from ...chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
+
+
+@dataclass(frozen=True)
+class DPOOptions:
+    """The options of DPO's losses; see :class:`LigerFusedLinearDPOLoss`."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    loss_type: str | Sequence[str] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 1.0
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        """One or several names."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    def __post_init__(self) -> None:
+        types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
+        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_names(types or ("",), DPO_LOSSES, "loss_type")
+        if weights is not None and len(weights) != len(types):
+            raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
+        check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
+        if self.f_divergence_type != "reverse_kl":
+            check_names(types, _MARGIN_LOSSES, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
+        check_range("label_smoothing", smoothing, 0.0, 1.0)
+        if "robust" in types and smoothing >= 0.5:
+            raise ValueError(f"label_smoothing must be below 0.5 for loss_type='robust', got {smoothing!r}.")
+        if "exo_pair" in types and not 0 < smoothing < 1:
+            message = "label_smoothing must be above 0 for loss_type='exo_pair' (its paper recommends 1e-3)"
+            raise ValueError(f"{message}, got {smoothing!r}.")
+        check_range("discopop_tau", self.discopop_tau, 0.0, math.inf, open_low=True)
+
+
+def _exo_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """``KL([s, 1 - s] || [1 - e, e])``, ``s = sigmoid(beta * margin)``: EXO (arXiv:2402.00856, eq. 16)."""
+    log_s, log_not_s, e = F.logsigmoid(o.beta * margin), F.logsigmoid(-o.beta * margin), o.label_smoothing
+    return log_s.exp() * (log_s - math.log1p(-e)) + log_not_s.exp() * (log_not_s - math.log(e))
+
+
+def _nca_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """``-log s(r_w) - 1/2 log s(-r_w) - 1/2 log s(-r_l)``: NCA (arXiv:2402.05369)."""
+    chosen, rejected = o.beta * pairs.chosen_logratios, o.beta * pairs.rejected_logratios
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _robust(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """Unbiased under a share ``e`` of flipped labels: robust DPO (arXiv:2403.00409)."""
+    x, e = o.beta * margin, o.label_smoothing
+    return (-(1 - e) * F.logsigmoid(x) + e * F.logsigmoid(-x)) / (1 - 2 * e)
+
+
+def _sppo_hard(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """``(logratio_w - 1 / (2 beta))^2 + (logratio_l + 1 / (2 beta))^2``: SPPO (arXiv:2405.00675, eq. 4.7, P = 1, 0)."""
+    half = 0.5 / o.beta
+    return (pairs.chosen_logratios - half).square() + (pairs.rejected_logratios + half).square()
+
+
+def _aot(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """DPO on the batch's sorted margins of policy and reference: AOT, paired (arXiv:2406.05882)."""
+    policy = (pairs.chosen_logps - pairs.rejected_logps).sort().values
+    reference = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).sort().values
+    return smoothed(o.beta * (policy - reference), o.label_smoothing)
+
+
+def _aot_unpaired(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """DPO on the batch's sorted log-ratios of chosen and rejected: AOT, unpaired (arXiv:2406.05882)."""
+    margin = pairs.chosen_logratios.sort().values - pairs.rejected_logratios.sort().values
+    return smoothed(o.beta * margin, o.label_smoothing)
+
+
+def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """``(1 - m) * -log s(x) + m * exp(-x)``, ``m = s(x / tau)``: DiscoPOP (arXiv:2406.08414, eq. 5)."""
+    x = o.beta * margin
+    # exp(-x) overflows where m vanishes, so their product is computed in the exponent.
+    return -F.logsigmoid(x) * torch.sigmoid(-x / o.discopop_tau) + torch.exp(F.logsigmoid(x / o.discopop_tau) - x)
+
+
+#: ``[B]`` losses from pairs, the margin of their log-ratios (or of another divergence's scores), and options. ``s`` is
+#: the sigmoid, ``r`` is ``beta * logratio``.
+DPO_LOSSES: dict[str, Callable[[Pairs, Tensor, DPOOptions], Tensor]] = {
+    # -log s(beta * margin): DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; on per-token scores Tulu 3 (arXiv:2411.15124)
+    "sigmoid": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
+    "sigmoid_norm": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
+    # max(0, 1 - beta * margin): SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657)
+    "hinge": lambda pairs, margin, o: torch.relu(1 - o.beta * margin),
+    # (margin per token - 1 / (2 beta))^2: IPO (arXiv:2310.12036, eq. 17), beta being its tau
+    "ipo": lambda pairs, margin, o: (margin - 1 / (2 * o.beta)).square(),
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    # -log s(r_w) - log s(-r_l): BCO's paired form (arXiv:2404.04656)
+    "bco_pair": lambda pairs, margin, o: (
+        -F.logsigmoid(o.beta * pairs.chosen_logratios) - F.logsigmoid(-o.beta * pairs.rejected_logratios)
+    ),
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    # 1 - s(r_w) + s(r_l): APO-zero (arXiv:2408.06266, eq. 7)
+    "apo_zero": lambda pairs, margin, o: (
+        torch.sigmoid(-o.beta * pairs.chosen_logratios) + torch.sigmoid(o.beta * pairs.rejected_logratios)
+    ),
+    # s(r_w) + 1 - s(r_w - r_l): APO-down (arXiv:2408.06266, eq. 8)
+    "apo_down": lambda pairs, margin, o: (
+        torch.sigmoid(o.beta * pairs.chosen_logratios) + torch.sigmoid(-o.beta * margin)
+    ),
+    "discopop": _discopop,
+    # the mean negative log-likelihood of the chosen tokens, once per pair
+    "sft": lambda pairs, margin, o: pairs.chosen_nll.expand_as(pairs.chosen_logps),
+}
+#: The losses of the margin alone, for which an f-divergence other than reverse KL is defined.
+_MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+#: The losses whose margin is of scores divided by completions' lengths.
+_PER_TOKEN = {"sigmoid_norm", "ipo"}
+
+#: Scores: ``f'(t)`` of each divergence at ``t = exp(logratio)`` (f-DPO, arXiv:2309.16240, table 1), up to a constant.
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda u, alpha: u,
+    "forward_kl": lambda u, alpha: -torch.expm1((-u).clamp(max=MAX_EXPONENT)),
+    "js_divergence": lambda u, alpha: F.logsigmoid(u) + math.log(2),
+    "alpha_divergence": lambda u, alpha: (
+        u if abs(alpha - 1) < 1e-6 else torch.expm1(((alpha - 1) * u).clamp(max=MAX_EXPONENT)) / (alpha - 1)
+    ),
+}
+
+
+def dpo_loss(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    *,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    chosen_nll: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """DPO or one of its variants, ``[B]``: ``sum_i loss_weights_i * DPO_LOSSES[loss_type_i]``.
+
+    The default is ``-log sigmoid(beta * ((logp_w - ref_w) - (logp_l - ref_l)))`` (arXiv:2305.18290, eq. 7); each entry
+    of :data:`DPO_LOSSES` has its formula and source.
+
+    Args:
+        chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion.
+        ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; zeros without a reference.
+        chosen_lengths, rejected_lengths: ``[B]``, numbers of tokens, for ``ipo`` and ``sigmoid_norm``.
+        chosen_nll: 0-dim, mean negative log-likelihood of the chosen tokens, for ``sft``.
+        options: ``beta=0.1``, ``loss_type="sigmoid"`` (or several names), ``loss_weights``, ``label_smoothing=0.0``,
+            ``discopop_tau=0.05``, ``f_divergence_type="reverse_kl"``, ``f_alpha_divergence_coef=1.0``: see
+            :class:`LigerFusedLinearDPOLoss`.
+
+    Raises:
+        TypeError, ValueError: an option out of its range, or lengths or a likelihood that are missing.
+    """
+    o = DPOOptions(**options)
+    if _PER_TOKEN & {*o.loss_types} and (chosen_lengths is None or rejected_lengths is None):
+        raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
+    if "sft" in o.loss_types and chosen_nll is None:
+        raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
+    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    return _losses(Pairs(*logps, chosen_lengths, rejected_lengths, chosen_nll), o)  # type: ignore[arg-type]
+
+
+def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
+    """:func:`dpo_loss` of checked options."""
+    logratios, alpha = (pairs.chosen_logratios, pairs.rejected_logratios), o.f_alpha_divergence_coef
+    chosen, rejected = (F_DIVERGENCES[o.f_divergence_type](u, alpha) for u in logratios)
+    terms = []
+    weights = [1.0] * len(o.loss_types) if o.loss_weights is None else o.loss_weights
+    for name, weight in zip(o.loss_types, weights, strict=True):
+        margin = chosen - rejected
+        if name in _PER_TOKEN:
+            margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
+        terms.append(weight * DPO_LOSSES[name](pairs, margin, o))
+    return torch.stack(terms).sum(0)
+
+
+class LigerFusedLinearDPOLoss(PreferenceLoss):
+    """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
+
+    Args:
+        ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size, options: as
+            in :class:`PreferenceLoss`.
+        loss_type: a name from :data:`DPO_LOSSES`, or several.
+        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1]; ``robust`` needs less
+            than 0.5, ``exo_pair`` more than 0. Read by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``,
+            ``aot`` and ``aot_unpaired``; the others' papers have none.
+        discopop_tau: temperature of DiscoPOP's mixture (> 0).
+        loss_weights: one per ``loss_type``; 1 by default.
+        f_divergence_type: a name from :data:`F_DIVERGENCES`; ``reverse_kl`` unless the loss is of the margin alone.
+        f_alpha_divergence_coef: alpha of ``alpha_divergence``.
+        ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
+        use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = False,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int | None = None,
+        loss_type: str | Sequence[str] = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        *,
+        loss_weights: Sequence[float] | None = None,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 1.0,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        **options: Any,
+    ) -> None:
+        self.loss_type, self.loss_weights = loss_type, loss_weights
+        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
+        self.f_divergence_type, self.f_alpha_divergence_coef = f_divergence_type, f_alpha_divergence_coef
+        self.ld_alpha, self.use_weighting = ld_alpha, use_weighting
+        shared = (ignore_index, beta, alpha, compute_nll_loss, average_log_prob, use_ref_model, chunk_size, compiled)
+        super().__init__(*shared, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        types = {*self.loss_options.loss_types}
+        if self.ld_alpha is not None:
+            check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
+        if self.use_weighting and {"aot", "aot_unpaired"} & types:
+            raise ValueError("use_weighting is not defined for 'aot' and 'aot_unpaired', which sort away the pairs.")
+        if self.average_log_prob and _PER_TOKEN & types:
+            raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: average_log_prob=True would do it twice.")
+
+    @property
+    def reads_order(self) -> str | None:
+        return None if self.ld_alpha is None else "ld_alpha"
+
+    @property
+    def loss_options(self) -> DPOOptions:
+        """The options of :func:`dpo_loss`."""
+        return self.attributes_as(DPOOptions)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
+
+    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """LD-DPO's (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
+        if self.ld_alpha is None:
+            return super().token_weights(masks)
+        dtype, device = wide_dtype(masks[0].device), masks[0].device
+        alpha = torch.full((), self.ld_alpha, dtype=dtype, device=device)
+        shared = torch.minimum(masks[0].sum(-1), masks[1].sum(-1))[:, None]
+        return [torch.where(mask.cumsum(-1) <= shared, 1.0, alpha) for mask in masks]
+
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        return _losses(pairs, self.loss_options)
+
+    def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
+        if not self.use_weighting:
+            return None
+        log_weights = statistics.logp - statistics.log_sum_sq_probs
+        return sequence_logps(log_weights, mask, average=True, group=self.group).exp()

@@ -1,0 +1,123 @@
+"""MiniLLM: policy-gradient distillation of completions that the student wrote. B completions, T tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
+from ...chunked.engine.checks import check_range, check_tensor
+from ...chunked.losses.base import MAX_EXPONENT, operator
+from ...chunked.losses.call_forms import AnyHead
+from ...chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from ...kernels.divergence_forms import Divergence
+from ...kernels.tracing import state
+
+
+class LigerFusedLinearMiniLLMLoss(DistillationLoss):
+    """MiniLLM's gradient of the reverse KL over whole completions that the student wrote, token by token.
+
+    With ``r_t = log q(y_t) - log p(y_t)``, per token and averaged over all of them::
+
+        KL(p_t || q_t) - w_t R_t log p(y_t),    R_t = sum_{u > t} gamma^(u - t - 1) r_u  (/ number of those tokens)
+
+    The first term is exact over the vocabulary (the paper's single-step part, eq. 4); the second is a policy gradient
+    whose advantage is the return of later tokens (eq. 3 and 5). ``w`` is the importance ratio of completions that an
+    older policy, or a mixture with the teacher, wrote. Gu et al. 2024, arXiv:2306.08543, section 2.2.
+
+    Args:
+        gamma: discount of later tokens, in [0, 1].
+        length_normalization: divide by the number of later tokens, so that short completions are not preferred.
+        single_step: whether to include the first term.
+        options: as in :class:`DistillationLoss`, without divergence and weights; the temperature must be 1.
+    """
+
+    def __init__(
+        self, gamma: float = 1.0, length_normalization: bool = True, single_step: bool = True, **options: Any
+    ) -> None:
+        self.gamma, self.length_normalization, self.single_step = gamma, length_normalization, single_step
+        super().__init__(Divergence.reverse_kl(), 0.0, 1.0, **options)
+
+    def check_options(self) -> None:
+        check_range("gamma", self.gamma, 0.0, 1.0)
+        super().check_options()
+        if self.temperature != 1.0:
+            raise ValueError("MiniLLM's rewards are of the distribution that wrote the completions: temperature 1.")
+        if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
+            raise ValueError("MiniLLM has no cross-entropy: weight_hard_loss and weight_soft_loss are 0 and 1.")
+
+    @property
+    def reads_order(self) -> str | None:
+        return "MiniLLM's sum of later tokens' rewards"
+
+    @operator
+    def forward(  # type: ignore[override]
+        self,
+        weight: AnyHead,
+        hidden_states: Tensor,
+        labels: Tensor,
+        teacher: Teacher,
+        bias: Tensor | None = None,
+        *,
+        old_logps: Tensor | None = None,
+    ) -> tuple[Tensor, DistillationMetrics]:
+        """The loss of completions ``[B, T]``; arguments as in :meth:`DistillationLoss.forward`'s first form.
+
+        Args:
+            old_logps: ``[B, T]``, log-probabilities under what wrote the completions; the student itself by default.
+
+        Returns:
+            The loss, and metrics: the mean exact divergence and the mean negative log-probability.
+        """
+        labels = self.labels(labels)
+        if labels.dim() != 2:
+            raise ValueError(f"MiniLLM's rewards run along completions: labels are {tuple(labels.shape)}, not [B, T].")
+        if not isinstance(teacher, Teacher):
+            raise TypeError(f"MiniLLM takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
+        head = Head.of(weight, bias, self.transform)
+        teacher.check(labels.shape, head)
+        if old_logps is not None:
+            check_tensor("old_logps", old_logps)
+            if old_logps.shape != labels.shape:
+                raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
+        size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
+        tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
+        with torch.no_grad():
+            (student,) = linear_statistics([hidden_states], head, tokens, options=self.options)
+            (found,) = linear_statistics([teacher.hidden_states], teacher.head, tokens, options=self.options)
+            logps, rewards = student.logp, torch.where(mask, found.logp - student.logp, 0.0)
+            later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
+            if old_logps is not None:
+                later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=MAX_EXPONENT).exp()
+            per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
+        which, weights = (
+            self.divergence,
+            {"divergence": per_token * float(self.single_step), "logp": -per_token * later},
+        )
+        loss, statistics = linear_divergence_loss(
+            hidden_states, head, tokens, teacher, which, weights, options=self.options
+        )
+        means = ((per_token * statistics.divergence).sum(), -(per_token * statistics.logp).sum())
+        return loss, DistillationMetrics(*means)
+
+
+def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_normalization: bool = True) -> Tensor:
+    """``R_t = sum_{u > t} gamma^(u - t - 1) r_u``, 0 for the last token (MiniLLM, arXiv:2306.08543, eq. 5).
+
+    Args:
+        rewards, mask: ``[B, T]``: ``log q - log p`` of each token, 0 where the mask (bool) is false.
+        gamma: discount.
+        length_normalization: whether to divide by the number of later tokens.
+    """
+    # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
+    out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1
+    while not state.shapes_only and length < rewards.shape[1]:
+        shifted = torch.zeros_like(out)
+        shifted[:, :-length] = out[:, length:]
+        out, length = out + gamma**length * shifted, 2 * length
+    if length_normalization:
+        after = mask.flip(1).cumsum(1).flip(1) - mask.long()
+        out = out / after.clamp(min=1)
+    return out

@@ -1,0 +1,338 @@
+"""The GRPO family on the output of ``lm_head``. B completions, T tokens of the longest."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
+from ...chunked.engine.call import Query
+from ...chunked.engine.checks import check_device, check_range, check_tensor
+from ...chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
+from ...chunked.losses import policy_objectives as objectives
+from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
+from ...chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
+from ...chunked.losses.context_parallel import check_call
+from ...chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
+from ...kernels.tracing import changes_state
+
+
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that rises while entropy is at or below a target (arXiv:2505.22312).
+
+    Args:
+        coef: the initial coefficient.
+        target: nats per token.
+        low, high: bounds of the coefficient.
+        delta: what it changes by at every :meth:`step`.
+    """
+
+    def __init__(
+        self, coef: float = 0.0, *, target: float, low: float = 0.0, high: float = 1.0, delta: float = 0.005
+    ) -> None:
+        for name, value in {"coef": coef, "target": target, "low": low, "delta": delta}.items():
+            check_range(name, value, 0.0, math.inf)
+        check_range("high", high, low, math.inf)
+        self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
+        self.last_entropy = math.inf
+        self._window = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs; the loss that holds this saves it with its own."""
+        return {"value": self.value, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.value, self.last_entropy = state["value"], state["last_entropy"]
+
+    @property
+    def coef(self) -> float:
+        """The coefficient for the next batches: 0 while entropy is above the target, or not known yet."""
+        return self.value if self.last_entropy <= self.target else 0.0
+
+    def observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
+        """Add a batch to the window since the last step."""
+        batch = torch.stack([entropy_sum.detach().float(), tokens.float()])
+        self._window = self._window.to(batch.device) + batch
+
+    def step(self) -> None:
+        """Update the coefficient from the window's mean entropy over all processes; call it after optimizer steps."""
+        # All processes take part, including those without a batch.
+        total, tokens = sum_over_processes(self._window).tolist()
+        self._window = torch.zeros_like(self._window)
+        if not tokens:
+            return
+        self.last_entropy = total / tokens
+        change = self.delta if self.last_entropy <= self.target else -self.delta
+        self.value = min(max(self.value + change, self.low), self.high)
+
+
+class PolicyMetrics(NamedTuple):
+    """Means over completion tokens, detached, in liger-kernel's order."""
+
+    kl: Tensor
+    clip_ratio: Tensor
+
+
+class PolicyMetricsWithoutKL(NamedTuple):
+    """:class:`PolicyMetrics` for ``beta=0``."""
+
+    clip_ratio: Tensor
+
+
+class LigerFusedLinearGRPOLoss(CompletionLoss):
+    """GRPO and its variants: :func:`grpo_loss`, less ``entropy_coef * mean entropy``.
+
+    Losses in which every token's term depends on that token alone run in one pass. Ratios of whole completions,
+    ``vespo``, and masks by entropy or by divergence take two, as they need all of a completion's tokens first.
+
+    Args:
+        beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
+        temperature: what logits are divided by.
+        top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
+            objective and an entropy bonus (arXiv:2506.01939).
+        entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
+        compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int | None = None,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        *,
+        top_entropy_quantile: float = 1.0,
+        off_policy_mask_threshold: float | None = None,
+        entropy_coef: float | AdaptiveEntropy = 0.0,
+        **options: Any,
+    ) -> None:
+        self.loss_type, self.max_completion_length = loss_type, max_completion_length
+        self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
+        self.importance_sampling_level, self.use_bias_correction_kl = importance_sampling_level, use_bias_correction_kl
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
+        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
+        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+        self.top_entropy_quantile, self.off_policy_mask_threshold = top_entropy_quantile, off_policy_mask_threshold
+        self.entropy_coef = entropy_coef
+        self.beta, self.use_ref_model, self.compiled = beta, use_ref_model, compiled
+        super().__init__(chunk_size=chunk_size, temperature=temperature, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.attributes_as(PolicyOptions)  # checks itself
+        if self.shift:
+            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift.")
+        if self.ignore_index >= 0:
+            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
+        check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
+        if not isinstance(self.entropy_coef, AdaptiveEntropy):
+            check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
+
+    @property
+    def needs_reference(self) -> str | None:
+        why = f"beta={self.beta} (unlike beta=0.0) weighs the divergence from a reference"
+        return why if self.beta and self.use_ref_model else None
+
+    def get_extra_state(self) -> dict[str, float]:
+        """The adaptive coefficient's state, for :meth:`torch.nn.Module.state_dict`."""
+        return self.entropy_coef.state_dict() if isinstance(self.entropy_coef, AdaptiveEntropy) else {}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        """Load the adaptive coefficient's state, for :meth:`torch.nn.Module.load_state_dict`."""
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
+            self.entropy_coef.load_state_dict(state)
+
+    @operator
+    def forward(  # type: ignore[override]
+        self,
+        _input: Tensor,
+        lin_weight: AnyHead,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: AnyHead | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        *,
+        sampling_per_token_logps: Tensor | None = None,
+        support: TokenSupport | None = None,
+        temperature: Tensor | None = None,
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
+        """The loss of completions.
+
+        Args:
+            _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
+            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
+            selected_token_ids: ``[B, T]`` int64, the completions.
+            attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values never matter.
+            advantages: ``[B]``, or per token ``[B, T]``.
+            ref_input, ref_weight, ref_bias: the reference's hidden states and ``lm_head``, for ``ref_per_token_logps``.
+            ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
+                ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
+                :func:`grpo_loss`.
+            support: the columns of the vocabulary that the sampler kept for each token. Log-probabilities and entropies
+                of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; those that
+                are given should be too.
+            temperature: ``[B, T]``, what the logits of each token are divided by, policy's and reference's alike, in
+                place of the loss's own ``temperature``, which is then 1.
+
+        Returns:
+            The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
+        """
+        transform = self.transform_at(temperature)
+        head = Head.of(lin_weight, bias, transform)
+        mask = self._active(head, _input, selected_token_ids, attention_mask)
+        if ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
+            ref_input = None
+        objectives.per_token("ref_per_token_logps", ref_per_token_logps, mask)  # checked before any work
+        labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
+        refs = None if ref_input is None else [ref_input]
+        if support is not None and self.group is not None:
+            raise ValueError("support= takes whole completions, not the slices of a loss with group=; leave one out.")
+        batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
+        batch = self.prepare(batch, ref_weight, ref_bias, transform)
+        options = self.options
+        if support is not None:  # before the reference runs
+            check_support_head(head)
+        # Over kept columns no tokens are selected, for which the host would wait.
+        tokens: Any = batch.select(options) if support is None else None
+        if self.group is not None:
+            check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
+
+        def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
+            if support is None:
+                return linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)[0]
+            names = tuple(dict.fromkeys((*names, *metrics)))
+            return linear_support_statistics(hidden, head, labels, support, names, options, whole=linear_statistics)
+
+        if self.beta and support is not None and ref_input is not None:
+            assert batch.ref_head is not None
+            with torch.no_grad(), naming_the_reference():
+                ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
+        elif self.beta:
+            (ref_per_token_logps,) = batch.reference_logps(tokens, options)
+        others = {
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "sampling_per_token_logps": sampling_per_token_logps,
+            "vllm_is_ratio": vllm_is_ratio,
+        }
+        policy_options = self.attributes_as(PolicyOptions)
+        inputs = PolicyInputs(
+            policy_options,
+            mask,
+            advantages,
+            others,
+            num_items_in_batch,
+            self.group,
+            head.vocabulary_ranks,
+            None if self.group is None else self.common_options,
+        )
+        if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
+            loss, logps = self._one_pass(head, _input, tokens, inputs, options)
+        else:
+            loss, logps = self._two_passes(head, _input, inputs, statistics)
+        # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
+        clip_ratio, ratio = clip_fraction(logps, inputs)
+        if not self.beta:
+            return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
+        kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps)
+        kl = kl * ratio if self.use_bias_correction_kl else kl
+        kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.tokens.clamp(min=1)
+        return loss.float(), PolicyMetrics(kl, clip_ratio)
+
+    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The mask ``[B, T]`` as bool, if everything fits."""
+        check_tensor("_input", hidden, allow_dtensor=True)
+        for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
+            check_tensor(name, value)
+        if token_ids.dim() != 2 or token_ids.shape != hidden.shape[:-1]:
+            raise ValueError(
+                "selected_token_ids must be [batch, tokens], one row per completion, as labels must have one entry per "
+                f"hidden state: got {tuple(token_ids.shape)} for hidden states {tuple(hidden.shape)}."
+            )
+        if attention_mask.shape != token_ids.shape:
+            raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
+        check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
+        # ignore_index is no token, whatever the mask says.
+        return (attention_mask != 0) & (token_ids != self.ignore_index)
+
+    @property
+    def _coef(self) -> float | None:
+        """The weight of the entropy bonus; ``None`` for losses without one."""
+        return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The statistics that the loss reads, and further ones."""
+        names = ("logp",) if self._coef is None else ("logp", "entropy")
+        return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
+
+    def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training and changes_state():
+            self.entropy_coef.observe(entropy_sum, tokens)
+
+    def _one_pass(
+        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
+        coef, (names, _) = self._coef, self._names()
+        entropy_weight = None if coef is None else coef / inputs.tokens.clamp(min=1)
+
+        def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
+            log_ratio = s.logp - given.get("old", s.logp.detach())
+            terms = policy_terms(log_ratio, s.logp, advantages, given.get("ref"), given.get("is_ratio"), inputs.options)
+            return weights * terms if entropy_weight is None else weights * terms - entropy_weight * s.entropy
+
+        optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
+        token_inputs = {name: value for name, value in optional.items() if value is not None}
+        token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
+        loss, found = linear_token_loss(
+            hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
+        )
+        if coef is not None:
+            self._observe(found.entropy.sum(), inputs.mask.sum())
+        if self.group is not None:
+            loss = self.total(loss)
+        return loss, found.logp
+
+    def _two_passes(
+        self, head: Head, hidden: Tensor, inputs: PolicyInputs, statistics: Callable[..., Statistics]
+    ) -> tuple[Tensor, Tensor]:
+        """The same from all tokens' statistics."""
+        coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
+        found = statistics(hidden, head, *self._names())
+        if share < 1.0:
+            acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=head.vocabulary_ranks)
+        loss = objectives.coupled_loss(found.logp, inputs, acting)
+        if coef is not None:
+            total, count = (found.entropy * acting).sum(), acting.sum()
+            self._observe(total, count)
+            loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
+        return loss, found.logp.detach()

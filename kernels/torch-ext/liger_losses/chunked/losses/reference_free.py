@@ -1,0 +1,220 @@
+"""Preference losses without a reference model: CPO, SimPO, ORPO. B pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...chunked.engine.checks import check_names, check_range
+from ...chunked.losses.base import MAX_EXPONENT
+from ...chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, smoothed
+
+# For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
+_MIN_SURPRISE = 2.0**-23
+
+
+def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
+    """AlphaPO's reward ``(1 - p^-a) / a`` of ``log p`` ``[B]`` (arXiv:2501.03884); ``log p`` itself for ``a = 0``."""
+    a = reward_alpha
+    return logps if a == 0 else -torch.expm1((-a * logps).clamp(max=MAX_EXPONENT)) / a
+
+
+#: ``[B]`` losses from (margin of the rewards, beta, label smoothing, gamma); formulas at :func:`cpo_loss`.
+_CPO_LOSSES: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
+    "sigmoid": lambda margin, beta, smoothing, gamma: smoothed(beta * margin, smoothing),
+    "hinge": lambda margin, beta, smoothing, gamma: torch.relu(1 - beta * margin),
+    "ipo": lambda margin, beta, smoothing, gamma: (margin - 1 / (2 * beta)).square(),
+    "simpo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
+    "alphapo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
+}
+
+
+def cpo_loss(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    gamma: float = 0.5,
+    reward_alpha: float = 0.0,
+) -> Tensor:
+    """CPO or one of its variants, ``[B]``, without the likelihood that is usually added.
+
+    With ``r`` the log-probabilities, or AlphaPO's reward ``(1 - p^-a) / a`` for ``a = reward_alpha`` other than 0::
+
+        sigmoid          -log sigmoid(beta (r_w - r_l))             CPO, arXiv:2401.08417, eq. 3
+        hinge            max(0, 1 - beta (r_w - r_l))               SLiC, arXiv:2305.10425
+        ipo              (r_w - r_l - 1 / (2 beta))^2               IPO, arXiv:2310.12036, eq. 17
+        simpo, alphapo   -log sigmoid(beta (r_w - r_l) - gamma)     arXiv:2405.14734, eq. 6; arXiv:2501.03884
+
+    Args:
+        chosen_logps, rejected_logps: ``[B]``: sums over tokens for ``sigmoid`` and ``hinge``, means for the others.
+        beta, label_smoothing, gamma: as in the formulas; label smoothing for ``sigmoid``, ``simpo`` and ``alphapo``.
+    """
+    check_names([loss_type], _CPO_LOSSES, "loss_type")
+    margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
+    return _CPO_LOSSES[loss_type](margin, beta, label_smoothing, gamma)
+
+
+def simpo_loss(
+    chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
+) -> Tensor:
+    """SimPO, ``[B]``: ``-log sigmoid(beta (logp_w - logp_l) - gamma)`` (arXiv:2405.14734, eq. 6).
+
+    Args:
+        chosen_logps, rejected_logps: ``[B]``, means over tokens.
+    """
+    return _CPO_LOSSES["simpo"](chosen_logps - rejected_logps, beta, label_smoothing, gamma)
+
+
+def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
+    """ORPO's odds-ratio term, ``[B]``: ``-beta log sigmoid(log odds_w - log odds_l)``, ``odds = p / (1 - p)``.
+
+    The paper (arXiv:2403.07691, eq. 6 and 7) adds it to the chosen completions' mean negative log-likelihood. Odds are
+    clamped at ``p = exp(-2^-23)``, beyond which fp32 cannot tell p from 1: a completion of probability 1 has log-odds
+    15.9.
+
+    Args:
+        chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
+    """
+    return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
+
+
+def _log_odds(logps: Tensor) -> Tensor:
+    """``log(p / (1 - p))`` of ``log p``, finite up to p = 1."""
+    logps = logps.clamp(max=-_MIN_SURPRISE)
+    return logps - torch.log(-torch.expm1(logps))
+
+
+class LigerFusedLinearCPOLoss(PreferenceLoss):
+    """CPO and its variants: :func:`cpo_loss`, plus the chosen likelihood.
+
+    Args:
+        ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
+        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
+        average_log_prob: average each sequence's log-probabilities; ``None`` for what the variant's paper does (all
+            but ``sigmoid`` and ``hinge`` average).
+        loss_type: ``sigmoid``, ``hinge``, ``ipo``, ``simpo`` or ``alphapo``.
+        gamma: target reward margin of ``simpo`` and ``alphapo``.
+        reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = False,
+        average_log_prob: bool | None = None,
+        chunk_size: int | None = None,
+        *,
+        loss_type: str = "sigmoid",
+        gamma: float = 0.5,
+        reward_alpha: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.loss_type, self.label_smoothing = loss_type, label_smoothing
+        self.gamma, self.reward_alpha = gamma, reward_alpha
+        shared = (ignore_index, beta, alpha, compute_nll_loss, average_log_prob, False, chunk_size, compiled)
+        super().__init__(*shared, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        check_names([self.loss_type], _CPO_LOSSES, "loss_type")
+        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        if self.loss_type == "alphapo" and self.reward_alpha == 0:
+            raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
+
+    @property
+    def averages(self) -> bool:
+        if self.average_log_prob is None:
+            return self.loss_type in ("ipo", "simpo", "alphapo")
+        return self.average_log_prob
+
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        return cpo_loss(
+            pairs.chosen_logps,
+            pairs.rejected_logps,
+            beta=self.beta,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            gamma=self.gamma,
+            reward_alpha=self.reward_alpha,
+        )
+
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        chosen, rejected = (alphapo_reward(x, self.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps))
+        return self.beta * chosen, self.beta * rejected
+
+
+class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
+    """SimPO: :func:`simpo_loss`, plus the chosen likelihood. It is CPO with ``loss_type="simpo"``."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = False,
+        gamma: float = 0.5,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        options |= {"chunk_size": chunk_size, "loss_type": "simpo", "gamma": gamma}
+        super().__init__(ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, **options)
+
+
+class ORPOMetrics(NamedTuple):
+    """:class:`PreferenceMetrics` and two more of ORPO, in liger-kernel's order."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor
+    rejected_logits_mean: Tensor
+    chosen_nll_loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    log_odds_ratio: Tensor
+    log_odds_chosen: Tensor
+
+
+class LigerFusedLinearORPOLoss(PreferenceLoss):
+    """ORPO: :func:`orpo_loss`, plus the chosen completions' mean negative log-likelihood (Hong et al. 2024).
+
+    Args:
+        ignore_index, beta, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        compiled: bool = False,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(ignore_index, beta, 1.0, compute_nll_loss, True, False, chunk_size, compiled, **options)
+
+    def forward(  # type: ignore[override]
+        self, lin_weight: Any, _input: Any, target: Any, bias: Tensor | None = None, nll_target: Tensor | None = None
+    ) -> tuple[Tensor, ORPOMetrics]:
+        """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` in the place of a reference."""
+        return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
+
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        return orpo_loss(pairs.chosen_logps, pairs.rejected_logps, beta=self.beta)
+
+    def result(self, loss: Tensor, pairs: Pairs, metrics: PreferenceMetrics) -> tuple[Tensor, ORPOMetrics]:
+        margin = _log_odds(pairs.chosen_logps.detach()) - _log_odds(pairs.rejected_logps.detach())
+        means = (value.sum().to(loss.dtype) / max(len(margin), 1) for value in (F.logsigmoid(margin), margin))
+        return loss, ORPOMetrics(*metrics, *means)

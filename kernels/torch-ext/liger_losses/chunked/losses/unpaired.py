@@ -1,0 +1,309 @@
+"""Losses on single completions, each marked desirable or not: KTO, APO-zero, BCO. B completions.
+
+All are ``mean_i w_i f(s_i (reward_i - shift))`` with ``reward_i = beta * logratio_i``, and ``s_i = 1`` for desirable
+completions and ``-1`` for undesirable ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...chunked.engine import Head
+from ...chunked.engine.checks import check_names, check_range
+from ...chunked.losses import call_forms
+from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
+from ...chunked.losses.call_forms import AnyHead, CompletionBatch
+from ...chunked.losses.context_parallel import sum_over_group
+from ...kernels.tracing import changes_state
+
+#: ``f`` of each loss, as a function of the margin.
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    # 1 - sigmoid: KTO (arXiv:2402.01306, eq. 7), APO-zero without pairs (arXiv:2408.06266, eq. 7)
+    "kto": lambda margin: torch.sigmoid(-margin),
+    "apo_zero_unpaired": lambda margin: torch.sigmoid(-margin),
+    # binary cross-entropy: BCO (arXiv:2404.04656, eq. 9)
+    "bco": lambda margin: -F.logsigmoid(margin),
+}
+
+
+def unpaired_loss(
+    rewards: Tensor,
+    desirable: Tensor,
+    shift: Tensor | float,
+    *,
+    loss_type: str,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """``w_i f(s_i (reward_i - shift))`` of each completion, ``[B]``, with ``f`` from :data:`LOSSES`.
+
+    Args:
+        rewards: ``[B]``, ``beta * (log p - log p_ref)``.
+        desirable: ``[B]`` bool: ``s = 1`` where true, ``-1`` elsewhere.
+        shift: ``[]`` or ``[B]``, a constant that rewards are compared with.
+        desirable_weight, undesirable_weight: the ``w`` of each kind.
+    """
+    check_names([loss_type], LOSSES, "loss_type")
+    losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
+    return losses * torch.where(desirable, desirable_weight, undesirable_weight)
+
+
+def kto_loss(
+    logps: Tensor,
+    ref_logps: Tensor,
+    desirable: Tensor,
+    kl: Tensor | float = 0.0,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """KTO of each completion: ``w_i (1 - sigmoid(s_i beta (logp_i - ref_i - kl)))`` (arXiv:2402.01306, eq. 7).
+
+    Args:
+        logps, ref_logps: ``[B]``, log-probabilities of completions under policy and reference.
+        kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
+        desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, as is the result.
+    """
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
+
+
+def bco_loss(
+    logps: Tensor, ref_logps: Tensor, desirable: Tensor, shift: Tensor | float = 0.0, *, beta: float = 0.1
+) -> Tensor:
+    """BCO of each completion: ``-log sigmoid(s_i (beta (logp_i - ref_i) - shift))`` (arXiv:2404.04656, eq. 9).
+
+    Arguments and result as in :func:`kto_loss`; ``shift`` is the running mean of the rewards, constant.
+    """
+    return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
+
+
+class UnpairedMetrics(NamedTuple):
+    """Detached sums over completions, in liger-kernel's order; those of logits are over tokens that carry loss."""
+
+    chosen_logps_sum: Tensor
+    rejected_logps_sum: Tensor
+    chosen_logits_sum: Tensor
+    rejected_logits_sum: Tensor
+    chosen_rewards_sum: Tensor
+    rejected_rewards_sum: Tensor
+
+
+def total_and_count(values: Tensor) -> Tensor:
+    """Sum and number of all processes' values (any shape), ``[2]``."""
+    return sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+
+
+def mean_over_processes(values: Tensor) -> Tensor:
+    """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
+    total, count = total_and_count(values)
+    return total / count.clamp(min=1)
+
+
+class UnpairedPreferenceLoss(CompletionLoss):
+    """Base of losses on single completions: the mean of :func:`unpaired_loss`.
+
+    Args:
+        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
+            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+        loss_type: one of :attr:`loss_types`; the first by default.
+        desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
+    """
+
+    metrics = ("mean_logit",)
+    loss_types: tuple[str, ...] = tuple(LOSSES)
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int | None = None,
+        *,
+        loss_type: str | None = None,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self.beta, self.loss_type = beta, self.loss_types[0] if loss_type is None else loss_type
+        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+        self.average_log_prob, self.use_ref_model, self.compiled = average_log_prob, use_ref_model, compiled
+        super().__init__(ignore_index=ignore_index, chunk_size=chunk_size, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_names([self.loss_type], self.loss_types, "loss_type")
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
+
+    def reward_shift(self, rewards: Tensor) -> Tensor | float:
+        """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
+        return 0.0
+
+    @operator
+    def forward(  # type: ignore[override]
+        self,
+        _input: Any,
+        lin_weight: Any,
+        target: Any = None,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: AnyHead | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        *,
+        ref_logps: Tensor | None = None,
+        kl_completions: Any = None,
+        sample_weights: Tensor | None = None,
+    ) -> tuple[Tensor, UnpairedMetrics]:
+        """The loss of completions, in one of three forms.
+
+        - ``loss(weight, desirable, undesirable)``: two :class:`Completions` or ``(hidden_states, labels)`` tuples;
+        - ``loss(weight, completions, preference_labels=...)``: one, and which of them are desirable;
+        - ``loss(hidden_states, weight, labels, bias, preference_labels, ...)``, liger-kernel's: ``[B, T, H]``,
+          ``[V, H]``, ``[B, T]``.
+
+        Args:
+            _input, lin_weight, target, bias: as in these forms and in :meth:`liger_losses.ChunkedLoss.forward`.
+            preference_labels: ``[B]`` bool, true for desirable completions.
+            ref_input, ref_logps: the reference's hidden states, or its log-probabilities (last form).
+            ref_weight, ref_bias: the reference model's ``lm_head``.
+            kl: KTO's KL divergence, one number or ``[B]``, at least 0; 0.0 for none.
+            kl_completions: completions that were put after other prompts, with their reference, to estimate it from.
+            sample_weights: ``[B]``, what completions' losses are multiplied by, desirable ones first if the two kinds
+                were given separately: density ratios of undesirable prompts, for example (BCO's section 4.3).
+
+        Returns:
+            The loss (0-dim, fp32) and :class:`UnpairedMetrics`.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
+        """
+        arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
+        batch, desirable = call_forms.read_unpaired(arguments, preference_labels, bias, self.transform, reference)
+        batch = self.prepare(batch, ref_weight, ref_bias)
+        head, count = batch.head, len(desirable)
+        if self.loss_type == "kto" and (kl is None) == (kl_completions is None):
+            raise ValueError(
+                "KTO compares rewards with the policy's divergence from the reference: give kl_completions= "
+                "(completions put after other prompts, with their reference) or kl= (a number; 0.0 for none), "
+                f"{'one of them' if kl is None else 'not both'}."
+            )
+        if self.loss_type != "kto" and not (kl is None and kl_completions is None):
+            raise ValueError(f"loss_type={self.loss_type!r} has no divergence term: leave out kl and kl_completions.")
+        if sample_weights is not None:
+            call_forms.check_per_completion("sample_weights", sample_weights, count, head)
+        if kl_completions is not None:
+            ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
+            kl = self.divergence(head, kl_completions, None, *ref_head)
+        elif kl is not None:
+            if not isinstance(kl, Tensor):
+                check_range("kl", kl, 0.0, math.inf)
+                kl = torch.full((), kl, dtype=torch.float32, device=head.weight.device)
+            kl = torch.as_tensor(kl, device=head.weight.device).detach()
+            if kl.numel() != 1 and kl.shape != (count,):
+                raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
+            kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
+        groups, _ = self.score(batch, metrics=self.metrics)
+        logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
+        logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
+        if self.group is not None:
+            (logits,) = sum_over_group(self.group, logits)
+        rewards = self.beta * (logps - ref)
+        shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        losses = unpaired_loss(rewards, desirable, shift, loss_type=self.loss_type, **weights)
+        if sample_weights is not None:
+            losses = losses * sample_weights.detach()
+        sums = [
+            torch.where(mask, value.detach(), 0.0).sum().float()
+            for value in (logps, logits, rewards)
+            for mask in (desirable, ~desirable)
+        ]
+        return (losses.sum() / max(count, 1)).float(), UnpairedMetrics(*sums)
+
+    @torch.no_grad()
+    def divergence(
+        self,
+        weight: AnyHead,
+        kl_completions: Any,
+        bias: Tensor | None = None,
+        ref_weight: AnyHead | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> Tensor:
+        """``max(0, mean log-ratio)`` of completions that were put after other prompts, over all processes, 0-dim.
+
+        :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
+        """
+        head, completions = (
+            Head.of(weight, bias, self.transform),
+            call_forms.as_completions(kl_completions, "mismatched"),
+        )
+        batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
+        ((scored,), _) = self.score(batch)
+        return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
+
+
+class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
+    """KTO: the mean of :func:`kto_loss`, without a reference by default (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+    Rewards are compared with an estimate of the policy's KL divergence from the reference: the mean log-ratio of
+    completions that belong to other prompts, over all processes, clamped at 0; a constant for the gradient.
+    ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
+
+    Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
+    """
+
+    loss_types = ("kto", "apo_zero_unpaired")
+
+
+class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
+    """BCO: the mean of ``w_i`` times :func:`bco_loss`, with a reference by default (Jung et al., arXiv:2404.04656).
+
+    ``shift`` is the running mean of the rewards: the mean of each training batch, this one included, over all
+    processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
+    it is not updated. Activation checkpointing around the loss would run it twice and count a batch twice: keep the
+    loss outside.
+    """
+
+    loss_types = ("bco",)
+    running_shift: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(ignore_index, beta, compiled, use_ref_model, *arguments, **options)
+        self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def reward_shift(self, rewards: Tensor) -> Tensor:
+        """The running mean of the rewards, in training with this batch's ``[B]`` counted."""
+        shift, batches = (value.to(rewards.device) for value in (self.running_shift, self.batches))
+        if self.training:
+            total, count = total_and_count(rewards)
+            # A batch without completions, or with a reward that is not finite, does not count.
+            counts = (count > 0) & total.isfinite()
+            batches = batches + counts
+            mean = torch.where(counts, total / count.clamp(min=1), 0.0)
+            shift = torch.where(counts, shift + (mean - shift) / batches.clamp(min=1), shift).float()
+            if changes_state():
+                self.running_shift, self.batches = shift, batches
+        return shift

@@ -1,0 +1,447 @@
+"""Divergences between two softmaxes, and their gradients, from both models' projections.
+
+R rows (tokens), V columns (vocabulary). p is the student's softmax, q the teacher's, d = log p - log q.
+
+Every divergence is a sum over the vocabulary of a function f of log p and log q, and with h = df / d log p its
+gradient with respect to the student's logits is ``h - p sum(h)``: two sums per row, then one formula per entry.
+
+Close to the teacher, a divergence is a second-order quantity made of first-order terms that cancel. Two rules keep its
+digits: f is written so that no entry is negative (adding multiples of p - q, whose sum is 0, changes nothing), and
+where d is small, f and h are computed as power series in d times a power of q.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from ..kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
+from ..kernels.logit_transform import (
+    Epilogue,
+    KernelTransform,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
+from ..kernels.softmax_stats import row_slices
+
+#: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
+_LOWEST = -1e4
+#: Temporaries of the reference implementation, each as large as the rows it works on.
+TEMPORARIES = 16
+
+
+class Logits(NamedTuple):
+    """One model's projections ``[R, V]`` (fp32 or fp64), the log-sum-exp ``[R]`` of its logits, and what turns the
+    projections into logits."""
+
+    projected: Tensor
+    lse: Tensor
+    epilogue: Epilogue = Epilogue()
+
+    def rows(self, rows: slice) -> Logits:
+        return Logits(self.projected[rows], self.lse[rows], self.epilogue.rows(rows))
+
+    def logits(self) -> Tensor:
+        return self.epilogue(self.projected)
+
+    def for_kernel(self) -> Side:
+        """The argument of the kernels."""
+        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
+
+    def log_probs(self) -> Tensor:
+        return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
+
+
+class RowSums(NamedTuple):
+    """Sums over a row of the whole vocabulary, ``[R]`` each, where both models' projections are a part of it.
+
+    Args:
+        h: sum of h (of ``cosine``: the distance). Without ``out``, it is written: this part's sum.
+        squares: ``[2, R]``, of ``cosine``: the sums of squared logits of student and teacher.
+    """
+
+    h: Tensor
+    squares: Tensor | None = None
+
+    def rows(self, rows: slice) -> RowSums:
+        return RowSums(self.h[rows], None if self.squares is None else self.squares[:, rows])
+
+
+class Coefficients(NamedTuple):
+    """The loss's derivatives for each row, ``[R]`` each.
+
+    Args:
+        divergence: d loss / d divergence.
+        hard_p, hard_label: a hard loss adds ``hard_p p1 + hard_label onehot(label)`` to the gradient with respect to
+            the student's logits at temperature 1, whose softmax is p1; all three or none are given.
+        hard_lse: the log-sum-exp of these logits, and of further columns that only the student has.
+    """
+
+    divergence: Tensor
+    hard_p: Tensor | None = None
+    hard_label: Tensor | None = None
+    hard_lse: Tensor | None = None
+
+    def rows(self, rows: slice) -> Coefficients:
+        return Coefficients(*(None if v is None else v[rows] for v in self))  # type: ignore[arg-type]
+
+    def contiguous(self) -> Coefficients:
+        """The coefficients as kernels read them: autograd hands on those of a plain sum with a stride of 0."""
+        return Coefficients(*(None if v is None else v.contiguous() for v in self))  # type: ignore[arg-type]
+
+
+def divergence_into(
+    value: Tensor,
+    student: Logits,
+    teacher: Logits,
+    divergence: Divergence,
+    *,
+    out: Tensor | None = None,
+    coefficients: Coefficients | None = None,
+    labels: Tensor | None = None,
+    sums: RowSums | None = None,
+    scratch: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Each row's divergence and, if asked for, the loss's gradient with respect to the student's projections.
+
+    Args:
+        value: ``[R]``, the tensor to write the divergences into.
+        student, teacher: :class:`Logits` of both models, whose transforms have the same temperature.
+        divergence: which divergence.
+        out: ``[R, V]`` for the gradient, of any floating-point dtype; it may be the student's ``projected``.
+        coefficients: the loss's derivatives; needed with ``out``.
+        labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
+        sums: where the projections are a part of the vocabulary; the divergences are then sums over this part.
+        scratch: bytes for temporaries of the reference implementation; unbounded by default.
+        backend: ``torch`` or ``triton``; chosen from the tensor by default.
+
+    Returns:
+        ``value``.
+    """
+    if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
+        c = (coefficients or Coefficients(value)).contiguous()
+        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums)
+        return value
+    for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
+        part = None if out is None or coefficients is None else coefficients.rows(rows)
+        row_labels = None if labels is None else labels[rows]
+        row_sums = None if sums is None else sums.rows(rows)
+        sides = student.rows(rows), teacher.rows(rows)
+        value[rows], grad = _divergence_torch(*sides, divergence, part, row_labels, row_sums)
+        if out is not None and grad is not None:
+            out[rows].copy_(grad)
+        del grad  # its memory is free before the next slice's temporaries are allocated
+    return value
+
+
+def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None, backend: str | None = None) -> Tensor:
+    """``[2, R]``: each row's sum of squared logits of student and teacher, which ``cosine`` needs.
+
+    Args:
+        student, teacher, scratch, backend: as in :func:`divergence_into`.
+    """
+    found = torch.empty(2, *student.lse.shape, dtype=student.projected.dtype, device=student.lse.device)
+    if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
+        count, columns = student.projected.shape
+        if count:
+            block = min(_BLOCK, triton.next_power_of_2(columns))
+            sides = student.for_kernel(), teacher.for_kernel()
+            _squares_kernel[(count,)](*found, *sides, columns, BLOCK=block, num_warps=_WARPS)
+        return found
+    for rows in row_slices(student.projected, scratch):
+        for i, model in enumerate((student, teacher)):
+            found[i, rows] = model.rows(rows).logits().square().sum(1)
+    return found
+
+
+def _divergence_torch(
+    student: Logits,
+    teacher: Logits,
+    divergence: Divergence,
+    coefficients: Coefficients | None,
+    labels: Tensor | None,
+    sums: RowSums | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference implementation: the divergences ``[R]``, and the gradient ``[R, V]`` if there are coefficients."""
+    log_p, transform = student.log_probs(), student.epilogue.transform
+    known = None if sums is None or coefficients is None else sums.h
+    if divergence.form == "cosine":
+        squares = None if sums is None else sums.squares
+        f, grad = cosine_terms(student.logits(), teacher.logits(), squares, known)
+        total = f.sum(1)
+    else:
+        f, h = terms(divergence, log_p, teacher.log_probs())
+        total = h.sum(1) if known is None else known
+        grad = h.addcmul_(log_p.exp(), total[:, None], value=-1.0)
+    value = f.sum(1)
+    if sums is not None and known is None:
+        sums.h.copy_(total)
+    if coefficients is None:
+        return value, None
+    coef, hard_p, hard_label, hard_lse = coefficients
+    grad.mul_(coef[:, None])
+    if hard_p is not None:
+        assert hard_label is not None
+        assert hard_lse is not None
+        assert labels is not None
+        # The same logits at temperature 1, and their gradients in units of this temperature.
+        temperature = transform.column(log_p)
+        hard = (log_p + student.lse[:, None]).mul_(temperature).sub_(hard_lse[:, None]).exp_()
+        grad.addcmul_(hard, hard_p[:, None] * temperature)
+        inside, at = labels < grad.shape[1], labels[:, None].clamp(max=grad.shape[1] - 1)
+        added = torch.where(inside, hard_label, 0.0)[:, None] * temperature
+        grad.scatter_(1, at, grad.gather(1, at) + added)
+    return value, transform.chain_(grad, student.logits())
+
+
+class Side(NamedTuple):
+    """One model's :class:`Logits` in a kernel, which gets the log-sum-exp separately: it is a slice of a vector."""
+
+    projected: Tensor
+    stride: int
+    bias: Tensor | None
+    transform: KernelTransform
+
+
+class KernelSeries(NamedTuple):
+    """A divergence's parameters and power series in a kernel; see :func:`series_argument`."""
+
+    a: float
+    b: float
+    c: float
+    radius: float
+    power: float | None
+    coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
+
+
+@cache
+def series_argument(divergence: Divergence) -> KernelSeries:
+    """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
+    1."""
+    series = series_of(divergence)
+    a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
+    power = None if series.power == 1 else float(series.power)
+    coefficients = None
+    if series.radius > 0:
+        coefficients = *series.f[2:], *series.h[1:]
+    return KernelSeries(a, b, c, series.radius, power, coefficients)
+
+
+#: Entries and warps of a program.
+_BLOCK, _WARPS = 2048, 8
+
+
+def _divergence_triton(
+    value: Tensor,
+    models: list[Logits],
+    divergence: Divergence,
+    out: Tensor | None,
+    c: Coefficients,
+    labels: Any,
+    sums: RowSums | None,
+) -> None:
+    student, teacher = models
+    rows, columns = student.projected.shape
+    temperature = student.epilogue.transform.temperature
+    temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
+    if not rows:
+        return
+    common: tuple[Any, ...] = (
+        value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
+        c.divergence, labels, *c[1:], temperature,
+        None if sums is None else sums.h,
+    )  # fmt: skip
+    launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
+    if divergence.form == "cosine":
+        squares = (None, None) if sums is None or sums.squares is None else sums.squares
+        _cosine_kernel[(rows,)](*common, *squares, **launch)
+        return
+    form, series = FORMS[divergence.form], series_argument(divergence)
+    lses = student.lse, teacher.lse
+    _divergence_kernel[(rows,)](*common, *lses, series, FORM=form.triton, BALANCED=form.balanced, **launch)
+
+
+@jit
+def _both_logits(student, teacher, row, block, columns, inverse, BLOCK: tl.constexpr):
+    """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there.
+
+    Both models have the same temperatures; ``inverse`` is what :func:`inverse_temperature` returned.
+    """
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    s = tl.load(student.projected + row * student.stride + at, mask=inside, other=0.0)
+    t = tl.load(teacher.projected + row * teacher.stride + at, mask=inside, other=0.0)
+    if student.bias is not None or student.transform.factor is not None:
+        s = transform_block(s, student.bias, at, inside, student.transform, inverse)
+    if teacher.bias is not None or teacher.transform.factor is not None:
+        t = transform_block(t, teacher.bias, at, inside, teacher.transform, inverse)
+    return at, inside, s, t
+
+
+@jit
+def projection_gradient_block(grad, s, at_label, hard, temperature, transform, inverse):
+    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
+
+    ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
+    """
+    hard_p, hard_label, hard_lse = hard
+    if hard_p is not None:
+        if transform.temperature is not None:
+            temperature = 1.0 / inverse
+        p1 = tl.exp(s * temperature - hard_lse)
+        grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
+    if transform.factor is not None:
+        grad = transform_gradient(grad, s, transform, inverse)
+    return grad
+
+
+@jit
+def load_hard(hard_p, hard_label, hard_lse, rows, valid):
+    """The rows' factors of a hard loss, and its log-sum-exp."""
+    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
+    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
+    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
+    return hard_p, hard_label, hard_lse
+
+
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
+
+
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
+def _divergence_kernel(
+    value, student, teacher, out, out_stride, columns,
+    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
+    student_lse, teacher_lse, series,
+    FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row: its sums from left to right, then its gradient from right to left.
+
+    The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
+    is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    s_lse = tl.load(student_lse + row)
+    t_lse = tl.load(teacher_lse + row)
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
+    blocks = tl.cdiv(columns, BLOCK)
+    f_sum = tl.zeros((BLOCK,), tl.float32)
+    h_sum = tl.zeros((BLOCK,), tl.float32)
+    if out is None or not (BALANCED or row_sums is not None):
+        for i in range(blocks):
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+            s = tl.where(inside, s, float("-inf"))
+            t = tl.where(inside, t, float("-inf"))
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            f_sum += f
+            h_sum += h
+    total = tl.sum(h_sum, 0)
+    if out is None:
+        if row_sums is not None:
+            tl.store(row_sums + row, total)
+    else:
+        out += row * out_stride
+        if row_sums is not None:
+            total = tl.load(row_sums + row)
+        row_coef = tl.load(coef + row)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
+        for i in range(blocks):
+            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
+            s = tl.where(inside, s, float("-inf"))
+            t = tl.where(inside, t, float("-inf"))
+            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            if BALANCED or row_sums is not None:
+                f_sum += f
+            if BALANCED:
+                grad = row_coef * h
+            else:
+                grad = row_coef * (h - p * total)
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+    tl.store(value + row, tl.sum(f_sum, 0))
+
+
+@jit
+def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
+    """A row's sums of squared logits."""
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
+    s_sum = tl.zeros((BLOCK,), tl.float32)
+    t_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.cdiv(columns, BLOCK)):
+        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+        s_sum += tl.where(inside, s * s, 0.0)
+        t_sum += tl.where(inside, t * t, 0.0)
+    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
+
+
+@jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
+def _squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: tl.constexpr):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
+    tl.store(student_out + row, s_square)
+    tl.store(teacher_out + row, t_square)
+
+
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_squares", "teacher_squares"])
+def _cosine_kernel(
+    value, student, teacher, out, out_stride, columns,
+    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
+    student_squares, teacher_squares,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(columns, BLOCK)
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
+    if student_squares is not None:
+        s_square = tl.load(student_squares + row)
+        t_square = tl.load(teacher_squares + row)
+    else:
+        s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
+    s_scale = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
+    t_scale = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
+    f_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(blocks):
+        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
+        difference = s * s_scale - t * t_scale
+        f_sum += difference * difference / 2
+    total = tl.sum(f_sum, 0)
+    tl.store(value + row, total)
+    if out is None:
+        if row_sums is not None:
+            tl.store(row_sums + row, total)
+    else:
+        out += row * out_stride
+        if row_sums is not None:
+            total = tl.load(row_sums + row)
+        row_coef = tl.load(coef + row)
+        if hard_p is not None:
+            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+            label = tl.load(labels + row).to(tl.int32)
+        else:
+            hard = (None, None, None)
+            label = -1
+        for i in range(blocks):
+            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+            unit = s * s_scale
+            grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
+            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
+            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)

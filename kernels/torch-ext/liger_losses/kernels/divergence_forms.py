@@ -1,0 +1,348 @@
+"""The divergences: the terms that are summed over the vocabulary, for torch and for Triton.
+
+p is the student's softmax, q the teacher's, d = log p - log q.
+
+A new divergence is two functions ``(log p, log q, a, b, c) -> (f, h)``, one for torch and one for Triton, a row of
+:data:`FORMS`, and a constructor of :class:`Divergence`. f is the term of the divergence, h = df / d log p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..kernels._triton import INTERPRETED, jit, tl
+from ..kernels.tracing import record
+
+#: Added before a logarithm is taken: far below fp32's rounding of any term.
+_SMALLEST = 1e-37
+#: Whether there are the fast functions that :func:`fast_exp` and :func:`fast_log` call.
+_FAST = tl is not None and not INTERPRETED and torch.version.hip is None
+if _FAST:
+    from triton.language.extra.cuda.libdevice import fast_expf, fast_logf
+
+    _FAST = tl.constexpr(_FAST)
+#: Logits that are all 0 have no direction.
+SMALLEST_NORM = 1e-12
+
+
+@record
+@dataclass(frozen=True)
+class Divergence:
+    """A sum over the vocabulary of a function of the student's softmax p and the teacher's softmax q.
+
+    Use the constructors; ``form`` names one of :data:`FORMS`, and a, b, c are its parameters.
+    """
+
+    form: str
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+
+    @classmethod
+    def forward_kl(cls) -> Divergence:
+        """``KL(q || p) = sum q (log q - log p)``."""
+        return cls("forward_kl")
+
+    @classmethod
+    def reverse_kl(cls) -> Divergence:
+        """``KL(p || q) = sum p (log p - log q)``."""
+        return cls("reverse_kl")
+
+    @classmethod
+    def mixture(cls, teacher: float, of_teacher: float, of_student: float) -> Divergence:
+        """``of_teacher KL(q || m) + of_student KL(p || m)`` with ``m = teacher q + (1 - teacher) p``."""
+        matched = of_teacher * (1 - teacher) == of_student * teacher
+        return cls("gkd_mixture" if matched else "mixture", teacher, of_teacher, of_student)
+
+    @classmethod
+    def total_variation(cls) -> Divergence:
+        """``1/2 sum |p - q|``."""
+        return cls("total_variation")
+
+    @classmethod
+    def cosine(cls) -> Divergence:
+        """``1 - cos(student's logits, teacher's logits)``, of the logits themselves."""
+        return cls("cosine")
+
+    @classmethod
+    def alpha_beta(cls, alpha: float, beta: float) -> Divergence:
+        """``sum (a/s q^s + b/s p^s - q^a p^b) / (a b)`` with ``s = a + b``, for a, b >= 0, not both 0, and its limits.
+
+        Source: Cichocki, Cruces and Amari, Entropy 13 (2011), 134-170, equations 15 and 19. (1, 0) is ``KL(q || p)``,
+        (0, 1) is ``KL(p || q)``.
+        """
+        if beta == 0:
+            return cls("beta_zero", alpha)
+        return cls("alpha_zero", beta) if alpha == 0 else cls("alpha_beta", alpha, beta)
+
+
+@jit
+def fast_exp(x):
+    """exp(x), 0 where it is below the smallest normal number, for which Triton's takes three more instructions."""
+    if _FAST:
+        return fast_expf(x)
+    else:
+        return tl.exp(x)
+
+
+@jit
+def fast_log(x):
+    """log(x) for x > 0 by CUDA's ``__logf``, faster than Triton's. Its error is up to 4e-7 for x in [0.5, 2], however
+    small the logarithm is, and a few units in the last place elsewhere."""
+    if _FAST:
+        return fast_logf(x)
+    else:
+        return tl.log(x)
+
+
+# --- The forms --------------------------------------------------------------------------------------------------------
+
+
+def _forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, q = log_p.exp(), log_q.exp()
+    return p - q - q * (log_p - log_q), p - q
+
+
+@jit
+def _forward_kl_t(log_p, log_q, a, b, c):
+    p = fast_exp(log_p)
+    q = fast_exp(log_q)
+    return p - q - q * (log_p - log_q), p - q
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, h = log_p.exp(), log_p.exp() * (log_p - log_q)
+    return log_q.exp() - p + h, h
+
+
+@jit
+def _reverse_kl_t(log_p, log_q, a, b, c):
+    p = fast_exp(log_p)
+    h = p * (log_p - log_q)
+    return fast_exp(log_q) - p + h, h
+
+
+def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, q = log_p.exp(), log_q.exp()
+    m = a * q + (1 - a) * p + _SMALLEST  # not a clamp, which complex numbers lack
+    log_m = m.log()
+    of_student = p * (log_p - log_m)
+    f = b * (q * (log_q - log_m) + m - q) + c * (of_student + m - p)
+    k = b * (1 - a) - c * a
+    h = c * of_student
+    return f, h if k == 0 else h + k * (1 - a) * (p - q) * p / m
+
+
+@jit
+def _mixture_parts(log_p, log_q, a):
+    """p, q, m, log p - log m and log q - log m, from ``log m = max + log(a or 1 - a + the other exp(-|d|))``.
+
+    The fast logarithm's absolute error is enough there: close to the teacher, where log p - log m is small, f and h are
+    power series.
+    """
+    d = log_p - log_q
+    p = fast_exp(log_p)
+    q = fast_exp(log_q)
+    ratio = fast_exp(-tl.abs(d))
+    log_m = fast_log(tl.where(d < 0, a + (1 - a) * ratio, a * ratio + (1 - a)))  # less the larger one's
+    return p, q, a * q + (1 - a) * p, tl.minimum(d, 0.0) - log_m, -tl.maximum(d, 0.0) - log_m
+
+
+@jit
+def _mixture_t(log_p, log_q, a, b, c):
+    p, q, m, of_p, of_q = _mixture_parts(log_p, log_q, a)
+    of_student = p * of_p
+    f = b * (q * of_q + m - q) + c * (of_student + m - p)
+    return f, c * of_student + (b * (1 - a) - c * a) * (1 - a) * (p - q) * (p / tl.maximum(m, 1e-37))
+
+
+@jit
+def _gkd_mixture_t(log_p, log_q, a, b, c):
+    """The mixture where ``b (1 - a) = c a``, as in GKD's JSD: one term of h vanishes."""
+    p, q, m, of_p, of_q = _mixture_parts(log_p, log_q, a)
+    of_student = p * of_p
+    return b * (q * of_q + m - q) + c * (of_student + m - p), c * of_student
+
+
+def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    return (p - log_q.exp()).abs() / 2, p * (log_p - log_q).sign() / 2
+
+
+@jit
+def _total_variation_t(log_p, log_q, a, b, c):
+    p = fast_exp(log_p)
+    d = log_p - log_q
+    return tl.abs(p - fast_exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
+
+
+def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    s = a + b
+    p_s, both = (s * log_p).exp(), (a * log_q + b * log_p).exp()
+    return (b / s * p_s + a / s * (s * log_q).exp() - both) / (a * b), (p_s - both) / a
+
+
+@jit
+def _alpha_beta_t(log_p, log_q, a, b, c):
+    s = a + b
+    p_s = fast_exp(s * log_p)
+    both = fast_exp(a * log_q + b * log_p)
+    return (b / s * p_s + a / s * fast_exp(s * log_q) - both) / (a * b), (p_s - both) / a
+
+
+def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p_a, d = (a * log_p).exp(), log_p - log_q
+    return ((a * log_q).exp() - p_a + a * p_a * d) / a**2, p_a * d
+
+
+@jit
+def _alpha_zero_t(log_p, log_q, a, b, c):
+    p_a = fast_exp(a * log_p)
+    d = log_p - log_q
+    return (fast_exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
+
+
+def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p_a, q_a = (a * log_p).exp(), (a * log_q).exp()
+    return (p_a - q_a - a * q_a * (log_p - log_q)) / a**2, (p_a - q_a) / a
+
+
+@jit
+def _beta_zero_t(log_p, log_q, a, b, c):
+    p_a = fast_exp(a * log_p)
+    q_a = fast_exp(a * log_q)
+    return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
+
+
+def cosine_terms(
+    student: Tensor,
+    teacher: Tensor,
+    squares: Tensor | None = None,
+    distance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The terms of the cosine distance of logits, and its gradient with respect to the student's logits.
+
+    Of a part of the vocabulary, ``squares [2, R]`` (both rows' sums of squares) and ``distance [R]`` are those of the
+    whole.
+    """
+    found = [logits.norm(dim=1) for logits in (student, teacher)] if squares is None else squares.sqrt()
+    norms = [norm[:, None].clamp(min=SMALLEST_NORM) for norm in found]
+    unit = student / norms[0]
+    difference = unit - teacher / norms[1]
+    # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.
+    f = difference.square() / 2
+    distance = f.sum(1) if distance is None else distance
+    return f, (difference - unit * distance[:, None]) / norms[0]
+
+
+class Form(NamedTuple):
+    """A row of :data:`FORMS`: ``(log p, log q, a, b, c) -> (f, h)`` in torch and in Triton, and their properties."""
+
+    torch: Callable[..., tuple[Tensor, Tensor]]
+    triton: Any
+    balanced: bool = False  # whether sum(h) is 0 for all p and q
+    power: Callable[[float, float, float], float] = lambda a, b, c: 1.0  # the s for which f / q^s depends on d alone
+    smooth: bool = True  # whether f / q^s is a power series in d
+
+
+#: What a :class:`Divergence` may sum.
+FORMS = {
+    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True),
+    "reverse_kl": Form(_reverse_kl, _reverse_kl_t),
+    "mixture": Form(_mixture, _mixture_t),
+    "gkd_mixture": Form(_mixture, _gkd_mixture_t),
+    "total_variation": Form(_total_variation, _total_variation_t, smooth=False),
+    "alpha_beta": Form(_alpha_beta, _alpha_beta_t, power=lambda a, b, c: a + b),
+    "alpha_zero": Form(_alpha_zero, _alpha_zero_t, power=lambda a, b, c: a),
+    "beta_zero": Form(_beta_zero, _beta_zero_t, power=lambda a, b, c: a),
+}
+
+
+# --- Close to the teacher -------------------------------------------------------------------------------------------
+
+#: Coefficients of a power series; the rest is below fp32's rounding within the radius.
+TERMS = 9
+#: Points of the circle on which a form is evaluated. The functions are analytic in more than its radius (up to pi).
+_POINTS = 64
+
+
+class Series(NamedTuple):
+    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
+
+    power: float
+    radius: float
+    f: list[float]
+    h: list[float]
+
+
+@cache
+def series_of(divergence: Divergence) -> Series:
+    """The power series of a divergence; its radius is 0 where there is none.
+
+    The coefficients are ``f_n = 1/N sum_k f(d_k) d_k^-n`` on the circle ``d_k = r exp(2 pi i k / N)`` (Cauchy's
+    formula): the reference form, evaluated on complex numbers with q = 1.
+    """
+    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
+    power = form.power(*parameters)
+    if not form.smooth:
+        return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
+    radius = 0.5 / max(power, 1.0)
+    with _disable_current_modes():  # torch.compile may be tracing, but these are numbers, which are cached
+        angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
+        d = torch.polar(torch.full_like(angles, 2 * radius), angles)
+        powers = torch.stack([d**-n for n in range(TERMS)])
+        values = form.torch(d, torch.zeros_like(d), *parameters)
+        f, h = ((powers * value).mean(1).real.tolist() for value in values)
+    # Where both models agree, a divergence is 0 and has a minimum: what the sums leave there is rounding.
+    f[0] = f[1] = h[0] = 0.0
+    return Series(power, radius, f, h)
+
+
+def terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """f and h of every entry, in torch."""
+    f, h = FORMS[divergence.form].torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
+    series = series_of(divergence)
+    d = log_p - log_q
+    # In fp64 within a smaller radius, where the omitted terms are below its rounding.
+    near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
+    d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
+    return tuple(  # type: ignore[return-value]
+        torch.where(near, q * _polynomial(coefficients, d), far) for coefficients, far in ((series.f, f), (series.h, h))
+    )
+
+
+def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
+    total = torch.full_like(d, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total.mul_(d).add_(coefficient)
+    return total
+
+
+@jit
+def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
+    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
+    log_p = tl.maximum(s - s_lse, -1e4)
+    log_q = tl.maximum(t - t_lse, -1e4)
+    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
+    if series.coefficients is not None:
+        d = log_p - log_q
+        near = tl.abs(d) < series.radius
+        q = fast_exp(log_q if series.power is None else series.power * log_q)
+        # f begins with d^2, h with d.
+        of_f = series.coefficients[6]
+        of_h = series.coefficients[14]
+        for n in tl.static_range(6):
+            of_f = of_f * d + series.coefficients[5 - n]
+            of_h = of_h * d + series.coefficients[13 - n]
+        of_h = of_h * d + series.coefficients[7]
+        f = tl.where(near, q * d * d * of_f, f)
+        h = tl.where(near, q * d * of_h, h)
+    return fast_exp(log_p), f, h

@@ -1,0 +1,490 @@
+"""Gated linear units: SwiGLU, GeGLU and their clamped variants, without the intermediate tensors.
+
+R rows (all leading dimensions), I intermediate size. Backward reads the inputs again and recomputes the activation.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels._triton import choose_backend, device_of, jit, tl
+from ..kernels.activations import ACTIVATIONS, activate
+from ..kernels.autograd import (
+    autocast_dtype,
+    graph_is_kept,
+    is_unshared,
+    once_differentiable,
+    saves_privately,
+)
+from ..kernels.kernel_operators import operator
+from ..kernels.rows import as_output, as_rows, wide, with_strides
+from ..kernels.tracing import record, state
+
+# Measured on an H200: elements of a block, and warps.
+_FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
+
+with fwAD.dual_level():
+    _one = torch.ones((), device="cpu")
+    # Not fwAD.make_dual, which compiles TorchScript for 0.3 s first.
+    _tangent = fwAD.unpack_dual(torch._VF._make_dual(_one, _one, level=0).clamp(max=1.0)).tangent
+#: Whether ``torch.clamp`` passes a gradient at the limit itself: torch 2.13 does, torch 2.15 does not.
+_PASSES_AT_LIMIT = bool(_tangent)
+
+
+@record
+class Formula(NamedTuple):
+    """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
+
+    ``interleaved``: whether gate and up alternate in one tensor; else they are two tensors, or halves of one. The
+    others are as in :func:`glu`.
+    """
+
+    interleaved: bool
+    activation: str
+    limit: float | None
+    alpha: float
+    up_offset: float
+
+
+_How = tuple[Formula, bool]  # the bool: whether Triton runs
+
+_SECOND_BACKWARD = (
+    "Trying to backward through the graph a second time, after the gradients of gate and up were written over them. "
+    "Specify retain_graph=True in the first backward if you need to backward through the graph again."
+)
+
+
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    activation: str = "silu",
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """``act(gate) * up``, rounded where eager PyTorch rounds: first the activation, then the product.
+
+    ``silu`` is ``gate * sigmoid(alpha * gate)``. gpt-oss is ``limit=7.0, alpha=1.702, up_offset=1.0``: ``gate`` is
+    clamped from above and ``up`` from both sides, then ``act(gate) * (up + up_offset)``.
+
+    Args:
+        gate, up: ``[..., I]``, of the same shape, floating point.
+        activation: ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+        limit: where gate and up are clamped, positive, or None for no clamps.
+        alpha: multiplies the gate in silu's sigmoid.
+        up_offset: added to ``up`` after the clamp.
+        backend: ``torch`` or ``triton``; by default chosen from the tensors.
+
+    Returns:
+        ``[..., I]``, contiguous, in the dtype that the inputs promote to.
+
+    Raises:
+        ValueError: shapes do not fit, the activation is unknown, alpha is given without silu, the limit is not
+            positive, or the backend does not support the tensors.
+
+    Source: Shazeer, arXiv:2002.05202.
+    """
+    formula, on_triton = _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset))
+    return _gated(gate, up, formula, on_triton=on_triton)
+
+
+def glu_fused(
+    gate_up: Tensor,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`glu` of one tensor that holds gate and up.
+
+    Args:
+        gate_up: ``[..., 2 I]``: the gate in the first half and ``up`` in the second, or alternating.
+        activation, limit, alpha, up_offset, backend: as in :func:`glu`.
+        interleaved: whether gate and up alternate, as in gpt-oss.
+
+    Returns:
+        ``[..., I]``, contiguous, in the input's dtype.
+
+    Raises:
+        ValueError: as in :func:`glu`, or the last dimension is odd.
+    """
+    formula = Formula(interleaved, activation, limit, alpha, up_offset)
+    formula, on_triton = _checked(gate_up, None, backend, formula)
+    return _gated(gate_up, None, formula, on_triton=on_triton)
+
+
+def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
+    """Raise ValueError if the arguments do not fit. Here and below, ``gate`` holds both if ``up`` is None."""
+    _, activation, limit, alpha, up_offset = formula
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
+    if up is not None and gate.shape != up.shape:
+        raise ValueError(f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    if alpha != 1.0 and activation != "silu":
+        raise ValueError(f"alpha belongs to silu, got alpha={alpha} with {activation!r}; leave it at 1.")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit must be positive, or None for no clamp, got {limit}.")
+    limit = None if limit is None else float(limit)
+    formula = Formula(formula.interleaved, activation, limit, float(alpha), float(up_offset))
+    return formula, choose_backend(backend, (gate, up)) == "triton"
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *how: Any) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.how = how
+        return _product_of(gate, up, *how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+        _write_gradients(grad, gate, up, grad_gate, grad_up, None, *ctx.how)
+        return grad_gate, grad_up, None, None
+
+
+_gated = operator(_GLU)
+
+
+def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
+    if up is None:
+        gate, up = _halves(gate, formula, on_triton)
+    if not on_triton:
+        return _forward_torch(gate, up, formula)
+    columns = gate.shape[-1] // (2 if formula.interleaved else 1)
+    out = gate.new_empty(*gate.shape[:-1], columns, dtype=torch.promote_types(gate.dtype, up.dtype))
+    with device_of(gate):
+        _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
+    return out
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _write_gradients(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    grad_gate: Tensor,
+    grad_up: Tensor | None,
+    product: Tensor | None,
+    formula: Formula,
+    on_triton: bool,
+) -> None:
+    """Write the gradients, and the product if a tensor is given for it.
+
+    They may take the places of gate, up and grad: each entry is read before one is written to its place.
+    """
+    if up is None or grad_up is None:
+        inputs, outputs = _halves(gate, formula, on_triton), _halves(grad_gate, formula, on_triton)
+    else:
+        inputs, outputs = (gate, up), (grad_gate, grad_up)
+    if on_triton:
+        gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part) for part in inputs)
+        ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
+        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
+    else:
+        _backward_torch(grad, *inputs, *outputs, product, formula)
+
+
+def _gradient_end(limit: float, like: Tensor) -> float:
+    """The largest number of a tensor's dtype at which clamping to a limit passes a gradient."""
+    start = 2.0 ** (math.frexp(limit)[1] - 1)
+    step = start * torch.finfo(like.dtype).eps
+    rounded = round(limit / step) * step
+    if _PASSES_AT_LIMIT:  # only on GPUs is the limit rounded before it is compared
+        return rounded if like.is_cuda else limit
+    # The number before the limit. Numbers of its binade are `step` apart.
+    return rounded - (step / 2 if rounded == start else step)
+
+
+def _halves(gate_up: Tensor, formula: Formula, on_triton: bool) -> tuple[Tensor, Tensor]:
+    """Views of gate and up; the whole tensor twice if they are interleaved, which Triton's kernels read themselves."""
+    if formula.interleaved:
+        return (gate_up, gate_up) if on_triton else (gate_up[..., ::2], gate_up[..., 1::2])
+    middle = gate_up.shape[-1] // 2
+    return gate_up[..., :middle], gate_up[..., middle:]
+
+
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """``(act(gate) * up) @ weight.T + bias``, which saves ``gate`` and ``up`` for backward, but not their product.
+
+    Backward recomputes the product, as large as either, in the kernel that computes their gradients. It writes the
+    gradients over ``gate`` and ``up`` where they are results that nothing else refers to any more, unless the graph is
+    kept (``retain_graph=True``).
+
+    Args:
+        gate: ``[..., I]``; if ``up`` is None, ``[..., 2 I]`` that holds both, as in :func:`glu_fused`.
+        up: ``[..., I]``, or None.
+        weight: ``[H, I]``. If the dtypes differ and autocast is off, the product is saved, as by a linear layer
+            after :func:`glu`.
+        bias: ``[H]``.
+        activation, interleaved, limit, alpha, up_offset, backend: as in :func:`glu_fused`.
+
+    Returns:
+        ``[..., H]``.
+
+    Raises:
+        ValueError: as in :func:`glu` and :func:`glu_fused`.
+    """
+    how = _checked(gate, up, backend, Formula(interleaved and up is None, activation, limit, alpha, up_offset))
+    cast = autocast_dtype(gate.device)
+    dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
+    needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
+    one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
+    if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
+        # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
+        return F.linear(_gated(gate, up, how[0], on_triton=how[1]), weight, bias)
+    if cast is not None:
+        weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
+    gate, up = _SavedFirst.apply(gate, up, weight)
+    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, how)
+
+
+class _Wanted(threading.local):
+    output = True
+
+
+_wanted = _Wanted()
+
+
+@contextmanager
+def gradients_only() -> Iterator[None]:
+    """Within this context, the output of :func:`glu_linear` has no values if its gradients can be computed without."""
+    _wanted.output, before = False, _wanted.output
+    try:
+        yield
+    finally:
+        _wanted.output = before
+
+
+class _SavedFirst(torch.autograd.Function):
+    """Saves the tensors that the backward of :class:`_GLULinear` needs, before its forward computes anything.
+
+    Activation checkpointing recomputes a layer only up to the last tensor that it saved. In an MLP, that is one of
+    these, so the product and the linear layer after it are not recomputed.
+
+    Gate and up are saved as tensors of their own, so that backward sees whether anything else refers to their memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        inner = [part for part in (gate, up) if part is not None]
+        ctx.may_be_overwritten = saves_privately() and not any(part.is_leaf for part in inner)
+        ctx.save_for_backward(weight, *(part.detach() for part in inner))
+        return gate.view_as(gate), None if up is None else up.view_as(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_gate: Tensor, grad_up: Tensor | None) -> Any:
+        return grad_gate, grad_up, None
+
+
+class _GLULinear(torch.autograd.Function):
+    """``saved_first`` is the graph node of :class:`_SavedFirst`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, saved_first: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, how: _How
+    ) -> Tensor:
+        ctx.saved_first, ctx.how = saved_first, how
+        if not _wanted.output:
+            return gate.new_empty(*gate.shape[:-1], len(weight))
+        return F.linear(_product_of(gate, up, *how), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved_first = ctx.saved_first
+        if saved_first is None:
+            raise RuntimeError(_SECOND_BACKWARD)
+        weight, gate, *others = saved_first.saved_tensors
+        up = others[0] if others else None
+        _, needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_product = grad @ weight
+        product = grad_product if needs_weight else None  # nothing else uses grad_product
+        in_place = not graph_is_kept() and saved_first.may_be_overwritten and is_unshared(gate, *others)
+        if in_place:
+            grad_gate, grad_up, ctx.saved_first = gate, up, None
+        else:
+            grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+        _write_gradients(grad_product, gate, up, grad_gate, grad_up, product, *ctx.how)
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
+        grad_bias = rows.sum(0) if needs_bias else None
+        return None, grad_gate if needs_gate else None, grad_up if needs_up else None, grad_weight, grad_bias, None
+
+
+# --- Torch ------------------------------------------------------------------------------------------------------------
+
+
+def _forward_torch(gate: Tensor, up: Tensor, formula: Formula) -> Tensor:
+    """Reference implementation: eager PyTorch in the inputs' dtype."""
+    gate, up = _clamp(gate, up, formula.limit)
+    if formula.up_offset:
+        up = up + formula.up_offset
+    return as_output(ACTIVATIONS[formula.activation].value(gate, formula.alpha) * up)
+
+
+def _clamp(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def _backward_torch(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, product: Tensor | None, formula: Formula
+) -> None:
+    """Reference implementation: writes both gradients and, if given, the product."""
+    value = None if product is None else _forward_torch(gate, up, formula)
+    activation, limit, g = ACTIVATIONS[formula.activation], formula.limit, wide(grad)
+    clamped_gate, clamped_up = _clamp(wide(gate), wide(up), limit)
+    d_gate = activation.slope(clamped_gate, formula.alpha).mul_(g).mul_(clamped_up + formula.up_offset)
+    d_up = activation.value(clamped_gate, formula.alpha).mul_(g)
+    if limit is not None:
+        d_gate.masked_fill_(gate > _gradient_end(limit, gate), 0.0)
+        d_up.masked_fill_(up.abs() > _gradient_end(limit, up), 0.0)
+    if product is not None and value is not None:
+        product.copy_(value)
+    grad_gate.copy_(d_gate)
+    grad_up.copy_(d_up)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int, **ends: Any
+) -> None:
+    """Launch one program per block of a row. The first tensor has as many columns as the product."""
+    rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
+    if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
+        # As one long row, so that any width fills the blocks.
+        rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
+    count, columns = rows[0].shape  # type: ignore[union-attr]
+    blocks = -(-columns // block)
+    if not state.shapes_only and count * blocks:
+        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, **ends, BLOCK=block, num_warps=warps)
+
+
+@jit
+def _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of gate and up, in fp32."""
+    gate += row * gate_stride
+    if INTERLEAVED:
+        at = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate + at, mask=at < 2 * columns, other=0.0)
+        g, u = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        up += row * up_stride
+        at = start + tl.arange(0, BLOCK)
+        g = tl.load(gate + at, mask=at < columns, other=0.0)
+        u = tl.load(up + at, mask=at < columns, other=0.0)
+    return g.to(tl.float32), u.to(tl.float32)
+
+
+@jit
+def _clamped(g, u, LIMIT: tl.constexpr):
+    """NaN stays NaN, as in ``torch.clamp``."""
+    if LIMIT is not None:
+        g = tl.where(g > LIMIT, LIMIT, g)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+    return g, u
+
+
+@jit
+def _product(
+    g, u, gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr
+):
+    """In fp32 from fp32 values, rounded where eager PyTorch rounds, to the dtypes of the pointers gate and up."""
+    if LIMIT is not None:
+        g, u = _clamped(g, u, LIMIT)
+        # A limit that the dtype cannot represent is rounded to it, as by torch.clamp.
+        g = g.to(gate.dtype.element_ty).to(tl.float32)
+        u = u.to(up.dtype.element_ty).to(tl.float32)
+    if UP_OFFSET != 0.0:
+        u = (u + UP_OFFSET).to(up.dtype.element_ty).to(tl.float32)
+    if ALPHA != 1.0:
+        z = (g * ALPHA).to(gate.dtype.element_ty).to(tl.float32)
+        value = g * (1 / (1 + tl.exp(-z))).to(gate.dtype.element_ty).to(tl.float32)
+    else:
+        value, _ = activate(g, ACTIVATION, ALPHA)
+    return value.to(gate.dtype.element_ty).to(tl.float32) * u
+
+
+@jit(do_not_specialize=["blocks"])
+def _forward_kernel(
+    out, out_stride, gate, gate_stride, up, up_stride, columns, blocks,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per block of a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    g, u = _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED, BLOCK)
+    value = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
+    at = start + tl.arange(0, BLOCK)
+    tl.store(out + row * out_stride + at, value.to(out.dtype.element_ty), mask=at < columns)
+
+
+@jit(do_not_specialize=["blocks"])
+def _backward_kernel(
+    grad, grad_stride, gate, gate_stride, up, up_stride,
+    grad_gate, grad_gate_stride, grad_up, grad_up_stride, product, product_stride, columns, blocks,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr, GATE_END: tl.constexpr, UP_END: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per block of a row. Gates above GATE_END and ups beyond UP_END were clamped: their gradient is 0."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    d = tl.load(grad + row * grad_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+    g, u = _load(gate, up, row, gate_stride, up_stride, start, columns, INTERLEAVED, BLOCK)
+    if product is not None:
+        value = _product(g, u, gate, up, ACTIVATION, LIMIT, ALPHA, UP_OFFSET)
+        tl.store(product + row * product_stride + at, value.to(product.dtype.element_ty), mask=at < columns)
+    clamped_g, clamped_u = _clamped(g, u, LIMIT)
+    value, slope = activate(clamped_g, ACTIVATION, ALPHA)
+    dg = d * (clamped_u + UP_OFFSET) * slope
+    du = d * value
+    if LIMIT is not None:
+        dg = tl.where(g > GATE_END, 0.0, dg)
+        du = tl.where(tl.abs(u) > UP_END, 0.0, du)
+    dg = dg.to(grad_gate.dtype.element_ty)
+    du = du.to(grad_up.dtype.element_ty)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(dg, du), (2 * BLOCK,))
+        at = 2 * start + tl.arange(0, 2 * BLOCK)
+        tl.store(grad_gate + row * grad_gate_stride + at, both, mask=at < 2 * columns)
+    else:
+        tl.store(grad_gate + row * grad_gate_stride + at, dg, mask=at < columns)
+        tl.store(grad_up + row * grad_up_stride + at, du, mask=at < columns)

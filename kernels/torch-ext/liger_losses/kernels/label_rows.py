@@ -1,0 +1,307 @@
+"""Operations on labels and the rows of the head that they index.
+
+Which labels there are, the labels' logits, and the labels' terms of both gradients. T tokens, N of them active, H
+hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels._tiles import with_contiguous_rows
+from ..kernels._triton import jit, tl, triton
+from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+
+
+def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
+    """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
+
+    Args:
+        labels: ``[T]`` int64 each, contiguous; S tensors.
+        ignore_index: the label of tokens without loss.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and
+        ``sum_t (label_t + 1) (t mod 1009 + 1)`` modulo 2^64, with t counted through all tensors, which other labels,
+        or labels in another order, hardly have.
+    """
+    if backend == "torch":
+        first, rows = 0, []
+        for part in labels:
+            active, places = part != ignore_index, torch.arange(first, first + len(part), device=part.device)
+            low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
+            checksum = ((part + 1) * (places % 1009 + 1)).sum()
+            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
+            first += len(part)
+        return torch.stack(rows)
+    facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
+    with torch.cuda.device_of(facts):  # the first launch of a call, before anything else has made it current
+        for i, part in enumerate(labels):
+            _label_facts_kernel[(1,)](facts[i], part, len(part), first, int(ignore_index), BLOCK=2048, num_warps=8)
+            first += len(part)
+    return facts
+
+
+def label_logits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
+) -> Tensor:
+    """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
+
+    Args:
+        hidden: ``[N, H]``, rows contiguous.
+        weight: ``[V, H]``, rows contiguous.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        epilogue: from projections to logits.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``[N]`` fp32.
+    """
+    bias = epilogue.bias
+    if backend == "torch":
+        projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
+        return epilogue.transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
+    out = torch.empty(len(labels), device=hidden.device)
+    if len(labels):
+        _label_logits_kernel[(len(labels),)](
+            out, hidden, weight, hidden.stride(0), weight.stride(0),
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel(),
+            BLOCK=1024,
+        )  # fmt: skip
+    return out
+
+
+def copy_label_rows_(
+    out: Tensor, weight: Tensor, labels: Tensor, first_column: int = 0, *, backend: str = "torch"
+) -> Tensor:
+    """``out_n = weight[labels_n - first_column]`` for the labels whose rows these are; the other rows stay.
+
+    Args:
+        out: ``[N, H]``, rows contiguous, of the weight's dtype.
+        weight: ``[C, H]``, rows contiguous: those of the head from ``first_column`` on.
+        labels: ``[N]`` int64.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``out``.
+    """
+    if backend == "torch":
+        local = labels - first_column
+        inside = (local >= 0) & (local < len(weight))
+        return out.copy_(torch.where(inside[:, None], weight[local.clamp(0, len(weight) - 1)], out))
+    if len(labels):
+        _copy_label_rows_kernel[(len(labels),)](
+            out, out.stride(0), weight, weight.stride(0), labels, first_column, len(weight), weight.shape[1], BLOCK=1024
+        )
+    return out
+
+
+def scale_rows_(matrix: Tensor, factor: Tensor, *, backend: str = "torch") -> Tensor:
+    """``matrix_n *= factor_n``; rows whose factor is 1 are not read.
+
+    Args:
+        matrix: ``[N, C]``, rows contiguous.
+        factor: ``[N]`` fp32.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``matrix``.
+    """
+    if backend == "torch":
+        return matrix.copy_(matrix * factor[:, None])
+    if len(factor):
+        _scale_rows_kernel[(len(factor),)](matrix, matrix.stride(0), factor, matrix.shape[1], BLOCK=1024)
+    return matrix
+
+
+def scale_and_add_label_rows(
+    out: Tensor, product: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
+) -> Tensor:
+    """``out_n = scale_n product_n + coef_n weight[labels_n]``, rounded once.
+
+    Args:
+        out: ``[N, H]``, rows contiguous.
+        product: ``[N, H]`` fp32, contiguous.
+        scale, coef: ``[N]`` fp32.
+        weight, labels, backend: as in :func:`label_logits`.
+
+    Returns:
+        ``out``.
+    """
+    if backend == "torch":
+        return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
+    if len(labels):
+        _add_label_rows_kernel[(len(labels),)](
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024
+        )
+    return out
+
+
+def add_to_label_rows_(
+    grad_weight: Tensor,
+    labels: Tensor,
+    coef: Tensor,
+    hidden: Tensor,
+    rows: Tensor | None = None,
+    *,
+    backend: str = "torch",
+) -> Tensor:
+    """``grad_weight[v] += sum_{n: labels_n = v} coef_n hidden_n``: summed in fp32, rounded once, in a fixed order.
+
+    Args:
+        grad_weight: ``[V, H]``, rows contiguous.
+        labels, backend: as in :func:`label_logits`.
+        coef: ``[N]`` fp32.
+        hidden: ``[N, H]``, rows contiguous; ``[T, H]`` with ``rows``.
+        rows: ``[N]`` int64, the row of each token in ``hidden``.
+
+    Returns:
+        ``grad_weight``.
+    """
+    if backend == "torch":
+        hidden = hidden if rows is None else hidden[rows]
+        present, inverse = labels.unique(return_inverse=True)
+        wide = torch.promote_types(torch.float32, grad_weight.dtype)
+        sums = grad_weight[present].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
+        return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
+    if len(labels):
+        hidden = with_contiguous_rows(hidden)
+        # Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they are sorted to the end
+        # and skipped.
+        past_end = len(grad_weight)
+        ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
+        source = order if rows is None else rows[order]
+        block = min(1024, triton.next_power_of_2(hidden.shape[1]))
+        _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
+            grad_weight, grad_weight.stride(0), ordered, source, coef[order], hidden, hidden.stride(0),
+            len(labels), past_end, hidden.shape[1],
+            BLOCK=block, AT_ONCE=4,
+        )  # fmt: skip
+    return grad_weight
+
+
+@jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
+def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.constexpr):
+    """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
+    count = tl.zeros((BLOCK,), tl.int64)
+    low = tl.zeros((BLOCK,), tl.int64)
+    high = tl.zeros((BLOCK,), tl.int64)
+    checksum = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < tokens
+        label = tl.load(labels + at, mask=inside, other=0)
+        active = inside & (label != ignore_index)
+        kept = tl.where(active, label, 0)
+        count += active.to(tl.int64)
+        low = tl.minimum(low, kept)
+        high = tl.maximum(high, kept)
+        checksum += tl.where(inside, (label + 1) * ((first + at) % 1009 + 1), 0)
+    tl.store(out, tl.sum(count, 0))
+    tl.store(out + 1, tl.min(low, 0))
+    tl.store(out + 2, tl.max(high, 0))
+    tl.store(out + 3, tl.sum(checksum, 0))
+
+
+@jit(do_not_specialize_on_alignment=["labels"])
+def _label_logits_kernel(
+    out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
+):
+    """One program per token."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+        products += h * w
+    logit = tl.sum(products, 0)
+    if bias is not None or transform.factor is not None:
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
+        logit = transform_block(logit, bias, label, True, transform, inverse)
+    tl.store(out + row, logit)
+
+
+@jit(do_not_specialize=["first_column", "columns"], do_not_specialize_on_alignment=["labels"])
+def _copy_label_rows_kernel(
+    out, out_stride, weight, weight_stride, labels, first_column, columns, hidden_size, BLOCK: tl.constexpr
+):
+    """One program per token."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row) - first_column
+    if (label >= 0) & (label < columns):
+        for start in range(0, hidden_size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < hidden_size
+            w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0)
+            tl.store(out + row * out_stride + at, w, mask=inside)
+
+
+@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["factor"])
+def _scale_rows_kernel(matrix, stride, factor, columns, BLOCK: tl.constexpr):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.load(factor + row)
+    if f != 1.0:
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < columns
+            x = tl.load(matrix + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(matrix + row * stride + at, (x * f).to(matrix.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])
+def _add_label_rows_kernel(
+    out, out_stride, product, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr
+):
+    """One program per token."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    s = tl.load(scale + row)
+    c = tl.load(coef + row)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        value = tl.load(product + row * hidden_size + at, mask=inside, other=0.0)
+        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * out_stride + at, (s * value + c * w).to(out.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
+def _add_to_label_rows_kernel(
+    grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
+    first = tl.program_id(0)
+    label = tl.load(ordered + first)
+    before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
+    if (before != label) & (label < past_end):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < hidden_size
+        target = grad_weight + label * grad_stride + at
+        total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        start = first
+        next_label = label
+        while next_label == label:
+            members = start + tl.arange(0, AT_ONCE)
+            same_label = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
+            row = tl.load(source + members, mask=same_label, other=0)
+            c = tl.load(coef + members, mask=same_label, other=0.0)
+            h = tl.load(
+                hidden + row[:, None] * hidden_stride + at[None, :],
+                mask=same_label[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total += tl.sum(c[:, None] * h.to(tl.float32), 0)
+            start += AT_ONCE
+            next_label = tl.load(ordered + start, mask=start < tokens, other=-1)
+        tl.store(target, total.to(grad_weight.dtype.element_ty), mask=inside)

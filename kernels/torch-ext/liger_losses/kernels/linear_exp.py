@@ -1,0 +1,456 @@
+"""``exp(logit - offset)`` of ``hidden @ weight.T`` in the product's epilogue: a softmax without a pass of its own.
+
+N tokens, H hidden size, V vocabulary size.
+
+With e = exp(z - offset), one offset per token, and s = sum(e), every gradient of a loss on log-probabilities is a
+product with e itself, because softmax = e / s and 1 / s scales rows:
+``grad_hidden = (g / s) (e @ weight)``, ``grad_weight = e.T @ ((g / s) hidden)``; the labels' own terms are added
+separately. The offset is the label's logit: it is known before the product, and keeps confident tokens exact, as
+``logp = -log1p(sum of the other columns' e)``. If a label is so unlikely that e could overflow, the kernels run again
+with the log-sum-exp as offset; the device decides that, without a synchronization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
+from ..kernels._triton import jit, tl, triton
+from ..kernels.label_rows import label_logits
+from ..kernels.linear_exp_hopper import (
+    _ROWS as _ROWS_OF_HOPPER,
+)
+from ..kernels.linear_exp_hopper import (
+    AVAILABLE,
+    give_up,
+    group_of_sums,
+    hopper_exponentials_kernel,
+    hopper_tiles,
+)
+from ..kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
+from ..kernels.logit_transform import (
+    Epilogue,
+    LogitTransform,
+    capped_tanh,
+    inverse_temperature,
+    transform_block,
+    transform_gradient,
+)
+
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
+_GROUP = 8
+#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
+#: MiB where the kernel for Hopper adds them up).
+_MAX_TOKENS = 8192
+#: Rows of a program that adds up the tiles' sums.
+_ROWS = 32
+#: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
+_LARGEST_SUM = 1e26
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+_VECTORS = ["offset", "lse", "logp", "mean_logit", "p_coef", "label_coef", "at_label_out"]
+
+
+class _HopperKernelError(Exception):
+    """The kernel for Hopper cannot be compiled or launched."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
+
+
+class Exponentials(NamedTuple):
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit (or
+    ``None``): ``[N]`` fp32 each."""
+
+    offset: Tensor
+    lse: Tensor
+    logp: Tensor
+    mean_logit: Tensor | None = None
+
+    @classmethod
+    def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
+        """Write ``lse``, ``logp`` and ``mean_logit`` into the tensors of these names; the first two are new if there
+        are none."""
+        lse, logp = values["lse"], values.get("logp")
+        logp = torch.empty_like(lse) if logp is None else logp
+        return cls(torch.empty_like(lse), lse, logp, values.get("mean_logit"))
+
+
+def linear_exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    out: Tensor | None = None,
+    epilogue: Epilogue = Epilogue(),
+    *,
+    found: Exponentials | None = None,
+    label_logit: Tensor | None = None,
+    projections: bool = False,
+    batch_invariant: bool = False,
+    backend: str = "torch",
+) -> Exponentials:
+    """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
+
+    ``dz`` is the soft-cap's derivative at this logit, 1 without one. With ``projections``, ``out`` gets
+    ``hidden @ weight.T`` as it is, before bias and transform.
+
+    Args:
+        hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
+        out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
+        found: the tensors to write the statistics into; new ones by default, without the mean logit.
+        label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
+            weight, and the statistics are those of its rows and the label.
+        projections: write projections into ``out`` instead of exponentials.
+        batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
+        backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
+
+    Returns:
+        :class:`Exponentials`, in fp32.
+    """
+    statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
+    if backend == "torch":
+        values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
+        for target, value in zip(statistics, values, strict=True):
+            if target is not None and value is not None:
+                target.copy_(value)
+        return statistics
+    hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
+    if label_logit is None:
+        label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+    if out is None and tokens > _MAX_TOKENS:
+        for start in range(0, tokens, _MAX_TOKENS):
+            rows = slice(start, start + _MAX_TOKENS)
+            offset, lse, logp, mean_logit = statistics
+            mean_logit = None if mean_logit is None else mean_logit[rows]
+            part = Exponentials(offset[rows], lse[rows], logp[rows], mean_logit)
+            linear_exponentials(
+                hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
+                found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
+            )  # fmt: skip
+        return statistics
+    if not tokens:
+        return statistics
+    # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
+    kernel = _exponentials_kernel if tiles is None else hopper_exponentials_kernel
+    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
+    grid, parts = (min(programs, row_tiles * column_tiles),), None
+    shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
+    if tiles is not None:
+        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0])
+        arguments["SUMS_OF_TILES"] = group_of_parts is None
+        if group_of_parts is not None:
+            group, parts = group_of_parts, 2 * grid[0]
+            shape = (-(-row_tiles // group) * parts, arguments["BLOCK_N"])
+    partial = torch.empty(shape, device=hidden.device)
+    logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": group}
+    arguments |= {"PROJECTIONS": projections, **(UNFUSED if batch_invariant else {})}
+    by_row = (triton.cdiv(tokens, _ROWS),)
+
+    def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
+        try:
+            kernel[grid](**arguments, offset=offset, needed=needed)
+        except Exception as error:
+            if tiles is None:
+                raise
+            raise _HopperKernelError(error) from error
+        limit, found = None if needed is not None else _LARGEST_SUM, needed
+        if found is None:  # allocated once the product is queued
+            found = torch.zeros((), dtype=torch.int32, device=hidden.device)
+        _row_statistics_kernel[by_row](
+            partial, logit_sums, label_logit, *statistics, found, column_tiles, tokens, 1.0 / len(weight), limit,
+            parts, group, BLOCK=_ROWS, TILES=32,
+        )  # fmt: skip
+        return found
+
+    try:
+        needed = launch(label_logit, None)
+        # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
+        sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+        splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
+        _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
+        if projections:  # they do not depend on the offset, and are not written again
+            arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
+        launch(statistics.offset, needed)
+    except _HopperKernelError as error:
+        give_up(error.reason)
+        return linear_exponentials(
+            hidden, weight, labels, out, epilogue,
+            found=statistics, label_logit=label_logit, projections=projections, backend=backend,
+        )  # fmt: skip
+    return statistics
+
+
+def gradient_scales(
+    p_coef: Tensor | None,
+    label_coef: Tensor | None,
+    found: Exponentials,
+    hidden: Tensor | None = None,
+    at_label: Tensor | None = None,
+    *,
+    transform: LogitTransform = LogitTransform(),
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of products with exponentials, from ``d loss / d z = p_coef p + label_coef onehot``.
+
+    ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
+    at the label's, it is ``at_label``.
+
+    Args:
+        p_coef, label_coef: ``[N]`` fp32, or ``None`` for 0.
+        found: what :func:`linear_exponentials` returned.
+        hidden: ``[N, H]``, to be scaled, or ``None``.
+        at_label: ``[N]`` fp32, the tensor to write ``at_label`` into; a new one by default.
+        transform: from projections to logits.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
+    """
+    zero = found.lse.new_zeros(()).expand_as(found.lse)
+    p_coef, label_coef = (zero if coef is None else coef for coef in (p_coef, label_coef))
+    scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    at_label = torch.empty_like(found.lse) if at_label is None else at_label
+    if backend == "torch":
+        offset, lse, logp, _ = found
+        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
+        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
+        total = (p_coef + label_coef) + p_coef * logp.expm1()
+        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
+        if scaled is not None and hidden is not None:
+            scaled.copy_(scale[:, None] * hidden)
+        return scale, at_label, scaled
+    scale = torch.empty_like(found.lse)
+    hidden = None if hidden is None else with_contiguous_rows(hidden)
+    if len(scale):
+        _scales_kernel[(len(scale),)](
+            scale, at_label, scaled, hidden, *((0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])),
+            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel(),
+            BLOCK=1024,
+        )  # fmt: skip
+    return scale, at_label, scaled
+
+
+def _exponentials_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    out: Tensor | None,
+    epilogue: Epilogue,
+    label_logit: Tensor | None,
+    projections: bool,
+) -> Exponentials:
+    """The reference implementation."""
+    projected, (transform, bias, _) = hidden.float() @ weight.float().t(), epilogue
+    if out is not None and projections:
+        out.copy_(projected)
+    logits = transform(projected, None if bias is None else bias.float())
+    if label_logit is None:
+        label_logit = logits.gather(1, labels[:, None])[:, 0]
+    at_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
+
+    def exponentials(offset: Tensor) -> Tensor:
+        return (logits - offset[:, None]).exp().masked_fill(at_label, 0.0)
+
+    unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
+    offset = torch.where(unsafe, logits.logsumexp(1), label_logit)
+    e = exponentials(offset)
+    if out is not None and not projections:
+        out.copy_(e if transform.softcap is None else e * transform.slope(logits))
+    rest = e.sum(1)
+    log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
+    return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
+
+
+@jit
+def log1p(x):
+    """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
+
+
+@jit
+def expm1(x):
+    """``exp(x) - 1`` for x <= 0, exact for small x (Kahan's method)."""
+    u = tl.exp(x)
+    return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
+
+
+#: Rows of a tile of the kernel for Hopper.
+_HOPPER_ROWS = _ROWS_OF_HOPPER if tl is None else tl.constexpr(_ROWS_OF_HOPPER)
+
+
+@jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
+def _row_statistics_kernel(
+    partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, column_tiles, tokens, inverse_vocab_size,
+    limit, parts, group, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits.
+
+    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
+
+    The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
+    The second run has no limit and reads the offsets.
+    """
+    if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
+        if tl.load(needed) == 0:
+            return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    rest = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if parts is None:
+        count = column_tiles
+        step = tokens
+        first = 0
+    else:
+        row_tile = tl.program_id(0) * BLOCK // _HOPPER_ROWS
+        first_tile = row_tile // group * group
+        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
+        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
+        count = parts // size
+        step = size * _HOPPER_ROWS
+        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
+    for start in range(0, count, TILES):
+        place = start + tl.arange(0, TILES)
+        mask = (place < count)[:, None] & inside[None, :]
+        at = first + place[:, None] * step + rows[None, :]
+        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+        if logit_sums is not None:
+            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+    if logit_sums is not None:
+        tl.store(mean_logit + rows, total * inverse_vocab_size, mask=inside)
+    z = tl.load(label_logit + rows, mask=inside, other=0.0)
+    if limit is None:
+        used = tl.load(offset + rows, mask=inside, other=0.0)
+        log_total = tl.where(used == z, log1p(rest), tl.log(rest + tl.exp(z - used)))
+    else:
+        used = z
+        log_total = log1p(rest)
+        unsafe = inside & ((rest <= limit) == 0)  # NaN is not safe
+        tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
+        tl.atomic_max(needed, tl.max(unsafe.to(tl.int32), 0))
+    tl.store(lse + rows, used + log_total, mask=inside)
+    tl.store(logp + rows, z - used - log_total, mask=inside)
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Replace NaN offsets by the log-sum-exp; ``sums`` are (maximum, sum of exponentials) of each split."""
+    if tl.load(needed) != 0:
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        split = tl.arange(0, SPLITS)
+        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
+        at = split[:, None] * tokens + rows[None, :]
+        top = tl.load(sums + at, mask=mask, other=-3.0e38)
+        total = tl.load(sums + splits * tokens + at, mask=mask, other=0.0)
+        highest = tl.max(top, 0)
+        lse = highest + tl.log(tl.sum(total * tl.exp(top - highest[None, :]), 0))
+        old = tl.load(offset + rows, mask=rows < tokens, other=0.0)
+        tl.store(offset + rows, tl.where(old == old, old, lse), mask=rows < tokens)
+
+
+@jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])
+def _scales_kernel(
+    scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
+    p_coef, label_coef, offset, lse, logp, transform,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    row = tl.program_id(0).to(tl.int64)
+    p_c = tl.load(p_coef + row)
+    label_c = tl.load(label_coef + row)
+    row_lse = tl.load(lse + row)
+    row_logp = tl.load(logp + row)
+    s = p_c * tl.exp(tl.load(offset + row) - row_lse)
+    # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
+    at_label = (p_c + label_c) + p_c * expm1(row_logp)
+    if transform.factor is not None:
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, row, True, 0)
+        s *= transform.factor
+        if transform.temperature is not None:
+            s *= inverse
+        at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
+    tl.store(scale_out + row, s)
+    tl.store(at_label_out + row, at_label)
+    if hidden is not None:
+        for start in range(0, hidden_size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < hidden_size
+            h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(scaled + row * hidden_size + at, (s * h).to(scaled.dtype.element_ty), mask=inside)
+
+
+@jit(
+    do_not_specialize=["tokens", "group"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed", "hidden", "out"],
+)
+def _exponentials_kernel(
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    bias, labels, offset, partial, logit_sums, needed, group, transform,
+    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    out=None, out_stride=None,
+):  # fmt: skip
+    """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
+    the other.
+
+    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, so that their
+    bits depend neither on the program that took it nor on the other rows. Exponentials are taken and stored in two
+    halves of a tile.
+    """
+    row_tiles = tl.cdiv(tokens, BLOCK_N)
+    column_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    tiles = row_tiles * column_tiles
+    in_group = group * column_tiles
+    if needed is not None:
+        tiles = tiles * tl.load(needed)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        first = tile // in_group * group
+        size = tl.minimum(row_tiles - first, group)
+        column_tile = tile % in_group // size
+        first_row = (first + tile % in_group % size) * BLOCK_N
+        first_column = column_tile * BLOCK_V
+        z = project_tile(
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
+            BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
+        rows = first_row + tl.arange(0, BLOCK_N)
+        row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
+        label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
+        inverse = 1.0
+        if transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, rows < tokens, 1)
+        sums = tl.zeros((BLOCK_N,), tl.float32)
+        totals = tl.zeros((BLOCK_N,), tl.float32)
+        left, right = split_tile(z, BLOCK_N, BLOCK_V)
+        for half in tl.static_range(2):
+            start = first_column + half * (BLOCK_V // 2)
+            columns = start + tl.arange(0, BLOCK_V // 2)
+            x = left if half == 0 else right
+            z = x
+            if bias is not None or transform.factor is not None:
+                z = transform_block(x, bias, columns, columns < vocab_size, transform, inverse)
+            if logit_sums is not None:
+                totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
+            if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
+                z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
+            e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
+            e = tl.where(columns[None, :] != label[:, None], e, 0.0)
+            sums += tl.sum(e, 1)
+            if transform.cap is not None:
+                tanh = capped_tanh(z, transform, inverse)
+                e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
+            if PROJECTIONS:
+                e = x
+            if out is not None:
+                store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
+        at = column_tile * tokens + rows
+        tl.store(partial + at, sums, mask=rows < tokens)
+        if logit_sums is not None:
+            tl.store(logit_sums + at, totals, mask=rows < tokens)

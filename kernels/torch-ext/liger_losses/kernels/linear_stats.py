@@ -1,0 +1,219 @@
+"""Statistics of the softmax of ``hidden @ weight.T``, whose logits never leave the registers.
+
+N tokens, H hidden size, V vocabulary size, S splits of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels._tiles import (
+    project_tile,
+    split_tile,
+    store_tile,
+    tile_position,
+    tiles_of,
+    with_contiguous_rows,
+)
+from ..kernels._triton import jit, tl, triton
+from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+from ..kernels.matmul import HALF_DTYPES
+from ..kernels.online_softmax import PARTIAL_SUMS, Sums, combine, online_start, online_step, store_sums
+from ..kernels.softmax_stats import softmax_statistics
+
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
+_GROUP = 16
+#: Tokens of one launch, which bounds the memory of the splits' sums (8 MiB of 8 splits).
+_MAX_TOKENS = 32768
+#: Splits, where the order of summation must not depend on the number of tokens: enough that few tokens keep a GPU's
+#: processors busy too. Tokens of one launch then.
+FIXED_SPLITS, _FIXED_TOKENS = 128, 8192
+#: The compiler then rounds every multiplication. Which of them it contracts with additions otherwise depends on what
+#: else a kernel does, such as writing projections.
+UNFUSED = {"enable_fp_fusion": False}
+
+
+def linear_softmax_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    names: frozenset[str],
+    epilogue: Epilogue = Epilogue(),
+    out: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+    backend: str = "torch",
+) -> dict[str, Tensor]:
+    """:func:`softmax_statistics` of ``hidden @ weight.T``, fp32 from fp32 sums.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, rows contiguous, of the same dtype.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        names, epilogue: as in :func:`softmax_statistics`.
+        out: ``[N, V]`` fp32, rows contiguous, to also get ``hidden @ weight.T``, or ``None``.
+        batch_invariant: of ``triton``, sum in an order that does not depend on N, so that a token's statistics have the
+            same bits whatever N is.
+        backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
+
+    Returns:
+        One fp32 tensor ``[N]`` per name (``argmax``: int64).
+
+    Raises:
+        ValueError: ``triton`` for operands that are not both fp16 or both bf16.
+    """
+    if backend == "torch":
+        projected = hidden.float() @ weight.float().t()
+        if out is not None:
+            out.copy_(projected)
+        return softmax_statistics(projected, labels, names, epilogue, backend=backend)
+    if hidden.dtype not in HALF_DTYPES or weight.dtype != hidden.dtype:
+        raise ValueError(
+            "backend='triton' multiplies hidden and weight of one half-precision dtype (fp16 or bf16), got "
+            f"{hidden.dtype} and {weight.dtype}; cast them, or use 'torch'."
+        )
+    hidden, parts = with_contiguous_rows(hidden, batch_invariant), []
+    size = _FIXED_TOKENS if batch_invariant else _MAX_TOKENS
+    for start in range(0, max(len(hidden), 1), size):
+        rows = slice(start, start + size)
+        partial = partial_sums(
+            hidden[rows], weight, labels[rows], names, epilogue.rows(rows), out=None if out is None else out[rows],
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        if batch_invariant:
+            partial = _merged(partial, Sums.needed(names, epilogue.class_weight))
+        parts.append(combine(partial, names, len(weight), epilogue.class_weight))
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def partial_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    names: frozenset[str],
+    epilogue: Epilogue,
+    needed: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
+
+    With ``needed`` (int32, 0-dim), they are computed only if the device finds it set, and are undefined otherwise.
+    ``out`` gets the projections, if it is given. With ``batch_invariant``, S does not depend on N.
+    """
+    sums = Sums.needed(names, epilogue.class_weight)
+    tokens = len(hidden)
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
+    group = max(1, min(row_tiles, _GROUP))
+    splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
+    partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
+    if tokens:
+        own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
+        sizes = {"splits": splits, "group": group, "sums": sums, **(UNFUSED if batch_invariant else {})}
+        _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
+    return partial
+
+
+def _merged(partial: Tensor, sums: Sums) -> Tensor:
+    """The splits' sums ``[K, S, N]`` as those of one split ``[K, 1, N]``, in an order that depends on S alone.
+
+    (Torch's sums over S would be taken in another order for each N.)
+    """
+    kinds, splits, tokens = partial.shape
+    merged = partial.new_empty(kinds, 1, tokens)
+    if tokens:
+        grid = (triton.cdiv(tokens, 64),)
+        _merge_kernel[grid](partial, merged, splits, tokens, sums, BLOCK=64, SPLITS=32)
+    return merged
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=["partial", "merged"])
+def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """One program per block of tokens."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    step = splits.to(tl.int64) * tokens
+    zero = tl.zeros((BLOCK,), tl.float32)
+    top = zero - 3.0e38
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
+        at = partial + split[:, None] * tokens + rows[None, :]
+        top = tl.maximum(top, tl.max(tl.load(at, mask=mask, other=-3.0e38), 0))
+    total, label_logit, moment, squares, logit_sum, weighted_sum = zero, zero, zero, zero, zero, zero
+    best = zero + 3.0e38
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
+        at = partial + split[:, None] * tokens + rows[None, :]
+        own_top = tl.load(at, mask=mask, other=-3.0e38)
+        own_total = tl.load(at + step, mask=mask, other=0.0)
+        below = own_top - top[None, :]
+        scale = tl.exp(below)
+        total += tl.sum(own_total * scale, 0)
+        label_logit += tl.sum(tl.load(at + 2 * step, mask=mask, other=0.0), 0)
+        if sums.moment is not None:
+            own_moment = tl.load(at + 3 * step, mask=mask, other=0.0)
+            moment += tl.sum((own_moment + own_total * below) * scale, 0)
+        if sums.squares is not None:
+            squares += tl.sum(tl.load(at + 4 * step, mask=mask, other=0.0) * scale * scale, 0)
+        if sums.logits is not None:
+            logit_sum += tl.sum(tl.load(at + 5 * step, mask=mask, other=0.0), 0)
+        if sums.weighted is not None:
+            weighted_sum += tl.sum(tl.load(at + 6 * step, mask=mask, other=0.0), 0)
+        if sums.argmax is not None:
+            column = tl.load(at + 7 * step, mask=mask, other=3.0e38)
+            best = tl.minimum(best, tl.min(tl.where(below == 0.0, column, 3.0e38), 0))
+    state = (best, logit_sum, moment, squares, top, total, 0.0, weighted_sum)
+    store_sums(merged + rows, tokens, rows < tokens, label_logit, state, sums)
+
+
+@jit(
+    do_not_specialize=["tokens", "splits", "group"],
+    do_not_specialize_on_alignment=["hidden", "labels", "partial", "needed", "out"],
+)
+def _linear_statistics_kernel(
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    labels, bias, class_weight, partial, needed, splits, group, transform, sums,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    out=None, out_stride=None,
+):  # fmt: skip
+    """One program per tile of tokens and split: it walks the split's columns with the softmax's sums in registers."""
+    if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
+        if tl.load(needed) == 0:
+            return
+    row_tile, split = tile_position(tl.program_id(0), tl.cdiv(tokens, BLOCK_N), splits, group)
+    first_row = row_tile * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    valid = rows < tokens
+    label = tl.load(labels + rows, mask=valid, other=-1).to(tl.int32)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, rows, valid, 1)
+    column_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    per_split = tl.cdiv(column_tiles, splits)
+    first_tile = split * per_split
+    last_tile = tl.minimum(first_tile + per_split, column_tiles)
+    state = online_start(tl.zeros((BLOCK_N,), tl.float32))
+    label_logit = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in tl.range(first_tile, last_tile, flatten=True):
+        first_column = tile * BLOCK_V
+        columns = first_column + tl.arange(0, BLOCK_V)
+        z = project_tile(
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
+            BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
+        inside = columns < vocab_size
+        if out is not None:
+            left, right = split_tile(z, BLOCK_N, BLOCK_V)
+            store_tile(out, out_stride, left, rows, first_column + tl.arange(0, BLOCK_V // 2), first_row, first_column,
+                       tokens, vocab_size)  # fmt: skip
+            second = first_column + BLOCK_V // 2
+            store_tile(out, out_stride, right, rows, second + tl.arange(0, BLOCK_V // 2), first_row, second, tokens,
+                       vocab_size)  # fmt: skip
+        if bias is not None or transform.factor is not None:
+            z = transform_block(z, bias, columns, inside, transform, inverse)
+        label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)
+        state = online_step(z, first_column, columns, inside, class_weight, state, sums, 1)
+    store_sums(partial + split * tokens + rows, splits * tokens, valid, label_logit, state, sums)

@@ -1,0 +1,88 @@
+"""Matrix products whose sums are not rounded to half precision before they are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+#: On a GPU, half-precision products are slow if a size is no multiple of the first. A size above the second is cut.
+ALIGNED, MIN_CUT_SIZE = 8, 1024
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
+    """Write ``a @ b`` into ``out``, or add it to ``out``, with the sum taken at least in fp32.
+
+    ``out = a @ b`` or ``out = out + a @ b``
+
+    Args:
+        out: ``[M, N]``, any strides. Rounded once per call when it is narrower than fp32.
+        a: ``[M, K]``.
+        b: ``[K, N]``, of the same dtype as ``a``.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        ``out``.
+    """
+    on_gpu = a.device.type == "cuda" and a.dtype in HALF_DTYPES
+    if on_gpu and out.dtype in (a.dtype, torch.float32):
+        return _aligned(out, a, b, accumulate)
+    if a.dtype == out.dtype and a.dtype not in HALF_DTYPES:
+        return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
+    wide = torch.promote_types(torch.float32, a.dtype)
+    product = torch.mm(a.to(wide), b.to(wide))
+    return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
+    """:func:`matmul_into` on a GPU. If a size is no multiple of :data:`ALIGNED`, the rest is a product of its own."""
+    (rows, terms), columns = a.shape, b.shape[1]
+    if rows % ALIGNED and rows > MIN_CUT_SIZE:
+        cut = rows // ALIGNED * ALIGNED
+        _aligned(out[:cut], a[:cut], b, accumulate)
+        _aligned(out[cut:], a[cut:], b, accumulate)
+    elif columns % ALIGNED and columns > MIN_CUT_SIZE:
+        cut = columns // ALIGNED * ALIGNED
+        _aligned(out[:, :cut], a, b[:, :cut], accumulate)
+        _aligned(out[:, cut:], a, b[:, cut:], accumulate)
+    elif terms % ALIGNED and terms > MIN_CUT_SIZE:
+        cut = terms // ALIGNED * ALIGNED
+        # A half-precision `out` is rounded after each part; with the smaller one first, less of it is rounded twice.
+        _aligned(out, a[:, cut:], b[cut:], accumulate)
+        _aligned(out, a[:, :cut], b[:cut], True)
+    # cuBLAS keeps half-precision products in fp32 until the one rounding into `out`.
+    elif a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return out
+
+
+def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
+    """Run ``work`` on a side stream, parallel to the kernels that the caller queues next (on a CPU, at once).
+
+    The tiles of one fill the multiprocessors that the last tiles of the other leave idle.
+
+    Returns:
+        A function that makes the current stream wait: call it before queueing anything that needs the work's results
+        or overwrites its inputs.
+    """
+    if device.type != "cuda":
+        work()
+        return lambda: None
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        work()
+    return lambda: main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

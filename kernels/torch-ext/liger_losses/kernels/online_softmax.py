@@ -1,0 +1,185 @@
+"""The statistics of a softmax from sums over its columns, read once, relative to a running maximum.
+
+R rows (tokens), C columns of a block, V vocabulary size, S splits of the vocabulary.
+
+A new statistic is added here: its name in :data:`STATISTICS`, its formula in :func:`reference_statistics`,
+:func:`combine` and :func:`store_statistics` and, if it needs a sum that is not there yet, a field of :class:`Sums` and
+a line in :func:`online_step` and :func:`store_sums`. If it can be differentiated, its gradient is a row of the table in
+:mod:`liger_losses.kernels.softmax_grad`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels._triton import jit, tl
+from ..kernels.logit_transform import Epilogue
+
+#: What a loss may ask for. All but ``argmax`` can be differentiated.
+STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
+#: The rows that :func:`store_statistics` writes; ``argmax`` has a tensor of its own. ``max_logit`` is for the engine.
+STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit")
+#: The sums of one split that :func:`store_sums` writes, with e = exp(z - top).
+PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "argmax")
+
+
+class Sums(NamedTuple):
+    """Which sums a kernel takes besides the maximum and the sum of exponentials: 1 for those needed, else ``None``."""
+
+    moment: int | None = None  # sum e (z - top), for the entropy
+    squares: int | None = None  # sum e^2
+    logits: int | None = None  # sum z
+    weighted: int | None = None  # sum c z and sum c, with class weights c
+    argmax: int | None = None  # the first column of the maximum
+
+    @classmethod
+    def needed(cls, names: frozenset[str], class_weight: Tensor | None) -> Sums:
+        """The sums that the named statistics need."""
+        weighted = "mean_logp" in names and class_weight is not None
+        logits = "mean_logit" in names or ("mean_logp" in names and class_weight is None)
+        needs = ("entropy" in names, "log_sum_sq_probs" in names, logits, weighted, "argmax" in names)
+        return cls(*(1 if need else None for need in needs))
+
+
+def reference_statistics(
+    projected: Tensor, labels: Tensor, names: frozenset[str], epilogue: Epilogue
+) -> dict[str, Tensor]:
+    """The reference implementation in torch: the named statistics, and others that cost nothing more."""
+    values: dict[str, Tensor] = {}
+    logits, class_weight = epilogue(projected), epilogue.class_weight
+    if "argmax" in names:
+        top, values["argmax"] = logits.max(-1)
+    else:
+        top = logits.amax(-1)
+    values["max_logit"] = top
+    shifted = logits - top[:, None]
+    label_shifted = shifted.gather(-1, labels[:, None]).squeeze(-1)
+    mean_shifted = shifted.mean(-1) if "mean_logit" in names or "mean_logp" in names else top
+    values["mean_logit"] = mean_shifted + top
+    if class_weight is not None:
+        weighted_shifted = (shifted @ class_weight) / logits.shape[-1]
+
+    exp = shifted.exp_()
+    total = exp.sum(-1)
+    log_total = total.log()
+    values["lse"] = top + log_total
+    # Subtracting the row's maximum first keeps log-probs near 0 exact however large the logits are.
+    values["logp"] = label_shifted - log_total
+    if class_weight is None:
+        values["mean_logp"] = mean_shifted - log_total
+    else:
+        values["mean_logp"] = weighted_shifted - log_total * class_weight.mean()
+    if "log_sum_sq_probs" in names:
+        values["log_sum_sq_probs"] = (exp * exp).sum(-1).log() - 2 * log_total
+    if "entropy" in names:
+        values["entropy"] = torch.special.entr(exp.div_(total[:, None])).sum(-1)
+    return values
+
+
+def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weight: Tensor | None) -> dict[str, Tensor]:
+    """The named statistics ``[R]`` and ``lse``, from the splits' :data:`PARTIAL_SUMS`, ``[S, R]`` each."""
+    sums = dict(zip(PARTIAL_SUMS, partial, strict=False))
+    top = sums["top"].amax(0)
+    below = sums["top"] - top
+    scale = below.exp()
+    total = (sums["total"] * scale).sum(0)
+    log_total = total.log()
+    values = {"lse": top + log_total, "logp": (sums["label_logit"].sum(0) - top) - log_total}
+    if "entropy" in names:
+        moment = ((sums["moment"] + sums["total"] * below) * scale).sum(0)
+        values["entropy"] = log_total - moment / total
+    if "log_sum_sq_probs" in names:
+        values["log_sum_sq_probs"] = (sums["squares"] * scale.square()).sum(0).log() - 2 * log_total
+    if "mean_logit" in names:
+        values["mean_logit"] = sums["logit_sum"].sum(0) / vocab_size
+    if "mean_logp" in names and class_weight is None:
+        values["mean_logp"] = sums["logit_sum"].sum(0) / vocab_size - values["lse"]
+    elif "mean_logp" in names and class_weight is not None:
+        values["mean_logp"] = (sums["weighted_sum"].sum(0) - values["lse"] * class_weight.sum()) / vocab_size
+    if "argmax" in names:
+        values["argmax"] = sums["argmax"].gather(0, sums["top"].argmax(0, keepdim=True))[0].long()
+    if "max_logit" in names:
+        values["max_logit"] = top
+    return {name: value for name, value in values.items() if name in names or name == "lse"}
+
+
+@jit
+def online_start(zero):
+    """The sums of no columns, in the shape of ``zero``: () for one row, ``[R]`` for a tile."""
+    # A finite maximum, so that the first rescaling is exp(-huge) = 0 and not exp(-inf + inf).
+    return zero.to(tl.int32), zero, zero, zero, zero - 3.0e38, zero, tl.zeros((), tl.float32), zero
+
+
+@jit
+def online_step(z, first_column, columns, inside, class_weight, state, sums, AXIS: tl.constexpr):
+    """Add a block of logits to the sums: ``[C]`` of one row (``AXIS`` 0), or a tile ``[R, C]`` (``AXIS`` 1).
+
+    The sums are relative to the largest logit so far, and are rescaled when it rises. ``columns [C]``, those ``inside``
+    the vocabulary, begin with ``first_column``; ``class_weight`` is a pointer.
+    """
+    best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
+    if sums.logits is not None:
+        logit_sum += tl.sum(tl.where(inside, z, 0.0), AXIS)
+    if sums.weighted is not None:
+        c = tl.load(class_weight + columns, mask=inside, other=0.0)
+        weighted_sum += tl.sum(tl.where(inside, z * c, 0.0), AXIS)
+        weight_sum += tl.sum(c, 0)
+    z = tl.where(inside, z, float("-inf"))
+    block_top = tl.max(z, AXIS)
+    if sums.argmax is not None:
+        best = tl.where(block_top > top, first_column + tl.argmax(z, AXIS), best)
+    new_top = tl.maximum(top, block_top)
+    rescale = tl.exp(top - new_top)
+    z -= new_top[:, None] if AXIS == 1 else new_top
+    e = tl.exp(z)
+    if sums.moment is not None:
+        moment = rescale * (moment + total * (top - new_top)) + tl.sum(tl.where(e > 0, e * z, 0.0), AXIS)
+    if sums.squares is not None:
+        squares = squares * rescale * rescale + tl.sum(e * e, AXIS)
+    total = total * rescale + tl.sum(e, AXIS)
+    return best, logit_sum, moment, squares, new_top, total, weight_sum, weighted_sum
+
+
+@jit
+def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size):
+    """One row's statistics, in the order of :data:`STORED`, ``step`` elements apart."""
+    best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
+    log_total = tl.log(total)
+    lse = top + log_total
+    tl.store(out, lse)
+    tl.store(out + step, (label_logit - top) - log_total)
+    if sums.moment is not None:
+        tl.store(out + 2 * step, log_total - moment / total)
+    if sums.weighted is not None:
+        tl.store(out + 3 * step, (weighted_sum - lse * weight_sum) / vocab_size)
+    elif sums.logits is not None:
+        tl.store(out + 3 * step, logit_sum / vocab_size - lse)
+    if sums.squares is not None:
+        tl.store(out + 4 * step, tl.log(squares) - 2 * log_total)
+    if sums.logits is not None:
+        tl.store(out + 5 * step, logit_sum / vocab_size)
+    if sums.argmax is not None:
+        tl.store(out + 6 * step, top)
+        tl.store(argmax_out, best.to(tl.int64))
+
+
+@jit
+def store_sums(out, step, valid, label_logit, state, sums):
+    """The sums of a tile's rows, in the order of :data:`PARTIAL_SUMS`, ``step`` elements apart."""
+    best, logit_sum, moment, squares, top, total, _weight_sum, weighted_sum = state
+    tl.store(out, top, mask=valid)
+    tl.store(out + step, total, mask=valid)
+    tl.store(out + 2 * step, label_logit, mask=valid)
+    if sums.moment is not None:
+        tl.store(out + 3 * step, moment, mask=valid)
+    if sums.squares is not None:
+        tl.store(out + 4 * step, squares, mask=valid)
+    if sums.logits is not None:
+        tl.store(out + 5 * step, logit_sum, mask=valid)
+    if sums.weighted is not None:
+        tl.store(out + 6 * step, weighted_sum, mask=valid)
+    if sums.argmax is not None:
+        tl.store(out + 7 * step, best.to(tl.float32), mask=valid)

@@ -1,0 +1,26 @@
+"""Tells ordinary tensors and unmodified linear layers, which kernels may read and replace, from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LINEAR_FORWARD = nn.Linear.forward
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether all are tensors or parameters that kernels can read, and not DTensors or other subclasses."""
+    return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Linear``, no subclass, with ordinary parameters, no hooks, not compiled or patched."""
+    if type(module) is not nn.Linear or not is_plain(module.weight):
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    global_hooks = torch.nn.modules.module._has_any_global_hook()
+    return (module.bias is None or is_plain(module.bias)) and not (any(hooks) or replaced or compiled or global_hooks)

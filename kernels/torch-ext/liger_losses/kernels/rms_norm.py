@@ -1,0 +1,383 @@
+"""Root-mean-square normalization: plain, after adding a residual, and gated.
+
+R rows (all leading dimensions), H hidden size. Backward reads the inputs again and recomputes everything except one
+number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels._triton import device_of, jit, tl
+from ..kernels.autograd import once_differentiable
+from ..kernels.kernel_operators import operator
+from ..kernels.rows import (
+    as_output,
+    choose_row_backend,
+    launch_backward,
+    launch_forward,
+    load_tile,
+    load_vector,
+    store_partial_sum,
+    tile_indices,
+    wide,
+)
+from ..kernels.tracing import record
+
+#: How the normalized row is multiplied by the weight.
+MULTIPLY = ("cast_first", "fp32")
+
+
+@record
+class Options(NamedTuple):
+    """``eps``, ``offset`` and ``gate_first`` as in the public functions, and whether ``multiply`` is ``cast_first``."""
+
+    eps: float
+    offset: float
+    gate_first: bool
+    cast_first: bool
+
+
+# x, residual, gate and weight; in backward x (the sum, if there is a residual), gate, weight and rstd.
+_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+_Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    multiply: str = "cast_first",
+    backend: str | None = None,
+) -> Tensor:
+    """``y = xhat (offset + weight)`` with ``xhat = x / sqrt(mean(x^2) + eps)``, the mean over the last dimension.
+
+    ``multiply="cast_first"`` is Llama's: ``weight * xhat.to(x.dtype)``, with the offset added in the weight's dtype.
+    ``multiply="fp32"`` is Gemma's (``offset=1``) and OLMo 2's (``offset=0``): ``xhat * (offset + weight.float())``,
+    rounded once, to ``x.dtype``.
+
+    Args:
+        x: ``[..., H]``, floating point.
+        weight: ``[H]``, of any floating-point dtype, or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        multiply: ``cast_first`` or ``fp32``.
+        backend: ``torch`` or ``triton``; by default chosen from the tensors.
+
+    Returns:
+        ``[..., H]``; for ``cast_first`` in the dtype that ``x`` and the weight promote to, else in ``x.dtype``.
+
+    Raises:
+        ValueError: shapes do not fit, ``multiply`` is unknown, or the backend does not support the tensors.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    return _apply((x, None, None, weight), _options(eps, offset, multiply), backend)
+
+
+def rms_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    multiply: str = "cast_first",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x)`` and ``x`` again, for the residual: the norm's backward adds the residual's gradient to its own.
+
+    Args:
+        x, weight, eps, offset, multiply, backend: as in :func:`rms_norm`.
+
+    Returns:
+        ``(y, x)``, both differentiable.
+
+    Raises:
+        ValueError: as in :func:`rms_norm`.
+    """
+    if torch.compiler.is_compiling():  # results of an operator share no memory with its inputs
+        return rms_norm(x, weight, eps, offset=offset, multiply=multiply, backend=backend), x
+    on_triton = choose_row_backend(backend, (x,), weight=weight)
+    y, x = _norm_and_input(x, None, None, weight, _options(eps, offset, multiply), on_triton=on_triton)
+    return y, x
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    multiply: str = "cast_first",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm(s)`` and ``s = x + residual``, which is rounded to its dtype before it is normalized.
+
+    Args:
+        x, residual: ``[..., H]``, of the same shape; ``s`` has the dtype they promote to.
+        weight, eps, offset, multiply, backend: as in :func:`rms_norm`.
+
+    Returns:
+        ``(y, s)``, both differentiable.
+
+    Raises:
+        ValueError: as in :func:`rms_norm`.
+    """
+    return _apply((x, residual, None, weight), _options(eps, offset, multiply), backend)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    gate_first: bool = False,
+    multiply: str = "cast_first",
+    backend: str | None = None,
+) -> Tensor:
+    """``rms_norm(x) silu(gate)``, or ``rms_norm(x silu(gate))`` with ``gate_first``.
+
+    Results are rounded where transformers' modules round them. Norm first (Qwen3-Next): ``weight * xhat.to(x.dtype)``
+    in the dtype they promote to, times ``silu(gate.float())`` in fp32, rounded to ``x.dtype``. Gate first (Mamba 2):
+    ``u = x.float() * silu(gate.float())`` is normalized without being rounded, and then multiplied as in
+    :func:`rms_norm`. With ``multiply="fp32"`` only the result is rounded.
+
+    Args:
+        x, gate: ``[..., H]``, of the same shape.
+        weight, eps, multiply, backend: as in :func:`rms_norm`.
+        gate_first: whether the gate is applied before the norm.
+
+    Returns:
+        ``[..., H]``; with ``gate_first`` and ``cast_first`` in the dtype that ``x`` and the weight promote to, else in
+        ``x.dtype``.
+
+    Raises:
+        ValueError: as in :func:`rms_norm`.
+    """
+    return _apply((x, None, gate, weight), _options(eps, 0.0, multiply, gate_first), backend)
+
+
+def _options(eps: float, offset: float, multiply: str, gate_first: bool = False) -> Options:
+    if multiply not in MULTIPLY:
+        raise ValueError(f"multiply must be one of {', '.join(MULTIPLY)}, got {multiply!r}.")
+    return Options(eps, float(offset), gate_first, multiply == "cast_first")
+
+
+def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
+    x, residual, gate, weight = inputs
+    for name, other in (("residual", residual), ("gate", gate)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
+    return _norm(*inputs, options, on_triton=choose_row_backend(backend, inputs[:3], weight=weight))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        x, residual, gate, weight, options, on_triton = arguments
+        inputs = x, residual, gate, weight
+        with device_of(x):
+            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(inputs, options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if residual is None else summed, gate, weight, rstd)
+        ctx.options, ctx.on_triton = options, on_triton
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        return y if residual is None else (y, summed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor | None, grad_summed: Tensor | None = None) -> Any:
+        needs_x, needs_residual, needs_gate, needs_weight, *_ = ctx.needs_input_grad
+        x_dtype, residual_dtype = ctx.dtypes
+        grad_x, grad_gate, grad_weight = grad_summed, None, None
+        if grad_y is not None:
+            backward = _backward_triton if ctx.on_triton else _backward_torch
+            saved, options = ctx.saved_tensors, ctx.options
+            grad_x, grad_gate, grad_weight = backward(grad_y, grad_summed, saved, options, needs_weight)
+        grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
+        grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
+        return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
+
+
+class _RMSNormAndInput(_RMSNorm):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        return _RMSNorm.forward(ctx, *arguments), arguments[0].view_as(arguments[0])
+
+
+_norm, _norm_and_input = operator(_RMSNorm), operator(_RMSNormAndInput)
+
+
+def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> torch.dtype:
+    if weight is None or not options.cast_first or (gate is not None and not options.gate_first):
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Reference implementation, transformers' formulas: the result, ``x + residual``, and ``rstd``, ``[..., 1]``."""
+    x, residual, gate, weight = inputs
+    summed = None if residual is None else x + residual
+    x = x if summed is None else summed
+    u = wide(x)
+    if gate is not None and options.gate_first:
+        u = u * F.silu(wide(gate))
+    rstd = torch.rsqrt(u.square().mean(-1, keepdim=True) + options.eps)
+    y = u * rstd
+    if options.cast_first:
+        y = y.to(x.dtype)
+        if weight is not None:
+            y = (weight + options.offset if options.offset else weight) * y
+    elif weight is not None:
+        y = y * (options.offset + wide(weight))
+    if gate is not None and not options.gate_first:
+        y = y * F.silu(wide(gate))
+    return as_output(y, _result_dtype(x, gate, weight, options)), summed, rstd
+
+
+def _backward_torch(
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+) -> tuple[Tensor | None, ...]:
+    """Reference implementation: the gradients of x, gate and weight."""
+    x, gate, weight, rstd = saved
+    g, u = wide(grad_y), wide(x)
+    w = 1.0 if weight is None else options.offset + wide(weight)
+    if gate is not None:
+        z = wide(gate)
+        sigmoid = z.sigmoid()
+        silu, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+        if options.gate_first:
+            u = u * silu
+    xhat = u * rstd
+    grad_gate = None
+    if gate is not None and not options.gate_first:
+        grad_gate = (g * (w * xhat) * slope).to(gate.dtype)
+        g = g * silu
+    grad_weight = None
+    if needs_weight and weight is not None:
+        grad_weight = (g * xhat).flatten(0, -2).sum(0).to(weight.dtype)
+    g = g * w
+    grad_x = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    if gate is not None and options.gate_first:
+        grad_gate = (grad_x * wide(x) * slope).to(gate.dtype)
+        grad_x = grad_x * silu
+    if grad_summed is not None:
+        grad_x = grad_x + grad_summed
+    return grad_x.to(x.dtype), grad_gate, grad_weight
+
+
+def _forward_triton(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
+    x, residual, gate, weight = inputs
+    summed = None if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    normalized = x if summed is None else summed
+    y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
+    (rstd,) = launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y), 1, *options)
+    return y, summed, rstd
+
+
+def _backward_triton(
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+) -> tuple[Tensor | None, ...]:
+    x, gate, weight, rstd = saved
+    grad_x, grad_gate = x.new_empty(x.shape), None if gate is None else gate.new_empty(gate.shape)
+    inputs, others = (grad_y, grad_summed, x, gate), (rstd, grad_x, grad_gate)
+    dtypes = (weight.dtype if needs_weight and weight is not None else None,)
+    sums = launch_backward(_backward_kernel, inputs, (weight,), others, dtypes, options.offset, options.gate_first)
+    return grad_x, grad_gate, *sums
+
+
+@jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x, x_stride, residual, residual_stride, gate, gate_stride, weight, normalized, y, rstd,
+    rows, columns, eps, offset,
+    GATE_FIRST: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of rows. ``normalized`` is what is normalized: the sum with the residual, or ``x``."""
+    r, c, inside = tile_indices(tl.program_id(0).to(tl.int64) * ROWS, rows, columns, ROWS, COLUMNS)
+    u = load_tile(x, x_stride, r, c, inside)
+    if residual is not None:
+        u += load_tile(residual, residual_stride, r, c, inside)
+        rounded = u.to(normalized.dtype.element_ty)
+        tl.store(normalized + r * columns + c, rounded, mask=inside)
+        u = rounded.to(tl.float32)
+    if gate is not None:
+        z = load_tile(gate, gate_stride, r, c, inside)
+        silu = z / (1 + tl.exp(-z))
+        if GATE_FIRST:
+            u *= silu
+    if weight is not None:
+        w = load_vector(weight, c, columns)
+    scale = tl.math.rsqrt(tl.sum(u * u, 1) / columns + eps)[:, None]
+    tl.store(rstd + r, scale, mask=r < rows)
+    value = u * scale
+    if CAST_FIRST:
+        value = value.to(normalized.dtype.element_ty).to(tl.float32)
+    if weight is not None:
+        if CAST_FIRST:
+            value *= (w + offset).to(weight.dtype.element_ty).to(tl.float32)
+            # If the dtypes differ, they promote to fp32, in which the product is not rounded.
+            if normalized.dtype.element_ty == weight.dtype.element_ty:
+                value = value.to(weight.dtype.element_ty).to(tl.float32)
+        else:
+            value *= offset + w
+    if gate is not None and not GATE_FIRST:
+        value *= silu
+    tl.store(y + r * columns + c, value.to(y.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["rows", "programs"])
+def _backward_kernel(
+    grad_y, grad_y_stride, grad_summed, grad_summed_stride, x, x_stride, gate, gate_stride,
+    weight, rstd, grad_x, grad_gate, weight_sums, rows, columns, programs, offset,
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program loops over tiles of rows and keeps its share of the weight's gradient in registers."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    if weight is not None:
+        w = offset + load_vector(weight, c, columns)
+    if weight_sums is not None:
+        weight_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        r, _, inside = tile_indices(tile * ROWS, rows, columns, ROWS, COLUMNS)
+        g = load_tile(grad_y, grad_y_stride, r, c, inside)
+        u = load_tile(x, x_stride, r, c, inside)
+        scale = tl.load(rstd + r, mask=r < rows, other=0.0)
+        if grad_summed is not None:
+            added = load_tile(grad_summed, grad_summed_stride, r, c, inside)
+        if gate is not None:
+            z = load_tile(gate, gate_stride, r, c, inside)
+            sigmoid = 1 / (1 + tl.exp(-z))
+            silu = z * sigmoid
+            slope = sigmoid * (1 + z * (1 - sigmoid))
+            if GATE_FIRST:
+                slope *= u
+                u *= silu
+        xhat = u * scale
+        if gate is not None and not GATE_FIRST:
+            dz = g * xhat * slope
+            if weight is not None:
+                dz *= w
+            g *= silu
+        if weight_sums is not None:
+            weight_total += g * xhat
+        if weight is not None:
+            g *= w
+        dx = scale * (g - xhat * (tl.sum(g * xhat, 1)[:, None] / columns))
+        if gate is not None and GATE_FIRST:
+            dz = dx * slope
+            dx *= silu
+        if grad_summed is not None:
+            dx += added
+        tl.store(grad_x + r * columns + c, dx.to(grad_x.dtype.element_ty), mask=inside)
+        if gate is not None:
+            tl.store(grad_gate + r * columns + c, dz.to(grad_gate.dtype.element_ty), mask=inside)
+    if weight_sums is not None:
+        store_partial_sum(weight_sums, weight_total, c, columns)

@@ -1,0 +1,92 @@
+"""What ``python -m liger_losses.run`` prepares before a script runs, here and in the processes that it spawns."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing.spawn
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from liger_losses.integrations.loading import patch_loaded_models
+from liger_losses.integrations.seams import when_imported
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done in each process.
+
+    Args:
+        install: names of modules of ``liger_losses.integrations`` whose ``install()`` is called.
+        trl: call ``liger_losses.trl.enable()``.
+        patch: options of :func:`liger_losses.patch` for all models that transformers loads; ``None`` leaves them.
+    """
+
+    install: tuple[str, ...] = ()
+    trl: bool = False
+    patch: dict[str, Any] | None = None
+
+    def apply(self) -> None:
+        """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``."""
+        if self.patch is not None:
+            patch_loaded_models(self._announce)
+        self._apply()
+
+    def apply_in_child(self) -> None:
+        """The same where a process has just been started, which may never load a model: transformers can wait."""
+        if self.patch is not None:
+            when_imported("transformers.modeling_utils", lambda module: patch_loaded_models(self._announce))
+        self._apply()
+
+    def _apply(self) -> None:
+        for name in self.install:
+            importlib.import_module(f"liger_losses.integrations.{name}").install()
+        if self.trl:
+            import liger_losses.trl
+
+            liger_losses.trl.enable()
+        _prepare_children(self)
+
+    def _announce(self, model: nn.Module) -> dict[str, Any] | None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"liger_losses.run patches {type(model).__name__}", file=sys.stderr)
+        return self.patch
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """Applies a preparation where it is unpickled."""
+
+    preparation: Preparation
+
+    def __reduce__(self) -> Any:
+        return Preparation.apply_in_child, (self.preparation,)
+
+
+_originals: list[Callable[..., Any]] = []
+
+
+def _prepare_children(preparation: Preparation) -> None:
+    """Send the preparation along with what Python sends to each process that it spawns.
+
+    A spawned process unpickles this before it imports the main module and the function that it shall run.
+    """
+    original = multiprocessing.spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"liger_losses": _Applied(preparation), **original(name)}
+
+    _originals.append(original)
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
+def leave_children() -> None:
+    """Prepare no processes that are spawned from now on."""
+    while _originals:
+        multiprocessing.spawn.get_preparation_data = _originals.pop()

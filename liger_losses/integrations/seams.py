@@ -1,0 +1,166 @@
+"""Replaces names of a framework when the framework imports them, without importing any of it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One name of a framework that is replaced.
+
+    Args:
+        module: where it is defined.
+        name: of a function, or ``Class.method``.
+        make: from what it was, and the module, to what it becomes.
+    """
+
+    module: str
+    name: str
+    make: Callable[[Any, ModuleType], Any]
+
+
+class Seams:
+    """Names of a framework that are replaced together: now where a module is imported already, else when it is.
+
+    A module that lacks one of its names is left as it is, with a warning.
+
+    Args:
+        framework: its name, for warnings.
+        tested: its version or commit that this was written for.
+        seams: what to replace.
+    """
+
+    def __init__(self, framework: str, tested: str, *seams: Seam) -> None:
+        self.framework, self.tested = framework, tested
+        self._by_module: dict[str, list[Seam]] = {}
+        for seam in seams:
+            self._by_module.setdefault(seam.module, []).append(seam)
+        #: What was replaced, in this order: the object, the attribute, what was there.
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._installed = False
+
+    def install(self) -> None:
+        """Replace the names; a second call has no effect."""
+        if self._installed:
+            return
+        self._installed = True
+        for module in self._by_module:
+            when_imported(module, self._replace)
+
+    def uninstall(self) -> None:
+        """Put back what was replaced, and replace nothing from now on."""
+        self._installed = False
+        for module in self._by_module:
+            _forget(module, self._replace)
+        while self._replaced:
+            owner, name, value = self._replaced.pop()
+            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+    def _replace(self, module: ModuleType) -> None:
+        seams = self._by_module[module.__name__]
+        found = [_find(module, seam.name) for seam in seams]
+        if None in found:
+            missing = ", ".join(seam.name for seam, place in zip(seams, found, strict=True) if place is None)
+            warnings.warn(
+                f"{self.framework} runs with its own code, not with liger_losses: this version's {module.__name__} has "
+                f"no {missing} (tested with {self.tested}).",
+                stacklevel=2,
+            )
+            return
+        for seam, place in zip(seams, found, strict=True):
+            assert place is not None
+            owner, name = place
+            value = getattr(owner, name)
+            made = seam.make(value, module)
+            self._set(owner, name, made)
+            if owner is module and getattr(value, "__module__", None) == module.__name__:
+                # Other modules of the framework may have imported by name what this one defines.
+                package = module.__name__.partition(".")[0]
+                for other in list(sys.modules.values()):
+                    same = getattr(other, "__name__", "").partition(".")[0] == package
+                    if same and vars(other).get(name) is value:
+                        self._set(other, name, made)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+
+def _find(module: ModuleType, path: str) -> tuple[Any, str] | None:
+    """The object that has the last name of ``path``, and this name."""
+    owner: Any = module
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    return (owner, name) if hasattr(owner, name) else None
+
+
+# --- When a module is imported ----------------------------------------------------------------------------------------
+
+_waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}
+_thread = threading.local()
+
+
+def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
+    """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        function(module)
+        return
+    _waiting.setdefault(name, []).append(function)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _forget(name: str, function: Callable[[ModuleType], Any]) -> None:
+    if function in _waiting.get(name, ()):
+        _waiting[name].remove(function)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find; modules that somebody waits for run what waits when they are there."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not _waiting.get(name) or getattr(_thread, "finding", None) == name:
+            return None
+        _thread.finding = name
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            _thread.finding = None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, which is all that the module sees of it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        for function in _waiting.pop(module.__name__, []):
+            function(module)
+
+
+_FINDER = _Finder()

@@ -1,0 +1,100 @@
+"""SkyRL's fused head on Megatron, answered by this library: ``liger_losses.integrations.skyrl.install()``.
+
+With ``trainer.fused_lm_head_logprob=true``; its backend then makes no difference. B sequences of S tokens, H hidden
+size, W ranks share the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.token_statistics import token_statistics
+
+#: The temperature of the call that this thread is in.
+_thread = threading.local()
+
+
+def fused_lm_head_logprob(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool,
+) -> Tensor:
+    """Answers ``_fused_lm_head_logprob_apply``: the log-probabilities of the targets.
+
+    Args:
+        hidden: ``[B, S, H]``, of a sequence that is gathered. Its gradient is this rank's part, as SkyRL's own.
+        weight: ``[V / W, H]``, this rank's rows, ``vocab_start_index`` to ``vocab_end_index``.
+        target: ``[B, S]``, shifted already.
+        tp_group: the ranks that share the vocabulary.
+        inference_only: without gradients.
+        backend, chunk_size: make no difference.
+
+    Returns:
+        ``[B, S]``, fp32.
+    """
+    temperature = getattr(_thread, "temperature", 1.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return token_statistics(hidden.to(weight.dtype), weight, target, ("logp",), temperature, tp_group).logp
+
+
+def fused_entropy(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    tp_group: dist.ProcessGroup,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Answers ``_fused_vocab_parallel_entropy_from_hidden``: entropies ``[B, S]`` of ``hidden [B, S, H]``, a metric."""
+    labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    with torch.no_grad():
+        hidden = hidden.to(lm_head_weight.dtype)
+        return token_statistics(hidden, lm_head_weight, labels, ("entropy",), temperature, tp_group).entropy
+
+
+def _with_temperature(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """SkyRL divides the weight by the temperature, which copies and rounds it: let the head divide the logits."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, temperature: float = 1.0, **kwargs: Any) -> Any:
+        _thread.temperature = float(temperature)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _thread.temperature = 1.0
+
+    return wrapped
+
+
+_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+_SEAMS = Seams(
+    "SkyRL",
+    "a956457 of August 2026",
+    Seam(_MODULE, "_fused_lm_head_logprob_apply", lambda original, module: fused_lm_head_logprob),
+    Seam(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original, module: fused_entropy),
+    Seam(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature),
+    Seam(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature),
+)
+
+
+def install() -> None:
+    """Replace SkyRL's fused head, now or when it imports it; a second call has no effect."""
+    _SEAMS.install()
+
+
+def uninstall() -> None:
+    """Put SkyRL's own head back."""
+    _SEAMS.uninstall()

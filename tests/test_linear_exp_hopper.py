@@ -79,8 +79,8 @@ def test_hopeless_labels_run_again():
 
 
 @hopper
-def test_in_a_cuda_graph_and_beside_the_other_kernel(monkeypatch):
-    """Captured once both kernels are compiled, replayed on other values; of a batch-invariant call, the other one."""
+def test_in_a_cuda_graph_and_batch_invariant():
+    """Captured once compiled, replayed on other values. Contracted or not, the kernel's bits are the same."""
     g = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(n, 256, device="cuda", generator=g).bfloat16() / 4 for n in (300, 4096))
     labels = torch.randint(4096, (300,), device="cuda", generator=g)
@@ -92,9 +92,8 @@ def test_in_a_cuda_graph_and_beside_the_other_kernel(monkeypatch):
     graph.replay()
     expected = linear_exponentials(hidden, weight, labels, backend="triton")
     assert torch.equal(captured.logp, expected.logp)
-    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", None)  # cannot be launched
-    other = linear_exponentials(hidden, weight, labels, batch_invariant=True, backend="triton")
-    torch.testing.assert_close(other.logp, expected.logp, rtol=1e-5, atol=1e-5)
+    invariant = linear_exponentials(hidden, weight, labels, batch_invariant=True, backend="triton")
+    assert torch.equal(invariant.logp, expected.logp)
 
 
 def test_other_calls_have_the_other_kernel(monkeypatch):

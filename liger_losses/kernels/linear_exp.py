@@ -117,8 +117,8 @@ def linear_exponentials(
     if not tokens:
         return statistics
     kernel = hopper_exponentials_kernel
-    # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
-    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
+    # Which of the two kernels runs depends on the head and the device: their bits differ.
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE else None
     if tiles is None:
         kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
     row_tiles, column_tiles, programs, arguments = tiles

@@ -185,10 +185,15 @@ def _consume(
         inside = rows < tokens
         row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
         label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        factor = 1.0
         if transform.temperature is not None:
-            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)[:, None]
+            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)
         elif transform.factor is not None:
             factor = transform.factor
+        # An exponent is one fused multiplication and addition, whatever the temperature and the variant are.
+        scale = factor * 1.4426950408889634
+        if transform.temperature is not None:
+            scale = scale[:, None]
         stage = used % STAGES
         phase = used // STAGES & 1
         z = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, whole)
@@ -218,13 +223,11 @@ def _consume(
             z = x
             if bias is not None:
                 z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
-            if transform.factor is not None:
-                z = z * factor
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
+            e = gl.exp2(gl.fma(z, scale, -row_offset[:, None]))
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
-                z = gl.where(inside_vocab[None, :], z, float("-inf"))
-            e = gl.exp2(z * 1.4426950408889634 - row_offset[:, None])
+                e = gl.where(inside_vocab[None, :], e, 0.0)
             if at_label:
                 e = gl.where((columns + part * HALF)[None, :] != label[:, None], e, 0.0)
             sums += gl.sum(e, 1)
@@ -237,7 +240,7 @@ def _consume(
                 _store(out, [first_row, start], staging)
         gl.store(partial + column_tile * tokens + rows, sums, mask=inside)
         if logit_sums is not None:
-            gl.store(logit_sums + column_tile * tokens + rows, totals, mask=inside)
+            gl.store(logit_sums + column_tile * tokens + rows, totals * factor, mask=inside)
     if out is not None:
         tma.store_wait(0)
 

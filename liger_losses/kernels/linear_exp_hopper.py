@@ -161,7 +161,7 @@ def _pieces(z, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
 @gluon_jit
 def _consume(
     hidden_buffers, weight_buffers, full, empty, turns, staging, out, bias, labels, offset, partial, logit_sums,
-    transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+    moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
     PROJECTIONS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """One of the two parts that multiply: every other tile of the program."""
@@ -212,6 +212,7 @@ def _consume(
         at_label = gl.max(((label >= 0) & (label < BLOCK_V)).to(gl.int32), 0) > 0  # while the last product runs
         sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
         totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+        moment = gl.zeros((BLOCK_N,), gl.float32, by_row)
         z = warpgroup_mma_wait(0, deps=[z])
         mbarrier.arrive(empty.index(_previous(stage, STAGES)))
         left, right = _pieces(z, BLOCK_N, HALF, half)
@@ -225,12 +226,15 @@ def _consume(
                 z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
-            e = gl.exp2(gl.fma(z, scale, -row_offset[:, None]))
+            exponent = gl.fma(z, scale, -row_offset[:, None])
+            e = gl.exp2(exponent)
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 e = gl.where(inside_vocab[None, :], e, 0.0)
             if at_label:
                 e = gl.where((columns + part * HALF)[None, :] != label[:, None], e, 0.0)
             sums += gl.sum(e, 1)
+            if moments is not None:
+                moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if PROJECTIONS:
                 e = x
             if out is not None:
@@ -241,24 +245,26 @@ def _consume(
         gl.store(partial + column_tile * tokens + rows, sums, mask=inside)
         if logit_sums is not None:
             gl.store(logit_sums + column_tile * tokens + rows, totals * factor, mask=inside)
+        if moments is not None:
+            gl.store(moments + column_tile * tokens + rows, moment, mask=inside)
     if out is not None:
         tma.store_wait(0)
 
 
 @gluon_jit(
     do_not_specialize=["tokens", "vocab_size", "hidden_size", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
 )
 def hopper_exponentials_kernel(
     hidden, weight, out, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, needed, group, transform,
+    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
     PROJECTIONS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile.
 
-    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, and their bits
-    do not depend on which program took it.
+    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows,
+    and their bits do not depend on which program took it. With x the exponent of 2 in e, moments are the sums of e x.
     """
     hidden_buffers = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_H], hidden.layout)
     weight_buffers = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_H], weight.layout)
@@ -288,13 +294,13 @@ def hopper_exponentials_kernel(
         [
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[0], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 0,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens,
+                vocab_size, PROJECTIONS, 0,
             )),
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[1], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 1,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens,
+                vocab_size, PROJECTIONS, 1,
             )),
             (_produce, (
                 hidden, weight, hidden_buffers, weight_buffers, full, empty, tiles, steps, group, row_tiles,

@@ -219,7 +219,7 @@ def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) ->
     """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
     call, labels = opened.call, opened.labels[part.rows]
     names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
-    if not names <= {"logp", "lse", "mean_logit"}:
+    if not names <= {"logp", "lse", "mean_logit", "entropy"}:
         return linear_softmax_statistics(
             part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
         )

@@ -61,7 +61,15 @@ def test_a_temperature_per_token_in_divergences(form):
             torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-4)
 
 
-@pytest.mark.parametrize("names", [("logp", "lse", "mean_logit"), ("logp", "entropy", "lse", "log_sum_sq_probs")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("logp", "lse", "mean_logit", "entropy"),
+        ("logp", "entropy", "lse"),
+        ("logp", "entropy", "lse", "log_sum_sq_probs"),
+    ],
+    ids="_".join,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("sizes", "softcap"), [((256, 32003), None), ((256, 32003), 20.0), ((1032, 5031), 20.0)])
 @pytest.mark.parametrize("trained", ["nothing", "hidden states", "head", "head and bias"])

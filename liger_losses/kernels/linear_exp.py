@@ -45,8 +45,8 @@ _VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_c
 
 
 class Exponentials(NamedTuple):
-    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and the
-    entropy (or ``None``): ``[N]`` fp32 each."""
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and
+    the entropy (or ``None``): ``[N]`` fp32 each."""
 
     offset: Tensor
     lse: Tensor
@@ -255,8 +255,8 @@ def _row_statistics_kernel(
     partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, needed,
     column_tiles, tokens, inverse_vocab_size, limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits; the
-    entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, which is rounded as ``logp`` is, to 1e-7 of the larger.
+    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
+    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, whose rounding errors are those of ``logp``.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -362,9 +362,9 @@ def _exponentials_kernel(
     """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
     the other.
 
-    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, so
-    that their bits depend neither on the program that took it nor on the other rows. Exponentials are taken and stored
-    in two halves of a tile. With x the exponent of 2 in e, moments are the sums of e x.
+    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows,
+    so that their bits depend neither on the program that took it nor on the other rows. Exponentials are taken and
+    stored in two halves of a tile. With x the exponent of 2 in e, moments are the sums of e x.
     """
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)

@@ -108,7 +108,7 @@ def linear_exponentials(
     if out is None and tokens > _MAX_TOKENS:
         for start in range(0, tokens, _MAX_TOKENS):
             rows = slice(start, start + _MAX_TOKENS)
-            part = Exponentials(*(None if value is None else value[rows] for value in statistics))
+            part = Exponentials._make(None if value is None else value[rows] for value in statistics)
             linear_exponentials(
                 hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
                 found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,

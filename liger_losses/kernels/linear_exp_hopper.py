@@ -193,7 +193,7 @@ def _consume(
         # An exponent is one fused multiplication and addition, whatever the temperature and the variant are.
         scale = factor * 1.4426950408889634
         if transform.temperature is not None:
-            scale = scale[:, None]
+            scale = gl.expand_dims(scale, 1)
         stage = used % STAGES
         phase = used // STAGES & 1
         z = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, whole)

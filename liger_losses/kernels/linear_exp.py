@@ -44,7 +44,7 @@ from liger_losses.kernels.logit_transform import (
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
-#: MiB where the kernel for Hopper adds them up).
+#: MiB where the kernel for Hopper adds them up, and 32 where it does not), each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
@@ -133,14 +133,16 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    # Which of the two kernels runs depends on the head and the device: their bits differ.
-    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE else None
+    # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on where its hidden
+    # states lie: rows of such a size may be aligned where they lie, and not in a copy.
+    by_place = batch_invariant and hidden.shape[1] * hidden.dtype.itemsize % 16 != 0
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not by_place else None
     kernel = _exponentials_kernel if tiles is None else hopper_exponentials_kernel
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     grid, parts = (min(programs, row_tiles * column_tiles),), None
     shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
     if tiles is not None:
-        # The bits of a sum of several tiles depend on the number of tokens.
+        # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
         group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0])
         arguments["SUMS_OF_TILES"] = group_of_parts is None
         if group_of_parts is not None:
@@ -182,7 +184,8 @@ def linear_exponentials(
         give_up(error.reason)
         return linear_exponentials(
             hidden, weight, labels, out, epilogue,
-            found=statistics, label_logit=label_logit, projections=projections, backend=backend,
+            found=statistics, label_logit=label_logit, projections=projections, batch_invariant=batch_invariant,
+            backend=backend,
         )  # fmt: skip
     return statistics
 

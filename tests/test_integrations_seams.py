@@ -4,8 +4,11 @@ The frameworks' modules are stand-ins, which have the names and the signatures o
 """
 
 import importlib
+import importlib.util
 import inspect
 import sys
+import threading
+import time
 import types
 import warnings
 
@@ -145,6 +148,58 @@ def test_names_are_replaced_when_they_are_imported(framework):
         importlib.import_module("fw.never")
 
 
+def test_a_module_that_is_looked_for_has_its_own_loader(framework):
+    framework(**{"fw.late": "head = 1"})
+    seams = Seams("fw", "1.0", Seam("fw.late", "head", lambda original, module: original + 1))
+    seams.install()
+    try:
+        loader = importlib.util.find_spec("fw.late").loader  # as runpy and importlib.resources do
+        assert loader.get_source("fw.late") == "head = 1"
+        assert loader.is_package("fw.late") is False
+        assert importlib.import_module("fw.late").head == 2
+    finally:
+        seams.uninstall()
+
+
+def test_names_of_a_module_that_is_being_imported(framework):
+    """By another thread: they are replaced when it is done. By the code that installs: a warning."""
+    framework(
+        **{
+            "fw.slow": "import time\ntime.sleep(0.1)\nhead = 1",
+            "fw.circular": "import sys\nsys.modules['fw_seams'].install()\nhead = 1",
+        }
+    )
+    seams = Seams("fw", "1.0", Seam("fw.slow", "head", lambda original, module: original + 1))
+    thread = threading.Thread(target=importlib.import_module, args=("fw.slow",))
+    thread.start()
+    while "fw.slow" not in sys.modules:
+        time.sleep(0.001)
+    seams.install()
+    thread.join()
+    assert sys.modules["fw.slow"].head == 2
+    seams.uninstall()
+    sys.modules["fw_seams"] = seams = Seams("fw", "1.0", Seam("fw.circular", "head", lambda original, module: 2))
+    with pytest.warns(UserWarning, match=r"replaces nothing in fw\.circular, whose import has led here"):
+        assert importlib.import_module("fw.circular").head == 1
+    seams.uninstall()
+
+
+def test_other_objects_among_the_modules_are_left(framework):
+    class Odd:
+        __slots__ = ()
+        __name__ = "fw.odd"
+
+    framework(**{"fw.early": "def head(): return 1"})
+    early = importlib.import_module("fw.early")
+    sys.modules["fw.odd"] = Odd()
+    sys.modules["fw.nothing"] = None
+    seams = Seams("fw", "1.0", Seam("fw.early", "head", lambda original, module: lambda: 2))
+    seams.install()
+    assert early.head() == 2
+    seams.uninstall()
+    assert early.head() == 1
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_prime_rl(softcap, framework, installed):
     name, module = "FusedOutputLinear", "prime_rl.trainer.models.layers.lm_head"
@@ -169,6 +224,9 @@ def test_prime_rl(softcap, framework, installed):
     exact_grads = torch.autograd.grad(expected, exact, (upstream.double(), -upstream.double()))
     for ours, value in zip((*out, *grads), (*expected, *exact_grads), strict=True):
         assert relative_error(ours, value) < 1e-5
+    nothing = layer(hidden[:, :0], labels[:, :0], temperature=temperature[:, :0])
+    assert nothing["logprobs"].shape == nothing["entropy"].shape == (2, 0)
+    assert not torch.autograd.grad(nothing["logprobs"].sum(), layer.weight)[0].any()
     with pytest.raises(ValueError, match=r"FusedOutputLinear takes labels= and temperature="):
         layer(hidden, labels)
     prime_rl.uninstall()

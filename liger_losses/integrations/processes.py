@@ -68,7 +68,9 @@ class _Applied:
         return Preparation.apply_in_child, (self.preparation,)
 
 
-_originals: list[Callable[..., Any]] = []
+#: What this process has applied, and what Python's own function is while these are sent along.
+_applied: list[_Applied] = []
+_original: list[Callable[[str], dict[str, Any]]] = []
 
 
 def _prepare_children(preparation: Preparation) -> None:
@@ -76,17 +78,21 @@ def _prepare_children(preparation: Preparation) -> None:
 
     A spawned process unpickles this before it imports the main module and the function that it shall run.
     """
+    _applied.append(_Applied(preparation))
+    if _original:
+        return
     original = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {"liger_losses": _Applied(preparation), **original(name)}
+        return {"liger_losses": list(_applied), **original(name)}
 
-    _originals.append(original)
+    _original.append(original)
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def leave_children() -> None:
     """Prepare no processes that are spawned from now on."""
-    while _originals:
-        multiprocessing.spawn.get_preparation_data = _originals.pop()
+    _applied.clear()
+    if _original:
+        multiprocessing.spawn.get_preparation_data = _original.pop()

@@ -88,9 +88,8 @@ class Seams:
             if owner is module and getattr(value, "__module__", None) == module.__name__:
                 # Other modules of the framework may have imported by name what this one defines.
                 package = module.__name__.partition(".")[0]
-                for other in list(sys.modules.values()):
-                    same = getattr(other, "__name__", "").partition(".")[0] == package
-                    if same and vars(other).get(name) is value:
+                for path, other in list(sys.modules.items()):
+                    if path.partition(".")[0] == package and getattr(other, "__dict__", {}).get(name) is value:
                         self._set(other, name, made)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
@@ -116,12 +115,24 @@ _thread = threading.local()
 def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
     """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
     module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if module is not None and _is_initializing(module):
+        importlib.import_module(name)  # waits, if it is another thread that imports it
+        if _is_initializing(module):
+            warnings.warn(
+                f"liger_losses replaces nothing in {name}, whose import has led here; call install() before or after.",
+                stacklevel=4,
+            )
+            return
+    if module is not None:
         function(module)
         return
     _waiting.setdefault(name, []).append(function)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _forget(name: str, function: Callable[[ModuleType], Any]) -> None:
@@ -150,6 +161,9 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # of a module that is only looked for, or run by runpy
+        return getattr(self.__dict__["loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)

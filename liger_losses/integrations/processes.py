@@ -7,7 +7,6 @@ import importlib
 import multiprocessing.spawn
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +69,7 @@ class _Applied:
 
 #: What this process has applied, and what Python's own function is while these are sent along.
 _applied: list[_Applied] = []
-_original: list[Callable[[str], dict[str, Any]]] = []
+_original: list[Any] = []
 
 
 def _prepare_children(preparation: Preparation) -> None:

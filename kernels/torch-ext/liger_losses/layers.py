@@ -75,7 +75,9 @@ class GatedRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor, gate: Any = None) -> Tensor:
         activation = getattr(self, "activation", "silu")
         if activation not in ("silu", "swish"):
-            raise ValueError(f"GatedRMSNorm gates with silu, this module with {activation!r}; leave the layer out here.")
+            raise ValueError(
+                f"GatedRMSNorm gates with silu, this module with {activation!r}; leave the layer out here."
+            )
         return gated_rms_norm(hidden_states, gate, self.weight, _eps(self))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_losses
-from liger_losses.integrations import llamafactory, loading, megatron, processes, torchtitan, verl
+from liger_losses.integrations import llamafactory, loading, megatron, processes, seams, torchtitan, verl
 from tests.reference import double, plain_statistics, problem, relative_error
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
@@ -407,9 +407,24 @@ def test_all_preparations_are_sent():
     assert "liger_losses" not in multiprocessing.spawn.get_preparation_data("child")
 
 
+def test_transformers_is_left_to_the_script(monkeypatch):
+    name = "transformers.modeling_utils"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(seams, "_waiting", {})
+    try:
+        processes.Preparation(patch={}).apply()
+    finally:
+        loading.leave_loaded_models()
+        processes.leave_children()
+    assert name not in sys.modules
+    assert len(seams._waiting[name]) == 1
+
+
 SPAWNING = """
 import sys
 import torch.multiprocessing
+
+assert "transformers" not in sys.modules
 
 def work(rank, kind):
     assert "transformers" not in sys.modules

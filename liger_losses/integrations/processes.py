@@ -31,18 +31,13 @@ class Preparation:
     patch: dict[str, Any] | None = None
 
     def apply(self) -> None:
-        """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``."""
-        if self.patch is not None:
-            patch_loaded_models(self._announce)
-        self._apply()
+        """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``.
 
-    def apply_in_child(self) -> None:
-        """The same where a process has just been started, which may never load a model: transformers can wait."""
+        transformers is left to be imported by whoever needs it: it reads the environment then, which a script may
+        change before.
+        """
         if self.patch is not None:
             when_imported("transformers.modeling_utils", lambda module: patch_loaded_models(self._announce))
-        self._apply()
-
-    def _apply(self) -> None:
         for name in self.install:
             importlib.import_module(f"liger_losses.integrations.{name}").install()
         if self.trl:
@@ -64,7 +59,7 @@ class _Applied:
     preparation: Preparation
 
     def __reduce__(self) -> Any:
-        return Preparation.apply_in_child, (self.preparation,)
+        return Preparation.apply, (self.preparation,)
 
 
 #: What this process has applied, and what Python's own function is while these are sent along.

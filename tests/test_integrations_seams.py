@@ -483,3 +483,16 @@ def test_distillation_of_verl_says_what_does_not_fit(verl_engine):
             distilled(engine, hidden, weight, labels, batch, None)
     finally:
         engine.prepare_model_inputs({"input_ids": labels})
+
+
+def test_distillation_of_verl_of_no_tokens(verl_engine):
+    engine, _ = verl_engine
+    hidden, weight, labels, _ = problem(shape=(1, 9), masked=0.0)
+    columns = torch.nested.nested_tensor_from_jagged(torch.zeros(0, 5, dtype=torch.int64), torch.tensor([0, 0]))
+    batch = {"input_ids": labels[:, :0], "teacher_ids": columns, "teacher_logprobs": columns.float()}
+    batch |= {"use_fused_kernels": True, "distillation_use_topk": True}
+    try:
+        found = distilled(engine, hidden[:, :0], weight, labels[:, :0], batch, None)
+    finally:
+        engine.prepare_model_inputs({"input_ids": labels})
+    assert found.log_probs.shape == (1, 0)

@@ -390,9 +390,13 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
         ours = json.loads(capfd.readouterr().out)
         assert [ours[0], os.path.normpath(ours[1]), *ours[3:]] == [python[0], os.path.normpath(python[1]), *python[3:]]
         assert ours[2][1:] == python[2][1:] == arguments
-    with pytest.raises(SystemExit):
-        main(["--install", "loading", "link.py"])
-    assert "invalid choice: 'loading'" in capfd.readouterr().err
+    for refused, reason in (
+        (["--install", "loading"], "invalid choice: 'loading'"),
+        (["--no-patch", "--residuals"], "not allowed with argument --no-patch"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*refused, "link.py"])
+        assert reason in capfd.readouterr().err
 
 
 def test_all_preparations_are_sent():

@@ -64,8 +64,12 @@ def test_verl_plugin_installs_both_heads(monkeypatch):
         assert len(verl._replaced) == 3
         with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
             caller.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
+        since = types.ModuleType("verl.imported_since")
+        since.linear_cross_entropy = triton_head.linear_cross_entropy
+        monkeypatch.setitem(sys.modules, since.__name__, since)
     finally:
         verl.uninstall()
+    assert since.linear_cross_entropy is triton_head.linear_cross_entropy
     assert torch_head.FusedLinearForPPO().forward() == caller.linear_cross_entropy() == "verl's"
 
 

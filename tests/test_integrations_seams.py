@@ -117,6 +117,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
         **{
             "fw.early": "def head(): return 'early'",
             "fw.user": "from fw.early import head\nname = head",
+            "fw.user_since": "from fw.early import head",
             "fw.late": "class Layer:\n    def forward(self): return 'late'\n",
             "fw.other": "def renamed(): pass",
         }
@@ -133,6 +134,8 @@ def test_names_are_replaced_when_they_are_imported(framework):
     seams.install()
     seams.install()
     assert early.head() == user.head() == "our early of fw.early"
+    user_since = importlib.import_module("fw.user_since")
+    assert user_since.head is early.head
     late = importlib.import_module("fw.late")
     assert late.Layer().forward() == "our late"
     assert "class Layer" in inspect.getsource(late)
@@ -140,7 +143,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
     with pytest.warns(UserWarning, match=r"fw runs with its own code.*fw\.other has no head \(tested with 1\.0\)"):
         importlib.import_module("fw.other")
     seams.uninstall()
-    assert early.head() == user.head() == "early"
+    assert early.head() == user.head() == user_since.head() == "early"
     assert late.Layer().forward() == "late"
     framework(**{"fw.never": "pass"})
     with warnings.catch_warnings():

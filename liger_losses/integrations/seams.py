@@ -66,7 +66,11 @@ class Seams:
             _forget(module, self._replace)
         while self._replaced:
             owner, name, value = self._replaced.pop()
+            made = getattr(owner, name)
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+            if isinstance(owner, ModuleType):
+                for other in with_the_same(owner.__name__, name, made):  # imported by name since then
+                    setattr(other, name, value)
 
     def _replace(self, module: ModuleType) -> None:
         seams = self._by_module[module.__name__]
@@ -87,14 +91,19 @@ class Seams:
             self._set(owner, name, made)
             if owner is module and getattr(value, "__module__", None) == module.__name__:
                 # Other modules of the framework may have imported by name what this one defines.
-                package = module.__name__.partition(".")[0]
-                for path, other in list(sys.modules.items()):
-                    if path.partition(".")[0] == package and getattr(other, "__dict__", {}).get(name) is value:
-                        self._set(other, name, made)
+                for other in with_the_same(module.__name__, name, value):
+                    self._set(other, name, made)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
+
+
+def with_the_same(module: str, name: str, value: Any) -> list[Any]:
+    """The modules of this module's package that have this value under this name."""
+    package = module.partition(".")[0]
+    modules = [other for path, other in list(sys.modules.items()) if path.partition(".")[0] == package]
+    return [other for other in modules if getattr(other, "__dict__", {}).get(name) is value]
 
 
 def _find(module: ModuleType, path: str) -> tuple[Any, str] | None:

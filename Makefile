@@ -1,11 +1,12 @@
 # `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
-# `make test-newest`: the tests of `make test` on the newest torch. `make test-zero`: the tests of DeepSpeed's ZeRO-3.
-# `make docs`: the documentation, into site/.
+# `make test-newest`, `make test-oldest`: the tests of `make test` on the newest torch, and on the oldest that is supported.
+# `make test-zero`: the tests of DeepSpeed's ZeRO-3. `make docs`: the documentation, into site/. `make dist`: the wheel
+# and the source distribution.
 # Each makes its own environment under .venv/.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test test-slow newest test-newest zero test-zero docs lint clean
+.PHONY: demo test test-slow newest test-newest oldest test-oldest zero test-zero docs lint dist clean
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
@@ -28,6 +29,19 @@ newest: .venv/newest/constraints.txt
 .venv/newest/constraints.txt: requirements-tested.txt
 	$(PYTHON) -m venv .venv/newest
 	grep -v "^torch==" $< > $@
+
+test-oldest: oldest
+	OMP_NUM_THREADS=1 .venv/oldest/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
+
+# The oldest torch that pyproject.toml allows, and its triton, which cannot interpret kernels with NumPy 2.4 or later.
+oldest: pyproject.toml requirements-tested.txt
+	$(PYTHON) -m venv .venv/oldest
+	(grep -v "^torch==" requirements-tested.txt; printf '%s\n' "torch==2.11.*" "triton==3.6.*" "numpy<2.4") \
+		> .venv/oldest/constraints.txt
+	.venv/oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv/oldest/constraints.txt \
+		torch triton numpy
+	.venv/oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv/oldest/constraints.txt \
+		-e ".[test]"
 
 test-zero: zero
 	OMP_NUM_THREADS=1 .venv/zero/bin/python -m pytest -q -n 2 -rs tests/test_zero.py $(ARGS)
@@ -52,6 +66,13 @@ lint: .venv/test/ready
 	.venv/test/bin/python -m ruff format --check .
 	.venv/test/bin/python -m mypy
 
+# A source distribution, and a wheel of what is in it.
+dist:
+	$(PYTHON) -m venv .venv/dist
+	$(call PIP,dist) build
+	rm -rf dist
+	.venv/dist/bin/python -m build --outdir dist
+
 # torch first: the packages after it must not pull in another build of it.
 .venv/%/installed: pyproject.toml requirements-tested.txt
 	$(PYTHON) -m venv .venv/$*
@@ -71,4 +92,4 @@ lint: .venv/test/ready
 	touch $@
 
 clean:
-	rm -rf .venv build site *.egg-info
+	rm -rf .venv build dist site *.egg-info

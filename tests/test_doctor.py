@@ -1,6 +1,8 @@
 """The report on an installation."""
 
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,13 +11,15 @@ import torch
 
 import liger_losses
 from liger_losses import doctor
+from liger_losses.patching.report import Entry, PatchReport
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     command = [sys.executable, "-m", "liger_losses.doctor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False, env=environment)
 
 
 @pytest.fixture
@@ -33,13 +37,17 @@ def config(tmp_path):
 
 
 def test_an_installation_without_a_model():
-    done = run()
+    done = run(COLUMNS="60")
     assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert len(line) <= 60 or " " not in line.strip()  # a link is not broken
+    *_, end = done.stdout.partition("What to do")
+    assert re.findall(r"^  (\d)\. ", end, re.MULTILINE) == ["1", "2", "3"]
     assert f"torch         {torch.__version__}" in done.stdout
     assert f"liger_losses  {liger_losses.__version__}" in done.stdout
     assert "LIGER_LOSSES_BACKEND is " in done.stdout
     assert "CPU, " in done.stdout
-    assert "patch()" not in done.stdout
+    assert "patch() on" not in done.stdout
 
 
 def test_a_model_by_its_configuration(config):
@@ -48,7 +56,11 @@ def test_a_model_by_its_configuration(config):
     assert "LlamaForCausalLM" in done.stdout
     assert "model.layers.*.mlp" in done.stdout
     assert "LazyLinear 1" in done.stdout
-    assert doctor.patch_report(str(config / "config.json")) in done.stdout
+    printed = " ".join(done.stdout.split())
+    kind, report = doctor.patch_report(str(config / "config.json"))
+    for line in (kind, *str(report).splitlines()):
+        assert " ".join(line.split()) in printed
+    assert "3. Call liger_losses.patch(model)" in printed
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
@@ -71,6 +83,7 @@ def test_missing_patch_points_are_named(monkeypatch):
     lines = list(doctor.trl_patch_points())
     assert any("MISSING" in line and "(DPO) takes no temperature" in line for line in lines)
     assert "will refuse this version" in lines[-1]
+    assert "Install trl==1.16.*" in doctor.trl_advice(lines)
     monkeypatch.delattr(module, "add_fused_lm_head")
     assert any("(DPO) is not there" in line for line in doctor.trl_patch_points())
     monkeypatch.undo()
@@ -81,6 +94,7 @@ def test_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     (line,) = doctor.trl_patch_points()
     assert "not usable" in line
+    assert 'pip install "liger-losses[trl]"' in doctor.trl_advice([line])
 
 
 def test_the_environment_decides(monkeypatch):
@@ -89,3 +103,29 @@ def test_the_environment_decides(monkeypatch):
     lines = list(doctor.devices())
     assert "LIGER_LOSSES_BACKEND is triton" in lines
     assert any(line.startswith("CPU") and "calls will fail" in line for line in lines)
+
+
+def test_what_to_do_about_kernels(monkeypatch):
+    monkeypatch.delenv("LIGER_LOSSES_BACKEND", raising=False)
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "Nothing about kernels: without a GPU" in doctor.kernels_advice()
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
+    assert "Unset LIGER_LOSSES_BACKEND: without a GPU" in doctor.kernels_advice()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "Nothing about kernels: Triton's" in doctor.kernels_advice()
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", "torch")
+    assert "Unset LIGER_LOSSES_BACKEND: torch" in doctor.kernels_advice()
+    monkeypatch.delenv("LIGER_LOSSES_BACKEND")
+    monkeypatch.setattr(doctor, "triton", None)
+    assert "Install triton" in doctor.kernels_advice()
+
+
+def test_what_to_do_about_a_model():
+    lazy, left = (
+        PatchReport([Entry("lm_head", "Linear", "LazyLinear")]),
+        PatchReport([Entry("head", "Odd", None, "why")]),
+    )
+    assert "liger_losses.patch(model)" in doctor.model_advice(lazy)
+    assert "errors/#models-that-cannot-be-patched" in doctor.model_advice(left)
+    assert "doctor MODEL" in doctor.model_advice(None)

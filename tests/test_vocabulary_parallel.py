@@ -50,10 +50,12 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
+from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.shard import merge, merge_logps
 from liger_losses.integrations import nemo_rl, skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
+from tests.quantized_layers import Int8Weight
 from tests.reference import NAMES, plain_statistics, problem, relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
@@ -717,6 +719,34 @@ def partial_gradients(parts):
                 torch.testing.assert_close(own, whole)
 
 
+def quantized(parts):
+    """Quantized heads with adapters, and of a teacher: dequantized as a whole, and for each block of tokens."""
+    d = batch(torch.float32)
+    hidden, low = d["h"].requires_grad_(), torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
+    high = torch.randn(VOCAB, 2, generator=torch.Generator().manual_seed(2)) / 4
+    whole, whole_teacher = Int8Weight(d["weight"]), Int8Weight(d["ref_weight"])
+
+    def compute(rows, group):
+        a, b = low.clone().requires_grad_(), high[rows].clone().requires_grad_()
+        weight, other = (one.part(*rows.indices(VOCAB)[:2]) for one in (whole, whole_teacher))
+        found = linear_statistics(
+            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], ("logp", "entropy")
+        )
+        teacher = Teacher(d["other"], Head(other, group=group))
+        divergence = linear_divergence(hidden, Head(weight, group=group), d["y"], teacher, Divergence.reverse_kl())
+        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum()
+        return value.detach(), *torch.autograd.grad(value, (hidden, a, b))
+
+    for name, part in parts.items():
+        *expected, grad_b = compute(slice(None), None)
+        for at_once in (True, False):
+            with pytest.MonkeyPatch.context() as patched, raising(f"{name}, {at_once}"):
+                if not at_once:
+                    patched.setattr("liger_losses.chunked.engine.head.fits_dequantized", lambda *size: False)
+                for ours, theirs in zip(compute(part.rows, part.group), (*expected, grad_b[part.rows]), strict=True):
+                    assert relative_error(ours, theirs) < 1e-5
+
+
 def heads_of_frameworks(parts):
     """SkyRL's and NeMo-RL's, which share the sequence too, against the whole head."""
     for part in parts.values():
@@ -753,6 +783,7 @@ CHECKS = (
     devices,
     partial_gradients,
     heads_of_frameworks,
+    quantized,
 )
 
 

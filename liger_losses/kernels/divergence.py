@@ -217,18 +217,19 @@ class KernelSeries(NamedTuple):
     c: float
     radius: float
     power: float | None
-    coefficients: Tensor | None
+    coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
 
 
 @cache
-def series_argument(divergence: Divergence, device: torch.device) -> KernelSeries:
-    """``coefficients`` are nine of f and nine of h in fp32, ``None`` without a series; ``power`` is ``None`` for 1."""
+def series_argument(divergence: Divergence) -> KernelSeries:
+    """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
+    1."""
     series = series_of(divergence)
     a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
     power = None if series.power == 1 else float(series.power)
     coefficients = None
     if series.radius > 0:
-        coefficients = torch.tensor([series.f, series.h], dtype=torch.float32, device=device)
+        coefficients = *series.f[2:], *series.h[1:]
     return KernelSeries(a, b, c, series.radius, power, coefficients)
 
 
@@ -261,7 +262,7 @@ def _divergence_triton(
         squares = (None, None) if sums is None or sums.squares is None else sums.squares
         _cosine_kernel[(rows,)](*common, *squares, **launch)
         return
-    form, series = FORMS[divergence.form], series_argument(divergence, value.device)
+    form, series = FORMS[divergence.form], series_argument(divergence)
     lses = student.lse, teacher.lse
     _divergence_kernel[(rows,)](*common, *lses, series, FORM=form.triton, BALANCED=form.balanced, **launch)
 

@@ -337,12 +337,12 @@ def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
         near = tl.abs(d) < series.radius
         q = fast_exp(log_q if series.power is None else series.power * log_q)
         # f begins with d^2, h with d.
-        of_f = tl.load(series.coefficients + 8)
-        of_h = tl.load(series.coefficients + 17)
+        of_f = series.coefficients[6]
+        of_h = series.coefficients[14]
         for n in tl.static_range(6):
-            of_f = of_f * d + tl.load(series.coefficients + 7 - n)
-            of_h = of_h * d + tl.load(series.coefficients + 16 - n)
-        of_h = of_h * d + tl.load(series.coefficients + 10)
+            of_f = of_f * d + series.coefficients[5 - n]
+            of_h = of_h * d + series.coefficients[13 - n]
+        of_h = of_h * d + series.coefficients[7]
         f = tl.where(near, q * d * d * of_f, f)
         h = tl.where(near, q * d * of_h, h)
     return fast_exp(log_p), f, h

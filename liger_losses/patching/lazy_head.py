@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
 from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.patching.lazy import (
@@ -102,7 +103,7 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
         warnings.warn(
             "the head's weight became a DTensor after patch(), so all logits are computed. For tensor parallelism, "
             'load the model with DistributedConfig(tp_plan="auto") of transformers, and patch it then; '
-            "torch's parallelize_module on the head is not supported.",
+            "torch's parallelize_module on the head is not supported." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
             stacklevel=2,
         )
@@ -129,7 +130,8 @@ def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None
         return None
     warnings.warn(
         "lazy logits are read after fully_shard has freed the head's weights, which are gathered again: all processes "
-        "must read them. Reading them before loss.backward() gathers nothing.",
+        "must read them. Reading them before loss.backward() gathers nothing."
+        + see("lazy-logits-that-cannot-be-computed-any-more"),
         RuntimeWarning,
         stacklevel=2,
     )
@@ -431,7 +433,7 @@ def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
         warnings.warn(
             f"the output embedding of {type(model).__name__} was changed after patch(), and cannot return lazy logits "
             f"any more: {'; '.join(left)}. Its logits, [tokens, vocab], are computed from now on. If you can undo "
-            "that change, do so and call liger_losses.patch(model) again.",
+            "that change, do so and call liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
             stacklevel=2,
         )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 
@@ -65,14 +66,16 @@ def loss_inputs(
     check_labels(targets)
     reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
     if reasons:
-        raise TypeError(f"the last layer of {name} gives no Head: {'; '.join(reasons)}.")
+        raise TypeError(
+            f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
+        )
     with force_lazy_head():
         logits = getattr(model(**batch), "logits", None)
     deferred = deferred_logits(logits)
     if deferred is None or deferred.normalized:
         raise TypeError(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
-            "its forward applies an operation to them that needs their values."
+            "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")
         )
     hidden_states, mask = deferred.hidden_states, batch.get("attention_mask")
     if hidden_states.shape[:-1] != targets.shape:

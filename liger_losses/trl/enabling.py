@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy_head import is_lazy_layer
 from liger_losses.patching.patch import patch
 from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, PatchPoint, Replacement, Target
@@ -75,7 +76,7 @@ def enable(*, kernels: bool = False) -> None:
             _restore(before)
             raise RuntimeError(
                 f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
-                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed."
+                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed." + see("trl")
             )
         for point, target in targets:
             if target.replacement is not None:
@@ -120,7 +121,7 @@ def _warn_of_trainers() -> None:
     if names:
         warnings.warn(
             "liger_losses.trl.enable() was called after these trainers were built, which keep TRL's own heads: "
-            f"{', '.join(sorted(names))}. Build them again now.",
+            f"{', '.join(sorted(names))}. Build them again now." + see("trl"),
             stacklevel=3,
         )
 

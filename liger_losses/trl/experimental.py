@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits
@@ -43,7 +44,9 @@ def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
             reasons = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
             message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
             if reasons and role == "model":
-                raise TypeError(f"{message}: train it outside of liger_losses.trl.enable().")
+                raise TypeError(
+                    f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
+                )
             if reasons:
                 warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, TracedLogits
@@ -122,6 +123,7 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
             f"the logits of {type(model).__name__} must be LazyLogits here, got {type(logits).__name__}: its forward "
             "applies an operation to them that needs their values, or torch's parallelize_module has split its last "
             "layer (tensor parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
+            + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
         deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]
@@ -155,7 +157,7 @@ def _prepare_head(model: Any) -> list[Any]:
     if reasons:
         raise TypeError(
             f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
-            "outside of liger_losses.trl.enable()."
+            "outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
         )
     units = [unit for unit in model.get_output_embeddings().modules() if hasattr(unit, "set_reshard_after_forward")]
     for unit in units:

@@ -31,7 +31,7 @@ class HeadGradients:
 
     def __init__(self, opened: OpenCall) -> None:
         self.opened, self.call, self.projection = opened, opened.call, opened.projection
-        weight, bias = opened.weight, opened.bias
+        weight, bias = opened.trained, opened.bias
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.label_coefficients: Tensor | None = None
@@ -64,20 +64,22 @@ class HeadGradients:
             product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
             wait = start_beside(grad.device, product)
         try:
-            self.add_weight(grad, hidden, columns, first=first)
+            self.add_weight(grad, self.trained(hidden), columns, first=first)
         finally:
             if wait is not None:
                 wait()
         return out
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
-        """Add ``grad.T @ hidden`` alone, if the weight needs a gradient."""
+        """Add ``grad.T @ hidden`` alone, of :meth:`trained` columns, if the weight needs a gradient."""
         if self.weight is not None:
-            if self.opened.quantized is not None:
-                hidden = hidden[:, self.opened.quantized.shape[1] :]
             for part in blocks(grad.shape[1], self.projection.weight_chunk):
                 target = self.weight[columns.start + part.start : columns.start + part.stop]
                 matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
+
+    def trained(self, hidden: Tensor) -> Tensor:
+        """The columns of hidden states that the weight multiplies, and not what is quantized beside it."""
+        return hidden[:, self.opened.frozen_columns :] if self.opened.frozen_columns else hidden
 
     def labels_out(self, rows: slice) -> Tensor | None:
         """Where a block writes the coefficients ``[R]`` of its labels' own terms, which :meth:`results` adds."""
@@ -94,9 +96,10 @@ class HeadGradients:
             # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
             for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
                 labels, coefficients = opened.labels[part], self.label_coefficients[part]
+                hidden = self.trained(hidden)
                 add_to_label_rows_(self.weight, labels, coefficients, hidden, index, backend=self.call.backend)
         return (
-            None if self.weight is None else self.whole_weight.to(opened.weight.dtype),
+            None if self.weight is None else self.whole_weight.to(opened.trained.dtype),
             None if self.bias is None or opened.bias is None else self.whole_bias.to(opened.bias.dtype),
         )
 
@@ -446,7 +449,7 @@ class ExponentialBlock(Block):
                 coefficients.p_coef,
                 coefficients.label_coef,
                 self.offsets,
-                hidden if call.needs_weight else None,
+                head_grads.trained(hidden) if call.needs_weight else None,
                 head_grads.labels_out(part.rows),
                 transform=part.epilogue.transform,
                 backend=call.backend,

@@ -21,6 +21,7 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.divergence_forms import FORMS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -63,6 +64,8 @@ class TwoModels(Block):
         head = head.columns(columns if head.shard is None else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
+        if call.work.dequantized_bytes:
+            head = head.dequantized(call.work.operand_dtype)
         projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk, head.quantized)
         fused = can_fuse(head, call.work.operand_dtype, call.backend)
         self.teacher = _Model(projection, fused)
@@ -268,15 +271,20 @@ class DivergenceBlock(TwoModels):
             model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
+        weight, backend = model.projection.weight, self.call.backend
+        if statistics.keys() == {"lse"} and log_sum_exps_into(
+            statistics["lse"], hidden, weight, out, epilogue, backend=backend
+        ):
+            return
         linear_exponentials(
             hidden,
-            model.projection.weight,
+            weight,
             labels,
             out,
             epilogue,
             found=Exponentials.into(statistics),
             projections=True,
-            backend=self.call.backend,
+            backend=backend,
         )
 
     def _compute_statistics(

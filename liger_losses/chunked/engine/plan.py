@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
@@ -53,6 +54,8 @@ TILE, TILE_COLUMNS = 128, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
 #: part reads both heads, and the kernel on its logits has one program per token.
 MIN_PART = 256
+#: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
+MIN_SLAB = 2048
 
 
 #: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
@@ -130,7 +133,9 @@ class Workload:
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
     fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
-    dequantized_columns: int = 0  # of the heads, of both models, where rows of one are dequantized
+    dequantized_row_bytes: int = 0  # of rows of both models while they are dequantized, where some are at a time
+    dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
+    slabs: bool = False  # whether all tokens of a block pass each slab of rows that is dequantized
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -169,6 +174,11 @@ class Workload:
         """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
         return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
 
+    def in_slabs(self, fused: bool, exponentials: bool) -> Workload:
+        """The same work on a quantized head, of which all tokens of a block pass each slab that is dequantized."""
+        temporaries = 0 if fused else self.temporaries
+        return replace(self, slabs=True, fused=fused, exponentials=fused and exponentials, temporaries=temporaries)
+
     def default_workspace(self) -> int:
         """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
         larger blocks."""
@@ -200,6 +210,7 @@ class Plan:
     few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
+    slab: int = 0  # rows of a quantized head that all tokens of a block pass, one slab after another; 0 for none
 
 
 def padded(columns: int) -> int:
@@ -264,6 +275,9 @@ def _make_plan(
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
+    if work.slabs:
+        rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
+        return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
     if tiled:
         rows = part = tile_rows
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -288,6 +302,18 @@ def _make_plan(
     )
 
 
+def fits_dequantized(size: int, row: int, device: torch.device, workspace: int | None, memory: int | None) -> bool:
+    """Whether quantized weights may exist as a whole: as ``size`` bytes, of at most half of the workspace.
+
+    ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them.
+    """
+    bound = default_bound() if workspace is None else workspace
+    if bound is None:
+        memory = device_memory(device) if memory is None else memory
+        bound = max(default_workspace(row // 4, 4, device), memory // MEMORY_PARTS)
+    return size + max(size, 64 * row) <= bound
+
+
 class _Budget(NamedTuple):
     """How the workspace is divided."""
 
@@ -304,12 +330,12 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     numbers = 32 if work.fused or work.fused_divergence else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
-    casts = work.operand_dtype != work.weight_dtype or work.dequantized_columns > 0
+    casts = work.operand_dtype != work.weight_dtype or work.dequantized_row_bytes > 0
     cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
-    if work.dequantized_columns:  # which takes temporaries
-        cast_bytes = work.dequantized_columns * (work.operand_dtype.itemsize + 2 * item)
+    if work.dequantized_row_bytes:
+        cast_bytes = work.dequantized_row_bytes
     least_scratch = work.temporaries * padded(work.vocab_size) * item
-    least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes
+    least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes + work.dequantized_bytes
     if bound is not None and bound < least:
         models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
         given, advice = f"workspace={bound} bytes is", "or leave it out"
@@ -318,15 +344,15 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
             advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
             f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
-            f"{least} bytes, {advice}."
+            f"{least} bytes, {advice}." + see("workspace")
         )
     most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
-    most = max(most, least) - vectors
+    most, least = max(most, least) - vectors - work.dequantized_bytes, least - work.dequantized_bytes
     size = most if not by_default else max(min(usual, most), least - vectors)
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
     weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
-    taken = scratch + weight_chunk * cast_bytes
+    taken = scratch + weight_chunk * cast_bytes * (not work.slabs)  # those of a slab are taken where its tile is later
     return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, weight_chunk)
 
 
@@ -379,6 +405,27 @@ def _full_waves(rows: int, columns: int, programs: int) -> int:
         return -tiles % programs / tiles
 
     return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
+
+
+def _slabs(work: Workload, size: int, chunk_size: int | None) -> tuple[int, int, int]:
+    """Tokens of a block, rows of the head in a slab that all of them pass, and rows that are dequantized at once.
+
+    Most goes to tokens, as every block dequantizes the whole head; but sums over slabs are read and written in fp32.
+    """
+    item = (work.operand_dtype if work.fused else work.logits_dtype).itemsize
+    row = work.hidden_size * work.operand_dtype.itemsize
+    # The sum over slabs, the hidden state where it is copied, and the statistics of two softmaxes in fp64.
+    token = work.hidden_size * work.logits_dtype.itemsize + 2 * row * work.gathers + 512
+    if work.exponentials:
+        token += row  # of the token's label
+    columns, tokens = min(MIN_SLAB, work.vocab_size), max(work.tokens, 1)
+    while (rows := (size - columns * row) // (token + padded(columns) * item)) < min(columns, tokens) and columns > 1:
+        columns //= 2
+    rows = _even(tokens, max(1, min(rows, tokens, chunk_size or tokens)))
+    columns = max(columns, (size - rows * (token + 64 * item)) // (rows * item + row))
+    columns = min(columns // 64 * 64 or columns, work.vocab_size)
+    chunk = rows * padded(columns) * item // work.dequantized_row_bytes
+    return rows, columns, max(1, min(chunk, columns))
 
 
 def _even(total: int, most: int) -> int:

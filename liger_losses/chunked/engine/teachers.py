@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.chunked.engine.head import Head
-from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.chunked.engine.shard import check_teacher_shard
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform, said
 from liger_losses.kernels.tracing import record, state
+
+if TYPE_CHECKING:
+    from liger_losses.chunked.engine.call import Comparison
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
@@ -187,3 +193,35 @@ def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head,
             "each of the student's tokens, in the same order."
         )
     check_device(student.weight, **tensors)
+
+
+def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
+    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
+    item = torch.promote_types(torch.float32, operand).itemsize
+    if isinstance(teacher, TeacherLogits):
+        return vocab_size * item
+    return teacher.head.hidden_size * (operand.itemsize + item)
+
+
+def check_comparison(comparison: Comparison, head: Head, shape: torch.Size) -> None:
+    """Raise TypeError or ValueError unless a student's head, of labels of this shape, can be compared so."""
+    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
+        raise TypeError(
+            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
+            f"{type(comparison.teacher).__name__}."
+        )
+    if not isinstance(comparison.divergence, Divergence):
+        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
+    heads = {"student": head}
+    if isinstance(comparison.teacher, Teacher):
+        heads["teacher"] = comparison.teacher.head
+    for whose, either in heads.items():
+        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
+            raise ValueError(
+                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
+                "temperature= instead, which divides both models' logits."
+            )
+    comparison.teacher.check(shape, head)
+    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
+    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
+        check_teacher_shard(head.shard, teacher_shard)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy.gradients import GradientHook
 from liger_losses.patching.lazy.quantized_linear import quantized_linear
 from liger_losses.patching.lazy.shared_linear import shared_linear
@@ -64,6 +65,7 @@ class DeferredLogits:
             raise RuntimeError(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
                 "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         if self.weights is not None:
             self.weights.check(values)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
@@ -165,6 +166,7 @@ class LazyLogits(Tensor):
             raise RuntimeError(
                 "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
                 "do not follow; use the tensor that the operation returned, or call logits.clone() before it."
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _find_gradient(self) -> None:
@@ -344,7 +346,7 @@ class _LazyLinear(torch.autograd.Function):
             raise RuntimeError(
                 "logits that were changed in place were then used by code that does not look at their class, so their "
                 "gradient is not known; use the tensor that the in-place operation returned, or call logits.clone() "
-                "before it."
+                "before it." + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
@@ -458,7 +460,10 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -
 def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     """An in-place operation on the values, which the tensor holds from now on."""
     if name in _IN_PLACE_VIEWS:
-        raise RuntimeError(f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead.")
+        raise RuntimeError(
+            f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
+            + see("lazy-logits-that-cannot-be-computed-any-more")
+        )
     if lazy.in_place_error is not None and (torch.is_grad_enabled() or lazy.in_place_error is _ONE_OF_SEVERAL):
         raise RuntimeError(
             f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from liger_losses.chunked.engine.documentation import see
+
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 #: Operations and their callers for which the warning was given.
 _WARNED: set[tuple[str, str]] = set()
@@ -50,7 +52,8 @@ def warn_materialized(operation: str, lazy: Any) -> None:
         warnings.warn(
             f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
-            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits."),
+            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits.")
+            + see("lazy-logits-that-were-materialized"),
             RuntimeWarning,
             stacklevel=2,
         )

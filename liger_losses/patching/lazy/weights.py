@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.shard import VocabularyShard
 
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
@@ -80,7 +81,7 @@ class HeadWeights:
                 "the weight or bias of lazy logits has changed since the forward, so these logits cannot be computed "
                 "any more. Compute what you need of them before that: predictions = outputs.logits.argmax(-1) before "
                 "the weights change, say. (Steps of a torch.optim.Optimizer that is not compiled do not matter until "
-                "the next forward.)"
+                "the next forward.)" + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _changed(self) -> bool:
@@ -116,6 +117,7 @@ class HeadWeights:
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
                 "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
                 "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         for original, kept in zip(self.tensors, self.copies, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()

@@ -1,5 +1,7 @@
 """A divergence from a teacher in the epilogue of the student's ``hidden @ weight.T``: its logits stay in registers.
 
+:mod:`liger_losses.kernels.linear_divergence_hopper` has a kernel of its own for Hopper.
+
 N tokens, H the student's hidden size, C columns of both models' vocabulary (a slice of it, or all). The teacher's
 projections of these columns are in memory; f, h and d are those of :mod:`liger_losses.kernels.divergence`.
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels._tiles import (
+    Tiles,
     aligned,
     descriptor,
     has_tma,
@@ -38,6 +41,7 @@ from ..kernels.divergence import (
     square_sums,
 )
 from ..kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
+from ..kernels.linear_divergence_hopper import hopper_divergence_kernel, hopper_tiles
 from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
@@ -146,19 +150,18 @@ def _launch(
     hidden, tokens = with_contiguous_rows(student.hidden), len(student.hidden)
     if not tokens:
         return
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
-    programs = min(programs, row_tiles * column_tiles)
+    kernel, tiles = hopper_divergence_kernel, None
+    capped = any(model.epilogue.transform.softcap is not None for model in (student, teacher))
+    if divergence.form != "cosine" and not capped:  # a soft-cap's derivative takes more registers than it has
+        tiles = hopper_tiles(hidden, student.weight, teacher.projected, out)
+    if tiles is None:
+        kernel, tiles = _linear_divergence_kernel, _tiles_of(hidden, student, teacher, out)
+    _, column_tiles, programs, arguments = tiles
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
-    for name, matrix in (("teacher", teacher.projected), ("out", out)):
-        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
-            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
-            arguments[f"{name}_stride"] = None
-        else:
-            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
     rows: tuple[Tensor | None, ...] = (student.lse, teacher.lse)
     form, balanced, series = None, is_balanced(divergence), None
     if divergence.form != "cosine":
-        form, series = FORMS[divergence.form].triton, series_argument(divergence, hidden.device)
+        form, series = FORMS[divergence.form].triton, series_argument(divergence)
     elif sums is None or sums.squares is None:
         rows = None, None
     else:
@@ -166,17 +169,33 @@ def _launch(
     temperature = student.epilogue.transform.temperature
     temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     c = (coefficients or Coefficients(totals[0])).contiguous()
-    _linear_divergence_kernel[(programs,)](
+    kernel[(programs,)](
         **arguments,
+        bias=student.epilogue.bias, transform=student.epilogue.transform.for_kernel(),
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
         coef=c.divergence, labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
         temperature=temperature, series=series, first_column=first_column,
-        partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
+        partial=partial, FORM=form, GROUP=_GROUP,
     )  # fmt: skip
     if out is None or balanced:
         for total, part in zip(totals if out is None else totals[:1], partial, strict=False):
             total += part.sum(0)
+
+
+def _tiles_of(hidden: Tensor, student: Product, teacher: Logits, out: Tensor | None) -> Tiles:
+    """The launch of :func:`_linear_divergence_kernel`."""
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
+    programs = min(programs, row_tiles * column_tiles)
+    del arguments["bias"], arguments["transform"]
+    arguments["programs"] = programs
+    for name, matrix in (("teacher", teacher.projected), ("out", out)):
+        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
+            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
+            arguments[f"{name}_stride"] = None
+        else:
+            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
+    return Tiles(row_tiles, column_tiles, programs, arguments)
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
-from ...chunked.engine.head import Head, Projection, can_fuse, check_invariant, operand_dtype
+from ...chunked.engine.head import (
+    Head,
+    Projection,
+    can_fuse,
+    check_invariant,
+    dequantized_bytes,
+    operand_dtype,
+)
 from ...chunked.engine.plan import (
     EngineOptions,
     Plan,
@@ -25,9 +32,9 @@ from ...chunked.engine.plan import (
     device_memory,
     make_plan,
 )
-from ...chunked.engine.quantized_weight import QuantizedWeight
-from ...chunked.engine.shard import Agreement, VocabularyShard, check_teacher_shard, checksum
-from ...chunked.engine.teachers import Teacher, TeacherLogits
+from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
+from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
+from ...chunked.engine.teachers import Teacher, TeacherLogits, check_comparison, teacher_row_bytes_of
 from ...chunked.engine.tokens import Counting, Tokens, check_temperature
 from ...kernels import LOGIT_DTYPES, choose_backend
 from ...kernels.divergence import TEMPORARIES
@@ -152,7 +159,8 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        beside = {"max_logit"} if self.shard is not None and "argmax" in self.outputs else set()
+        merges = self.shard is not None or self.plan.slab > 0
+        beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
@@ -168,7 +176,9 @@ class OpenCall:
     has a smaller vocabulary. Where ranks share a vocabulary, these are this rank's rows.
     """
 
-    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
+    def __init__(
+        self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
+    ) -> None:
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
         self.weight_rows, self.vocab_size = weight.shape[0], call.vocab_size
         #: The columns computed here, and each label's among them; for a label of another rank, any column.
@@ -185,12 +195,19 @@ class OpenCall:
             class_weight = None if class_weight is None else class_weight[columns]
             self.sums_over = None if call.shard.partial_gradients else call.shard
         self.call, self.hidden_states = call, hidden_states
-        self.weight = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
+        self.weight = self.trained = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        #: Rows that are dequantized where they multiply the first columns of the hidden states.
-        self.quantized = None if call.quantized is None else call.quantized.part(0, self.vocab_size)
+        #: Rows that are dequantized where they multiply the first columns of the hidden states. Where all are, at once,
+        #: ``weight`` has them, beside the columns ``trained``, which get a gradient.
+        self.quantized, self.frozen_columns = None, 0
+        if call.quantized is not None:
+            self.frozen_columns, quantized = call.quantized.shape[1], call.quantized.part(0, self.vocab_size)
+            if not call.work.dequantized_bytes:
+                self.quantized = quantized
+            elif multiplies:
+                self.weight = dequantize(quantized, self.weight, call.work.operand_dtype)
         self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk, self.quantized)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
 
@@ -284,16 +301,21 @@ class _Draft:
         device, grad = head.weight.device, torch.is_grad_enabled()
         wide = torch.promote_types(torch.float32, compute_dtype)
         self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+        self.operand = operand = operand_dtype(compute_dtype, device, backend)
+        self.dequantized_bytes = 0
+        if head.quantized is not None or query.comparison is not None:
+            teacher = None if query.comparison is None else query.comparison.teacher
+            heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
+            self.dequantized_bytes = dequantized_bytes(heads, operand, options.workspace, memory)
         if head.batch_invariant:
-            check_invariant(head, backend, query.comparison is not None)
+            check_invariant(head, backend, query.comparison is not None, self.dequantized_bytes)
         count = head.vocab_size, options.ignore_index, options.compact, backend
         self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
-        self.operand = operand = operand_dtype(compute_dtype, device, backend)
         self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
         self.needs_weight = grad and head.weight.requires_grad
         self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
         self.dense = _dense(hidden, operand)
-        self.fused_products = can_fuse(head, operand, backend)
+        self.fused_products = can_fuse(head, operand, backend, self.dequantized_bytes > 0)
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
         self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
@@ -341,15 +363,16 @@ class _Draft:
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
         teacher_hidden_bytes, fused_divergence = 0, False
-        dequantized = 0 if head.quantized is None else head.hidden_size
+        at_once = self.dequantized_bytes > 0
+        dequantized = 0 if at_once or head.quantized is None else head.dequantized_row_bytes(operand)
         if query.comparison is not None:
             temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
-            teacher_row_bytes = _teacher_row_bytes(teacher, vocab_size, operand)
-            if isinstance(teacher, Teacher) and (dequantized or teacher.head.quantized is not None):
-                dequantized = head.hidden_size + teacher.head.hidden_size
+            teacher_row_bytes = teacher_row_bytes_of(teacher, vocab_size, operand)
+            if isinstance(teacher, Teacher) and not at_once:
+                dequantized += teacher.head.dequantized_row_bytes(operand)
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-                fused_divergence = can_fuse(teacher.head, operand, self.backend)
+                fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
                 if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
@@ -358,7 +381,7 @@ class _Draft:
             # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
             vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
             operand_dtype=operand,
-            weight_dtype=head.weight.dtype,
+            weight_dtype=operand if at_once and head.quantized is not None else head.weight.dtype,
             device=head.weight.device,
             temporaries=temporaries,
             gathers=tokens.indices[0] is not None or not self.dense,
@@ -370,9 +393,16 @@ class _Draft:
             device_memory=self.memory,
             teacher_hidden_bytes=teacher_hidden_bytes,
             fused_divergence=fused_divergence,
-            dequantized_columns=dequantized,
+            dequantized_row_bytes=dequantized,
+            dequantized_bytes=self.dequantized_bytes,
         )
         plan = make_plan(work, options.workspace, options.chunk_size)
+        if dequantized and plan.rows < tokens.count and head.shard is None and not query.needs_logits:
+            # Every block of tokens would dequantize the head again.
+            fused = can_fuse(head, operand, self.backend, True) and not self.needs_bias
+            exponentials = operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
+            work = work.in_slabs(fused, exponentials)
+            plan = make_plan(work, options.workspace, options.chunk_size)
         grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
         if any(self.needs_hidden) or needs_weight or self.needs_bias:
             # A half-precision grad_weight must not be rounded many times.
@@ -390,7 +420,7 @@ class _Draft:
             if options.strategy is not None:
                 check_names([options.strategy], possible, "strategy for these inputs")
                 strategy = options.strategy
-        if query.selected is not None and strategy == "two_pass" and not plan.few_blocks:
+        if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
             # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
             grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
         transform = head.transform
@@ -424,7 +454,10 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:
         names = ("divergence", "logp")
-        vocab_size = _check_comparison(query, head, shapes[0])
+        check_comparison(query.comparison, head, shapes[0])
+        if "logp" not in query.statistics:
+            # The divergence is of the columns that both models have; the student's log-probabilities, of all it has.
+            vocab_size = min(vocab_size, query.comparison.teacher.vocab_size)
     divided = head.transform if query.comparison is None else query.comparison
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
@@ -446,43 +479,8 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     return vocab_size
 
 
-def _check_comparison(query: Query, head: Head, shape: torch.Size) -> int:
-    comparison = query.comparison
-    assert comparison is not None
-    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
-        raise TypeError(
-            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
-            f"{type(comparison.teacher).__name__}."
-        )
-    if not isinstance(comparison.divergence, Divergence):
-        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
-    heads = {"student": head}
-    if isinstance(comparison.teacher, Teacher):
-        heads["teacher"] = comparison.teacher.head
-    for whose, either in heads.items():
-        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
-            raise ValueError(
-                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
-                "temperature= instead, which divides both models' logits."
-            )
-    comparison.teacher.check(shape, head)
-    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
-    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
-        check_teacher_shard(head.shard, teacher_shard)
-    # The divergence is of the columns that both models have; the student's log-probabilities, of all that it has.
-    return head.vocab_size if "logp" in query.statistics else min(head.vocab_size, comparison.teacher.vocab_size)
-
-
 def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
     """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
     first, *more = hidden
     contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
     return contiguous and not more and first.dtype == operand
-
-
-def _teacher_row_bytes(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
-    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
-    item = torch.promote_types(torch.float32, operand).itemsize
-    if isinstance(teacher, TeacherLogits):
-        return vocab_size * item
-    return teacher.head.hidden_size * (operand.itemsize + item)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...chunked.engine.documentation import see
 from ...chunked.engine.tokens import Tokens
 from ...kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 from ...kernels.tracing import state
@@ -49,7 +50,7 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         raise TypeError(
             f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
             "computes the loss within the model's forward, where the whole weight is at hand; or, where no gradient "
-            f"is needed, pass {name}.full_tensor()."
+            f"is needed, pass {name}.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
@@ -199,17 +200,18 @@ def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.S
         raise ValueError(
             f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
             f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
+            + see("shapes-dtypes-and-devices")
         )
     if labels != hidden_states[:-1]:
         if labels == weight[:1]:
             raise ValueError(
                 f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
-                f"{tuple(labels)}, one for each row of the weight."
+                f"{tuple(labels)}, one for each row of the weight." + see("shapes-dtypes-and-devices")
             )
         raise ValueError(
             f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
             f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. To predict the next token, "
-            "pass both unshortened with shift=True."
+            "pass both unshortened with shift=True." + see("shapes-dtypes-and-devices")
         )
 
 
@@ -221,6 +223,6 @@ def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
         given = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise TypeError(
             f"hidden_states, weight and bias must share a dtype outside autocast, got {given}. "
-            "Cast one side, or run under torch.autocast."
+            "Cast one side, or run under torch.autocast." + see("shapes-dtypes-and-devices")
         )
     return dtypes.pop()

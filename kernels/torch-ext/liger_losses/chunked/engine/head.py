@@ -6,7 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ...chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from ...chunked.engine.checks import check_vector, check_weight
+from ...chunked.engine.plan import fits_dequantized
 from ...chunked.engine.quantized_kinds import find_quantized
-from ...chunked.engine.quantized_weight import QuantizedWeight
+from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from ...chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
 from ...kernels.logit_transform import LogitTransform
 from ...kernels.matmul import HALF_DTYPES, matmul_into
@@ -46,8 +47,9 @@ class Head:
     rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
-    A quantized weight is frozen, and dequantized some rows at a time: ``logits = transform(hidden_states @
-    [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of adapters.
+    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large:
+    ``logits = transform(hidden_states @ [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of
+    adapters.
 
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
@@ -63,8 +65,7 @@ class Head:
         TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this
             rank is no member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
-            with other placements, or beside ``group``; a quantized weight beside ``group``; ``batch_invariant``
-            where ranks share the vocabulary.
+            with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
         RuntimeError: another rank of the group has raised.
     """
 
@@ -93,9 +94,10 @@ class Head:
             if quantized is not None:
                 weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
         if quantized is not None:
-            if group is not None:
-                raise ValueError("a quantized weight cannot be shared by the ranks of a group; leave group= out.")
-            check_vector("bias", bias, weight)
+            if group is None:
+                check_vector("bias", bias, weight)
+            else:
+                shard = share_vocabulary(group, weight, bias, quantized)
         elif hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
@@ -204,6 +206,19 @@ class Head:
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
 
+    def dequantized(self, dtype: torch.dtype) -> Head:
+        """The same head with one floating-point weight, in this dtype where it was quantized; without gradients."""
+        if self.quantized is None:
+            return self
+        return self.with_fields(weight=dequantize(self.quantized, self.weight.detach(), dtype), quantized=None)
+
+    def dequantized_row_bytes(self, operand: torch.dtype) -> int:
+        """Bytes of a row while it is dequantized, cast and joined with the adapters'; 0 where nothing is quantized."""
+        if self.quantized is None:
+            return 0
+        wide = torch.promote_types(torch.float32, operand).itemsize
+        return self.hidden_size * max(self.quantized.temporary_bytes, operand.itemsize + 2 * wide)
+
     def detach(self) -> Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()
@@ -303,20 +318,24 @@ class Projection:
         return out
 
 
-def can_fuse(head: Head, operand: torch.dtype, backend: str) -> bool:
-    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue."""
+def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
+    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue.
+
+    ``dequantized`` says that a quantized weight is a matrix by then, in the operand dtype.
+    """
     weight = head.weight
-    same = weight.dtype == operand and head.quantized is None
-    return backend == "triton" and same and operand in HALF_DTYPES and weight.stride(1) == 1
+    ready = dequantized if head.quantized is not None else weight.dtype == operand and weight.stride(1) == 1
+    return backend == "triton" and ready and operand in HALF_DTYPES
 
 
-def check_invariant(head: Head, backend: str, compares: bool) -> None:
-    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence."""
+def check_invariant(head: Head, backend: str, compares: bool, dequantized_bytes: int) -> None:
+    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence, or of a
+    quantized head that is not dequantized at once."""
     device = head.weight.device
-    if head.quantized is not None:
+    if head.quantized is not None and not dequantized_bytes:
         raise ValueError(
-            "batch_invariant takes a floating-point weight, not a quantized one: pass Head(dequantized_weight), or "
-            "leave batch_invariant out."
+            "batch_invariant takes a quantized head that is dequantized as a whole, in at most half of the workspace: "
+            "give a larger workspace, pass Head(dequantized_weight), or leave batch_invariant out."
         )
     if device.type != "cpu" and backend == "torch":
         raise ValueError(
@@ -334,3 +353,13 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
     if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype
+
+
+def dequantized_bytes(heads: Sequence[Head], operand: torch.dtype, workspace: int | None, memory: int | None) -> int:
+    """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
+    # Of the rank that has the most rows, so that all ranks decide alike.
+    rows = [len(head.weight) if head.shard is None else max(head.shard.sizes) for head in heads]
+    pairs = zip(heads, rows, strict=True)
+    size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
+    row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
+    return size if size and fits_dequantized(size, row, heads[0].weight.device, workspace, memory) else 0

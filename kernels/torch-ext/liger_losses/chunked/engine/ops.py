@@ -463,12 +463,12 @@ class _LinearStatistics(torch.autograd.Function):
             if g is not None
         }
         with _without_autocast(weight):
-            stream = Stream(call, weight, bias, hidden)
             if ctx.unit_gradient is not None:
-                return None, None, None, None, *stream.scaled(ctx.unit_gradient, gradients)
+                scaled = Stream(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
+                return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            return None, None, *stream.gradients(values, gradients, block)
+            return None, None, *Stream(call, weight, bias, hidden).gradients(values, gradients, block)
 
 
 class _LinearTokenLoss(torch.autograd.Function):

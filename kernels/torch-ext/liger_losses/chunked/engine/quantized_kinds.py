@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ...chunked.engine.documentation import see
 from ...chunked.engine.quantized_weight import QuantizedWeight
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.
@@ -197,6 +198,7 @@ class _PackedRows(QuantizedWeight):
 
     def __init__(self, layer: Any, bits: int, zero_offset: int = 0) -> None:
         self.qweight, self.qzeros, self.scales = layer.qweight, layer.qzeros, layer.scales
+        self.temporary_bytes = 16 + self.scales.element_size()
         self.bits, self.zero_offset, hidden_size = bits, zero_offset, layer.qweight.shape[0] * 32 // bits
         super().__init__((layer.qweight.shape[1], hidden_size), layer.scales.dtype, layer.qweight.device)
         groups = len(layer.scales)
@@ -275,7 +277,7 @@ def disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
 def _say_how_to_register(name: str, why: str) -> str:
     return (
         f"cannot read rows of the quantized layer {name}: {why}; register a function that can: "
-        f"liger_losses.register_quantized_weight({name}, function)."
+        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-heads-and-adapters")
     )
 
 

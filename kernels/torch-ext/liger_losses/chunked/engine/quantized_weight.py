@@ -1,4 +1,4 @@
-"""A quantized ``lm_head``: its rows are dequantized where they are multiplied, some at a time, and never all at once.
+"""A quantized ``lm_head``: dequantized for the time of a pass, as a whole or some rows at a time.
 
 V vocabulary size, H hidden size.
 """
@@ -21,9 +21,14 @@ class QuantizedWeight:
         dtype: the floating-point dtype that the weight stands for. Products are taken in that of the hidden states.
         device: where the rows are.
 
+    Attributes:
+        temporary_bytes: what :meth:`rows` allocates at most for each entry of its result, and the result itself.
+
     Raises:
         TypeError, ValueError: a dtype that is not floating point, or sizes that are not positive.
     """
+
+    temporary_bytes = 10
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         if not dtype.is_floating_point:
@@ -44,12 +49,33 @@ class QuantizedWeight:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
 
 
+def dequantize_into(out: Tensor, quantized: QuantizedWeight, weight: Tensor, start: int, most: int) -> Tensor:
+    """``out [C, H + r] = [quantized, weight][start : start + C]``, of which ``most`` rows at a time take temporaries.
+
+    ``weight [V, r]`` are columns beside the quantized ones.
+    """
+    size = quantized.shape[1]
+    for first in range(0, len(out), most):
+        part = out[first : first + most]
+        rows = slice(start + first, start + first + len(part))
+        part[:, :size].copy_(quantized.rows(rows.start, rows.stop))
+        part[:, size:].copy_(weight[rows])
+    return out
+
+
+def dequantize(quantized: QuantizedWeight, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[quantized, weight]`` as a whole; the temporaries are small beside it."""
+    rows, columns = quantized.shape[0], quantized.shape[1] + weight.shape[1]
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    return dequantize_into(out, quantized, weight, 0, max(64, rows // 10))
+
+
 class _Part(QuantizedWeight):
     """Some rows of a weight."""
 
     def __init__(self, whole: QuantizedWeight, start: int, stop: int) -> None:
         super().__init__((stop - start, whole.shape[1]), whole.dtype, whole.device)
-        self.whole, self.start = whole, start
+        self.whole, self.start, self.temporary_bytes = whole, start, whole.temporary_bytes
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.whole.rows(self.start + start, self.start + stop)

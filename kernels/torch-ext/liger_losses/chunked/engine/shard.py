@@ -20,10 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...chunked.engine.checks import check_group, check_tensor, check_weight
+from ...chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
+from ...chunked.engine.documentation import see
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ...chunked.engine.quantized_weight import QuantizedWeight
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26
@@ -86,7 +89,7 @@ class VocabularyShard:
                 "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
                 "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
                 "of the root module, where the weight is gathered; where no gradient is needed, pass "
-                "weight.full_tensor()."
+                "weight.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(
@@ -347,8 +350,10 @@ def share_mesh(weight: Any) -> VocabularyShard:
 
 
 @torch.compiler.disable
-def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None) -> VocabularyShard:
-    """Check this rank's rows, and learn how many the others have.
+def share_vocabulary(
+    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
+) -> VocabularyShard:
+    """Check this rank's rows, and learn how many the others have. Beside a quantized weight, ``weight`` is ``[V, 0]``.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
@@ -357,8 +362,13 @@ def share_vocabulary(group: dist.ProcessGroup, weight: Tensor, bias: Tensor | No
     check_group(group, "tp")
     rank = dist.get_rank(group)
     with Agreement(group, weight.device) as agreement:
-        check_weight(weight, bias)
+        kind, hidden_size = str(weight.dtype), weight.shape[-1]
+        if quantized is None:
+            check_weight(weight, bias)
+        else:
+            check_vector("bias", bias, weight)
+            kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
         biased = "with" if bias is not None else "without"
-        agreement.facts = f"a head of {weight.dtype} with a hidden size of {weight.shape[1]}, {biased} bias"
+        agreement.facts = f"a head of {kind} with a hidden size of {hidden_size}, {biased} bias"
         agreement.number = len(weight)
     return VocabularyShard(group, rank, agreement.wait())

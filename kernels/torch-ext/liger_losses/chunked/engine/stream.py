@@ -26,6 +26,7 @@ from ...chunked.engine.call import Call, OpenCall, Statistics
 from ...chunked.engine.divergence_block import DivergenceBlock
 from ...chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from ...chunked.engine.plan import blocks, padded
+from ...chunked.engine.slabs import ExponentialSlabs, Slabs
 from ...kernels.linear_grad import linear_softmax_gradient_into
 from ...kernels.softmax_grad import SoftmaxGradient
 
@@ -38,8 +39,10 @@ def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
 class Stream:
     """The passes over all active tokens of a call."""
 
-    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:
-        self.opened = OpenCall(call, weight, bias, hidden_states)
+    def __init__(
+        self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
+    ) -> None:
+        self.opened = OpenCall(call, weight, bias, hidden_states, multiplies)
         self.call, self.count = call, self.opened.count
 
     # --- Whole passes ------------------------------------------------------------------------------------------
@@ -47,7 +50,7 @@ class Stream:
     def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Block | None]:
         """The statistics ``[N]`` of every active token, and with ``keep_block`` one block that holds all of them."""
         values = self._empty_statistics()
-        if not keep_block and self.call.work.fused:
+        if not keep_block and self.call.work.fused and not self.call.plan.slab:
             for part in self._parts(self._fused_rows(), values):
                 self._fill(None, part)
             return values, None
@@ -63,7 +66,7 @@ class Stream:
         ``upstream`` is d loss / d statistic, ``[N]`` each.
         """
         grads = Gradients(self.opened)
-        if kept is None and not self.call.query.needs_logits:
+        if kept is None and not self.call.query.needs_logits and not self.call.plan.slab:
             self._gradients_by_tiles(values, upstream, grads)
             return grads.results()
         size = self.call.plan.rows if kept is None else self.count
@@ -154,6 +157,9 @@ class Stream:
 
     def _block(self, rows: int) -> Block:
         kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
+        if self.call.plan.slab:
+            in_one_pass = self.call.work.exponentials and self.call.strategy in ("one_pass", "frozen_head")
+            kind = ExponentialSlabs if in_one_pass else Slabs
         if self.call.query.comparison is not None:
             kind = DivergenceTiles if self.call.plan.tiled else DivergenceBlock
         return kind(self.opened, min(rows, self.count))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...chunked.engine.documentation import see
 from ...kernels._triton import choose_backend
 from ...kernels.label_rows import label_facts
 from ...kernels.tracing import state
@@ -68,7 +69,7 @@ def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: in
         raise ValueError(
             f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
             f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
-            "that the tokenizer and the weight have the same vocabulary."
+            "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
         )
 
 

@@ -19,16 +19,20 @@ from collections.abc import Sequence
 
 from liger_losses.integrations.processes import Preparation
 
+#: Modules of ``liger_losses.integrations`` with a function ``install()``.
+INSTALLABLE = ("liger", "nemo_rl", "prime_rl", "skyrl", "verl")
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what ``arguments`` (by default the command line's) name; see the module."""
     parser = argparse.ArgumentParser(prog="python -m liger_losses.run", description=__doc__, add_help=True)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--liger", action="store_true", help="answer liger-kernel's names with this library")
-    parser.add_argument("--install", action="append", default=[], metavar="NAME", help="skyrl, nemo_rl, prime_rl")
+    parser.add_argument("--install", action="append", default=[], choices=INSTALLABLE, help="call its install()")
     parser.add_argument("--trl", action="store_true", help="call liger_losses.trl.enable()")
-    parser.add_argument("--residuals", action="store_true", help="patch(model, residuals=True)")
-    parser.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--residuals", action="store_true", help="patch(model, residuals=True)")
+    models.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="a file, or with -m a module")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
@@ -37,12 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     patch = None if given.no_patch else {"residuals": given.residuals}
     Preparation(install, given.trl, patch).apply()
     sys.argv = [given.script, *given.rest]
+    # As Python has it for the script or the module: ``python -m`` has put the working directory here for this one.
+    if sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]
     if given.module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
-        runpy.run_path(given.script, run_name="__main__")
+        if not os.path.isdir(given.script):  # which runpy puts there itself
+            sys.path.insert(0, os.path.dirname(os.path.realpath(given.script)))
+        runpy.run_path(os.path.abspath(given.script), run_name="__main__")
 
 
 if __name__ == "__main__":

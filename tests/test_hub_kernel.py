@@ -203,6 +203,17 @@ def test_layers_compute_what_the_modules_do(built, monkeypatch, layer, dtype):
         torch.testing.assert_close(found, expected, **tolerance)
 
 
+def test_a_gate_that_is_no_silu_is_refused(built):
+    pytest.importorskip("transformers")
+    from kernels import get_local_kernel
+
+    layer, (module, _) = get_local_kernel(built).layers.GatedRMSNorm, single_layers()["GatedRMSNorm"]
+    module.activation = "sigmoid"  # as in Kimi Linear, whose module has the same name for kernels
+    x = torch.randn(2, 24)
+    with pytest.raises(ValueError, match=r"gates with silu, this module with 'sigmoid'"):
+        layer.forward(module, x, x)
+
+
 def test_rotations_of_angles_that_are_held_once(built):
     from kernels import get_local_kernel
 

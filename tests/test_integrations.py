@@ -1,7 +1,9 @@
 """Integrations in frameworks: against the frameworks where they are installed, else at the functions that they call."""
 
 import importlib
+import json
 import multiprocessing.spawn
+import os
 import pathlib
 import pickle
 import subprocess
@@ -16,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_losses
-from liger_losses.integrations import llamafactory, loading, megatron, processes, torchtitan, verl
+from liger_losses.integrations import llamafactory, loading, megatron, processes, seams, torchtitan, verl
 from tests.reference import double, plain_statistics, problem, relative_error
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
@@ -62,8 +64,12 @@ def test_verl_plugin_installs_both_heads(monkeypatch):
         assert len(verl._replaced) == 3
         with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
             caller.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
+        since = types.ModuleType("verl.imported_since")
+        since.linear_cross_entropy = triton_head.linear_cross_entropy
+        monkeypatch.setitem(sys.modules, since.__name__, since)
     finally:
         verl.uninstall()
+    assert since.linear_cross_entropy is triton_head.linear_cross_entropy
     assert torch_head.FusedLinearForPPO().forward() == caller.linear_cross_entropy() == "verl's"
 
 
@@ -299,6 +305,20 @@ def test_leaving_one_leaves_the_others(monkeypatch):
     assert not loading._originals
 
 
+def test_leaving_one_of_two_that_are_the_same_leaves_the_other():
+    pytest.importorskip("transformers")
+
+    def options(model):
+        return None
+
+    with loading.patched_loading(options):
+        with loading.patched_loading(options):
+            pass
+        assert loading._wanted == [options]
+    assert not loading._wanted
+    assert not loading._originals
+
+
 def test_a_model_within_a_model_is_patched_with_it():
     config = llama().config
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -348,9 +368,71 @@ def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
         processes.leave_children()
 
 
+WHERE = "import sys, json; print(json.dumps([sys.path[0], __file__, sys.argv, sys.path.count({cwd!r})]))"
+
+
+def test_run_is_like_python(tmp_path, monkeypatch, capfd):
+    """With a relative path, a link, and arguments that look like options."""
+    from liger_losses.run import main
+
+    work, real = tmp_path / "work", tmp_path / "real"
+    work.mkdir()
+    real.mkdir()
+    (real / "script.py").write_text(WHERE.format(cwd=str(work)))
+    (work / "link.py").symlink_to(real / "script.py")
+    monkeypatch.chdir(work)
+    path, arguments = list(sys.path), ["--trl", "-m", "--", "-x", "--help"]
+    for name in ("../real/script.py", "link.py"):
+        subprocess.run([sys.executable, name, *arguments], check=True, env={})
+        python = json.loads(capfd.readouterr().out)
+        monkeypatch.setattr(sys, "argv", [])
+        monkeypatch.setattr(sys, "path", [str(work), *path])  # as python -m leaves it
+        try:
+            main(["--no-patch", name, *arguments])
+        finally:
+            processes.leave_children()
+        ours = json.loads(capfd.readouterr().out)
+        assert [ours[0], os.path.normpath(ours[1]), *ours[3:]] == [python[0], os.path.normpath(python[1]), *python[3:]]
+        assert ours[2][1:] == python[2][1:] == arguments
+    for refused, reason in (
+        (["--install", "loading"], "invalid choice: 'loading'"),
+        (["--no-patch", "--residuals"], "not allowed with argument --no-patch"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*refused, "link.py"])
+        assert reason in capfd.readouterr().err
+
+
+def test_all_preparations_are_sent():
+    preparations = [processes.Preparation(trl=trl) for trl in (False, True)]
+    try:
+        for preparation in preparations:
+            processes._prepare_children(preparation)
+        sent = multiprocessing.spawn.get_preparation_data("child")["liger_losses"]
+    finally:
+        processes.leave_children()
+    assert [applied.preparation for applied in sent] == preparations
+    assert "liger_losses" not in multiprocessing.spawn.get_preparation_data("child")
+
+
+def test_transformers_is_left_to_the_script(monkeypatch):
+    name = "transformers.modeling_utils"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(seams, "_waiting", {})
+    try:
+        processes.Preparation(patch={}).apply()
+    finally:
+        loading.leave_loaded_models()
+        processes.leave_children()
+    assert name not in sys.modules
+    assert len(seams._waiting[name]) == 1
+
+
 SPAWNING = """
 import sys
 import torch.multiprocessing
+
+assert "transformers" not in sys.modules
 
 def work(rank, kind):
     assert "transformers" not in sys.modules

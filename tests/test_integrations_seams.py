@@ -4,8 +4,11 @@ The frameworks' modules are stand-ins, which have the names and the signatures o
 """
 
 import importlib
+import importlib.util
 import inspect
 import sys
+import threading
+import time
 import types
 import warnings
 
@@ -114,6 +117,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
         **{
             "fw.early": "def head(): return 'early'",
             "fw.user": "from fw.early import head\nname = head",
+            "fw.user_since": "from fw.early import head",
             "fw.late": "class Layer:\n    def forward(self): return 'late'\n",
             "fw.other": "def renamed(): pass",
         }
@@ -130,6 +134,8 @@ def test_names_are_replaced_when_they_are_imported(framework):
     seams.install()
     seams.install()
     assert early.head() == user.head() == "our early of fw.early"
+    user_since = importlib.import_module("fw.user_since")
+    assert user_since.head is early.head
     late = importlib.import_module("fw.late")
     assert late.Layer().forward() == "our late"
     assert "class Layer" in inspect.getsource(late)
@@ -137,12 +143,64 @@ def test_names_are_replaced_when_they_are_imported(framework):
     with pytest.warns(UserWarning, match=r"fw runs with its own code.*fw\.other has no head \(tested with 1\.0\)"):
         importlib.import_module("fw.other")
     seams.uninstall()
-    assert early.head() == user.head() == "early"
+    assert early.head() == user.head() == user_since.head() == "early"
     assert late.Layer().forward() == "late"
     framework(**{"fw.never": "pass"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         importlib.import_module("fw.never")
+
+
+def test_a_module_that_is_looked_for_has_its_own_loader(framework):
+    framework(**{"fw.late": "head = 1"})
+    seams = Seams("fw", "1.0", Seam("fw.late", "head", lambda original, module: original + 1))
+    seams.install()
+    try:
+        loader = importlib.util.find_spec("fw.late").loader  # as runpy and importlib.resources do
+        assert loader.get_source("fw.late") == "head = 1"
+        assert loader.is_package("fw.late") is False
+        assert importlib.import_module("fw.late").head == 2
+    finally:
+        seams.uninstall()
+
+
+def test_names_of_a_module_that_is_being_imported(framework):
+    """By another thread: they are replaced when it is done. By the code that installs: a warning."""
+    framework(
+        **{
+            "fw.slow": "import time\ntime.sleep(0.1)\nhead = 1",
+            "fw.circular": "import sys\nsys.modules['fw_seams'].install()\nhead = 1",
+        }
+    )
+    seams = Seams("fw", "1.0", Seam("fw.slow", "head", lambda original, module: original + 1))
+    thread = threading.Thread(target=importlib.import_module, args=("fw.slow",))
+    thread.start()
+    while "fw.slow" not in sys.modules:
+        time.sleep(0.001)
+    seams.install()
+    thread.join()
+    assert sys.modules["fw.slow"].head == 2
+    seams.uninstall()
+    sys.modules["fw_seams"] = seams = Seams("fw", "1.0", Seam("fw.circular", "head", lambda original, module: 2))
+    with pytest.warns(UserWarning, match=r"replaces nothing in fw\.circular, whose import has led here"):
+        assert importlib.import_module("fw.circular").head == 1
+    seams.uninstall()
+
+
+def test_other_objects_among_the_modules_are_left(framework):
+    class Odd:
+        __slots__ = ()
+        __name__ = "fw.odd"
+
+    framework(**{"fw.early": "def head(): return 1"})
+    early = importlib.import_module("fw.early")
+    sys.modules["fw.odd"] = Odd()
+    sys.modules["fw.nothing"] = None
+    seams = Seams("fw", "1.0", Seam("fw.early", "head", lambda original, module: lambda: 2))
+    seams.install()
+    assert early.head() == 2
+    seams.uninstall()
+    assert early.head() == 1
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -169,6 +227,9 @@ def test_prime_rl(softcap, framework, installed):
     exact_grads = torch.autograd.grad(expected, exact, (upstream.double(), -upstream.double()))
     for ours, value in zip((*out, *grads), (*expected, *exact_grads), strict=True):
         assert relative_error(ours, value) < 1e-5
+    nothing = layer(hidden[:, :0], labels[:, :0], temperature=temperature[:, :0])
+    assert nothing["logprobs"].shape == nothing["entropy"].shape == (2, 0)
+    assert not torch.autograd.grad(nothing["logprobs"].sum(), layer.weight)[0].any()
     with pytest.raises(ValueError, match=r"FusedOutputLinear takes labels= and temperature="):
         layer(hidden, labels)
     prime_rl.uninstall()
@@ -425,3 +486,16 @@ def test_distillation_of_verl_says_what_does_not_fit(verl_engine):
             distilled(engine, hidden, weight, labels, batch, None)
     finally:
         engine.prepare_model_inputs({"input_ids": labels})
+
+
+def test_distillation_of_verl_of_no_tokens(verl_engine):
+    engine, _ = verl_engine
+    hidden, weight, labels, _ = problem(shape=(1, 9), masked=0.0)
+    columns = torch.nested.nested_tensor_from_jagged(torch.zeros(0, 5, dtype=torch.int64), torch.tensor([0, 0]))
+    batch = {"input_ids": labels[:, :0], "teacher_ids": columns, "teacher_logprobs": columns.float()}
+    batch |= {"use_fused_kernels": True, "distillation_use_topk": True}
+    try:
+        found = distilled(engine, hidden[:, :0], weight, labels[:, :0], batch, None)
+    finally:
+        engine.prepare_model_inputs({"input_ids": labels})
+    assert found.log_probs.shape == (1, 0)

@@ -67,12 +67,17 @@ class RMSNormZeroCentered(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """Qwen3-Next's ``rms_norm(x) silu(gate)``. Reads the same attributes."""
+    """Qwen3-Next's ``rms_norm(x) silu(gate)``. Reads the same attributes, and ``activation`` if there is one."""
 
     can_torch_compile = True
     weight: Any
 
     def forward(self, hidden_states: Tensor, gate: Any = None) -> Tensor:
+        activation = getattr(self, "activation", "silu")
+        if activation not in ("silu", "swish"):
+            raise ValueError(
+                f"GatedRMSNorm gates with silu, this module with {activation!r}; leave the layer out here."
+            )
         return gated_rms_norm(hidden_states, gate, self.weight, _eps(self))
 
 
@@ -121,7 +126,8 @@ class GeGLUMLP(nn.Module):
 class RotaryPosEmb(nn.Module):
     """transformers' ``apply_rotary_pos_emb`` with halves ``(-x2, x1)``; results have the dtypes of q and k.
 
-    cos and sin are as wide as the heads, or half as wide where they hold each angle once (gpt-oss).
+    cos and sin are as wide as the heads, or half as wide where they hold each angle once (gpt-oss). Pairs
+    ``(x[2i], x[2i+1])`` are not told from halves.
     """
 
     can_torch_compile = True

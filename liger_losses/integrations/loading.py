@@ -55,7 +55,12 @@ def leave_loaded_models(options: Options | None = None) -> None:
     Args:
         options: what one call of it returned, to undo that one; all by default.
     """
-    _wanted[:] = [] if options is None else [other for other in _wanted if other is not options]
+    if options is None:
+        _wanted.clear()
+    for place in reversed(range(len(_wanted))):
+        if _wanted[place] is options:  # the last one, where the same options were given several times
+            del _wanted[place]
+            break
     if _wanted or not _originals:
         return
     from transformers import PreTrainedModel

@@ -7,7 +7,6 @@ import importlib
 import multiprocessing.spawn
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +31,13 @@ class Preparation:
     patch: dict[str, Any] | None = None
 
     def apply(self) -> None:
-        """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``."""
-        if self.patch is not None:
-            patch_loaded_models(self._announce)
-        self._apply()
+        """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``.
 
-    def apply_in_child(self) -> None:
-        """The same where a process has just been started, which may never load a model: transformers can wait."""
+        transformers is left to be imported by whoever needs it: it reads the environment then, which a script may
+        change before.
+        """
         if self.patch is not None:
             when_imported("transformers.modeling_utils", lambda module: patch_loaded_models(self._announce))
-        self._apply()
-
-    def _apply(self) -> None:
         for name in self.install:
             importlib.import_module(f"liger_losses.integrations.{name}").install()
         if self.trl:
@@ -65,10 +59,12 @@ class _Applied:
     preparation: Preparation
 
     def __reduce__(self) -> Any:
-        return Preparation.apply_in_child, (self.preparation,)
+        return Preparation.apply, (self.preparation,)
 
 
-_originals: list[Callable[..., Any]] = []
+#: What this process has applied, and what Python's own function is while these are sent along.
+_applied: list[_Applied] = []
+_original: list[Any] = []
 
 
 def _prepare_children(preparation: Preparation) -> None:
@@ -76,17 +72,21 @@ def _prepare_children(preparation: Preparation) -> None:
 
     A spawned process unpickles this before it imports the main module and the function that it shall run.
     """
+    _applied.append(_Applied(preparation))
+    if _original:
+        return
     original = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {"liger_losses": _Applied(preparation), **original(name)}
+        return {"liger_losses": list(_applied), **original(name)}
 
-    _originals.append(original)
+    _original.append(original)
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def leave_children() -> None:
     """Prepare no processes that are spawned from now on."""
-    while _originals:
-        multiprocessing.spawn.get_preparation_data = _originals.pop()
+    _applied.clear()
+    if _original:
+        multiprocessing.spawn.get_preparation_data = _original.pop()

@@ -66,7 +66,11 @@ class Seams:
             _forget(module, self._replace)
         while self._replaced:
             owner, name, value = self._replaced.pop()
+            made = getattr(owner, name)
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+            if isinstance(owner, ModuleType):
+                for other in with_the_same(owner.__name__, name, made):  # imported by name since then
+                    setattr(other, name, value)
 
     def _replace(self, module: ModuleType) -> None:
         seams = self._by_module[module.__name__]
@@ -87,15 +91,19 @@ class Seams:
             self._set(owner, name, made)
             if owner is module and getattr(value, "__module__", None) == module.__name__:
                 # Other modules of the framework may have imported by name what this one defines.
-                package = module.__name__.partition(".")[0]
-                for other in list(sys.modules.values()):
-                    same = getattr(other, "__name__", "").partition(".")[0] == package
-                    if same and vars(other).get(name) is value:
-                        self._set(other, name, made)
+                for other in with_the_same(module.__name__, name, value):
+                    self._set(other, name, made)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
+
+
+def with_the_same(module: str, name: str, value: Any) -> list[Any]:
+    """The modules of this module's package that have this value under this name."""
+    package = module.partition(".")[0]
+    modules = [other for path, other in list(sys.modules.items()) if path.partition(".")[0] == package]
+    return [other for other in modules if getattr(other, "__dict__", {}).get(name) is value]
 
 
 def _find(module: ModuleType, path: str) -> tuple[Any, str] | None:
@@ -116,12 +124,24 @@ _thread = threading.local()
 def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
     """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
     module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if module is not None and _is_initializing(module):
+        importlib.import_module(name)  # waits, if it is another thread that imports it
+        if _is_initializing(module):
+            warnings.warn(
+                f"liger_losses replaces nothing in {name}, whose import has led here; call install() before or after.",
+                stacklevel=4,
+            )
+            return
+    if module is not None:
         function(module)
         return
     _waiting.setdefault(name, []).append(function)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _forget(name: str, function: Callable[[ModuleType], Any]) -> None:
@@ -150,6 +170,9 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # of a module that is only looked for, or run by runpy
+        return getattr(self.__dict__["loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)

@@ -56,7 +56,7 @@ def token_statistics(
     """
     group = None if group is None or dist.get_world_size(group) == 1 else group
     shape = hidden_states.shape[:-1]
-    several = isinstance(temperature, Tensor) and temperature.numel() > 1
+    several = isinstance(temperature, Tensor) and temperature.numel() != 1
     given = temperature.reshape(shape) if several else float(temperature)  # type: ignore[union-attr]
     transform = LogitTransform(given, softcap=softcap)
     head = Head(weight, transform=transform, group=group).with_partial_gradients()

@@ -7,13 +7,13 @@ this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.integrations import verl_distillation
+from liger_losses.integrations.seams import with_the_same
 from liger_losses.integrations.verl_distillation import answer
 
 _NAME = "linear_cross_entropy"
@@ -74,16 +74,19 @@ def install() -> None:
         raise RuntimeError(f"this version of verl has no {missing}, which liger_losses replaces (tested with 0.9.1).")
     verl_distillation.SEAMS.install()
     _replace(head, "forward", fused_linear_for_ppo)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("verl.") and vars(module).get(_NAME) is original:
-            _replace(module, _NAME, linear_cross_entropy)
+    for module in with_the_same(_TRITON_HEAD, _NAME, original):
+        _replace(module, _NAME, linear_cross_entropy)
 
 
 def uninstall() -> None:
     """Put verl's own heads and distillation losses back."""
     verl_distillation.SEAMS.uninstall()
     while _replaced:
-        setattr(*_replaced.pop())
+        owner, name, value = _replaced.pop()
+        setattr(owner, name, value)
+        if name == _NAME:
+            for module in with_the_same(_TRITON_HEAD, name, linear_cross_entropy):  # imported by name since then
+                setattr(module, name, value)
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

@@ -79,7 +79,7 @@ def answer(
     if tokens != shape.numel():
         raise ValueError(f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}.")
     names = ("logp", "selected_logps")
-    selected = columns.reshape(*shape, -1)
+    selected = columns.reshape(*shape, columns.shape[-1])
     found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected=selected)
     entropy = None
     if batch.entropy:

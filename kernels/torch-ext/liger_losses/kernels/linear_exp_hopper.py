@@ -210,7 +210,7 @@ def _pieces(z, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
 @gluon_jit
 def _consume(
     hidden_buffers, weight_buffers, full, empty, turns, staging, out, bias, labels, offset, partial, logit_sums,
-    transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+    moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
     PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """One of the two parts that multiply: every other tile of the program."""
@@ -228,6 +228,7 @@ def _consume(
     turn = gl.to_tensor(1 - PART)  # the first tile waits for nothing
     sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
     totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+    moment = gl.zeros((BLOCK_N,), gl.float32, by_row)
     for tile in range(program + programs * PART, tiles, programs * 2):
         row_tile, column_tile = _position(tile, row_tiles, column_tiles, group)
         first_column = column_tile * BLOCK_V
@@ -236,10 +237,15 @@ def _consume(
         inside = rows < tokens
         row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
         label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        factor = 1.0
         if transform.temperature is not None:
-            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)[:, None]
+            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)
         elif transform.factor is not None:
             factor = transform.factor
+        # An exponent is one fused multiplication and addition, whatever the temperature and the variant are.
+        scale = factor * 1.4426950408889634
+        if transform.temperature is not None:
+            scale = gl.expand_dims(scale, 1)
         stage = used % STAGES
         phase = used // STAGES & 1
         z = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, whole)
@@ -259,6 +265,10 @@ def _consume(
         if SUMS_OF_TILES:
             complete = inside
             place = column_tile * tokens + rows
+            # Whatever the last tile had in rows beyond the tokens, which are never stored.
+            sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
+            totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+            moment = gl.zeros((BLOCK_N,), gl.float32, by_row)
         else:  # added up until the last tile of this group of row tiles
             of_group = tile // (group * column_tiles)
             following = tile + programs * 2
@@ -275,16 +285,18 @@ def _consume(
             z = x
             if bias is not None:
                 z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
-            if transform.factor is not None:
-                z = z * factor
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
+            exponent = gl.fma(z, scale, -row_offset[:, None])
+            # Masked before the exponentials are taken: then the registers need not hold both.
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
-                z = gl.where(inside_vocab[None, :], z, float("-inf"))
-            e = gl.exp2(z * 1.4426950408889634 - row_offset[:, None])
+                exponent = gl.where(inside_vocab[None, :], exponent, float("-inf"))
             if at_label:
-                e = gl.where((columns + part * HALF)[None, :] != label[:, None], e, 0.0)
+                exponent = gl.where((columns + part * HALF)[None, :] != label[:, None], exponent, float("-inf"))
+            e = gl.exp2(exponent)
             sums += gl.sum(e, 1)
+            if moments is not None:
+                moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if PROJECTIONS:
                 e = x
             if out is not None:
@@ -295,27 +307,32 @@ def _consume(
         gl.store(partial + place, sums, mask=complete)
         sums = gl.where(complete, 0.0, sums)
         if logit_sums is not None:
-            gl.store(logit_sums + place, totals, mask=complete)
+            gl.store(logit_sums + place, totals * factor, mask=complete)
             totals = gl.where(complete, 0.0, totals)
+        if moments is not None:
+            gl.store(moments + place, moment, mask=complete)
+            moment = gl.where(complete, 0.0, moment)
     if out is not None:
         tma.store_wait(0)
 
 
 @gluon_jit(
     do_not_specialize=["tokens", "vocab_size", "hidden_size", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
 )
 def hopper_exponentials_kernel(
     hidden, weight, out, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, needed, group, transform,
+    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
     PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile.
 
-    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]`` with ``SUMS_OF_TILES``: each tile writes the sums of
-    its rows. Otherwise each part adds up those of its tiles in a group of row tiles: see :func:`group_of_sums`.
+    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]`` with ``SUMS_OF_TILES``: each tile writes
+    the sums of its rows, and their bits do not depend on which program took it. Otherwise each part adds up those of
+    its tiles in a group of row tiles: see :func:`group_of_sums`. With x the exponent of 2 in e, moments are the sums of
+    e x.
     """
     hidden_buffers = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_H], hidden.layout)
     weight_buffers = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_H], weight.layout)
@@ -345,12 +362,12 @@ def hopper_exponentials_kernel(
         [
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[0], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
                 PROJECTIONS, SUMS_OF_TILES, 0,
             )),
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[1], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
                 PROJECTIONS, SUMS_OF_TILES, 1,
             )),
             (_produce, (

@@ -100,7 +100,7 @@ class Query:
     @property
     def of_exponentials(self) -> bool:
         """Whether blocks may hold exponentials of the logits instead of the logits."""
-        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
+        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit", "entropy"}
 
     @property
     def needs_logits(self) -> bool:
@@ -319,6 +319,8 @@ class _Draft:
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
         self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
+        if head.shard is not None and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
+            self.exponentials = False
         self.grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
         if head.shard is not None:
             compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)

@@ -5,13 +5,16 @@ import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import divergence_block
-from liger_losses.kernels import linear_lse
+from liger_losses.kernels import linear_exp_hopper, linear_lse
 from liger_losses.kernels._triton import tl
 from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from tests.test_linear_divergence_hopper import hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not linear_exp_hopper.AVAILABLE,
+    reason="needs a GPU of compute capability 9.0, and Gluon",
+)
 
 
 def check(size, dtype, every_option, backend):

@@ -288,12 +288,19 @@ def _consume(
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
             exponent = gl.fma(z, scale, -row_offset[:, None])
-            # Masked before the exponentials are taken: then the registers need not hold both.
-            if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
-                exponent = gl.where(inside_vocab[None, :], exponent, float("-inf"))
-            if at_label:
-                exponent = gl.where((columns + part * HALF)[None, :] != label[:, None], exponent, float("-inf"))
+            last = column_tile == column_tiles - 1  # nowhere else are columns beyond the vocabulary
+            other_columns = (columns + part * HALF)[None, :] != label[:, None]
+            if moments is not None:  # masked before the exponentials are taken: the registers need not hold both
+                if last:
+                    exponent = gl.where(inside_vocab[None, :], exponent, float("-inf"))
+                if at_label:
+                    exponent = gl.where(other_columns, exponent, float("-inf"))
             e = gl.exp2(exponent)
+            if moments is None:
+                if last:
+                    e = gl.where(inside_vocab[None, :], e, 0.0)
+                if at_label:
+                    e = gl.where(other_columns, e, 0.0)
             sums += gl.sum(e, 1)
             if moments is not None:
                 moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from liger_losses.kernels import linear_divergence
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.linear_divergence import Product, is_balanced, linear_divergence_into
@@ -18,11 +17,6 @@ DIVERGENCES = {
     "total variation": Divergence.total_variation(),
     "alpha beta": Divergence.alpha_beta(0.4, 0.8),
 }
-
-
-@pytest.fixture(params=["_WIDE", "_NARROW"])
-def tile(request, monkeypatch):
-    monkeypatch.setattr(linear_divergence, "_TILE", getattr(linear_divergence, request.param))
 
 
 def numbers(name, size, dtype, every_option, device):
@@ -95,7 +89,6 @@ def check(name, size, dtype, every_option, device="cuda"):
 
 @pytest.mark.parametrize("every_option", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.usefixtures("tile")
 def test_forms(name, every_option):
     """Rows and columns that fill no tile, hidden sizes that fill no step."""
     check(name, (300, 272, 1032, 1008), torch.bfloat16, every_option)
@@ -113,7 +106,6 @@ def test_forms(name, every_option):
         (70, 36, 44, 300),
     ],
 )
-@pytest.mark.usefixtures("tile")
 def test_sizes(size, dtype):
     """One tile and many; fewer steps than buffers and more; rows that the tensor memory accelerator does not take."""
     check("JSD", size, dtype, False)

@@ -41,9 +41,7 @@ def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def tiles_of(
-    hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None, columns: int = _COLUMNS
-) -> Tiles:
+def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> Tiles:
     """The launch over ``hidden @ weight.T``; ``out`` is what :func:`store_tile` writes, in halves of tiles.
 
     The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
@@ -56,7 +54,7 @@ def tiles_of(
     depth = _DEPTH if tma else _DEPTH // 2
     arguments = {
         "hidden": descriptor(hidden, _TOKENS, depth) if tma else hidden,
-        "weight": descriptor(weight, columns, depth) if tma else weight,
+        "weight": descriptor(weight, _COLUMNS, depth) if tma else weight,
         "hidden_stride": None if tma else hidden.stride(0),
         "weight_stride": None if tma else weight.stride(0),
         "tokens": tokens,
@@ -65,16 +63,16 @@ def tiles_of(
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": _TOKENS,
-        "BLOCK_V": columns,
+        "BLOCK_V": _COLUMNS,
         "BLOCK_H": depth,
         "num_warps": _WARPS,
         "num_stages": _STAGES,
     }
     if out is not None and accelerated and aligned(out):
-        arguments["out"] = descriptor(out, _TOKENS, columns // 2)
+        arguments["out"] = descriptor(out, _TOKENS, _COLUMNS // 2)
     elif out is not None:
         arguments.update(out=out, out_stride=out.stride(0))
-    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // columns), processors(device), arguments)
+    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // _COLUMNS), processors(device), arguments)
 
 
 def aligned(matrix: Tensor) -> bool:

@@ -44,22 +44,6 @@ from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_b
 _GROUP = 8
 
 
-class _Tile(NamedTuple):
-    """Columns of a tile, its parts (4 or 8), programs that share a multiprocessor, and the launch's options."""
-
-    columns: int
-    parts: int
-    programs: int
-    options: dict[str, int]
-
-
-_WIDE = _Tile(256, 4, 1, {"num_warps": 8})
-#: One of two programs multiplies while the other takes the divergence. Both fit a multiprocessor of Hopper: 64K
-#: registers, of which a thread gets 128, and 227 KiB of shared memory.
-_NARROW = _Tile(128, 8, 2, {"num_warps": 8, "maxnreg": 128})
-_TILE = _WIDE
-
-
 class Product(NamedTuple):
     """One model's logits ``epilogue(hidden @ weight.T)`` of some columns, before they are computed.
 
@@ -162,14 +146,12 @@ def _launch(
     hidden, tokens = with_contiguous_rows(student.hidden), len(student.hidden)
     if not tokens:
         return
-    tiles = tiles_of(hidden, student.weight, student.epilogue, columns=_TILE.columns)
-    row_tiles, column_tiles, processors, arguments = tiles
-    programs = min(processors * _TILE.programs, row_tiles * column_tiles)
-    arguments |= {"PARTS": _TILE.parts} | _TILE.options
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
+    programs = min(programs, row_tiles * column_tiles)
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
     for name, matrix in (("teacher", teacher.projected), ("out", out)):
         if matrix is not None and has_tma(matrix.device) and aligned(matrix):
-            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], _TILE.columns // _TILE.parts)
+            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
             arguments[f"{name}_stride"] = None
         else:
             arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
@@ -210,10 +192,10 @@ def _linear_divergence_kernel(
     bias, transform, teacher, teacher_stride, teacher_bias, teacher_transform,
     student_rows, teacher_rows, h_sum, coef, labels, hard_p, hard_label, hard_lse, temperature, series,
     first_column, partial, programs,
-    FORM: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, out=None, out_stride=None,
+    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    out=None, out_stride=None,
 ):  # fmt: skip
-    """Persistent programs. Both models' logits meet in 4 or 8 parts of a tile, as what follows takes many registers.
+    """Persistent programs. Both models' logits meet in four parts of a tile, as what follows takes many registers.
 
     ``student_rows`` and ``teacher_rows`` are the rows' log-sum-exps; of the cosine, which has no ``FORM``, the inverse
     norms, or ``None`` to sum the squares.
@@ -251,17 +233,11 @@ def _linear_divergence_kernel(
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         first, second = split_tile(left, BLOCK_N, BLOCK_V // 2)
         third, fourth = split_tile(right, BLOCK_N, BLOCK_V // 2)
-        for part in tl.static_range(PARTS):
-            start = first_of_tile + part * (BLOCK_V // PARTS)
-            columns = start + tl.arange(0, BLOCK_V // PARTS)
+        for quarter in tl.static_range(4):
+            start = first_of_tile + quarter * (BLOCK_V // 4)
+            columns = start + tl.arange(0, BLOCK_V // 4)
             inside = columns < vocab_size
-            if part < PARTS // 2:
-                s = first if part < PARTS // 4 else second
-            else:
-                s = third if part < 3 * PARTS // 4 else fourth
-            if PARTS == 8:
-                even, odd = split_tile(s, BLOCK_N, BLOCK_V // 4)
-                s = even if part % 2 == 0 else odd
+            s = (first if quarter == 0 else second) if quarter < 2 else (third if quarter == 2 else fourth)
             if teacher_stride is None:
                 t = teacher.load([first_row, start])
             else:

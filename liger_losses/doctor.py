@@ -82,10 +82,15 @@ def trl_patch_points() -> Iterator[str]:
         return
     targets = [(point, point.find()) for point in PATCH_POINTS]
     found = [point.feature for point, target in targets if target.replacement is not None]
-    absent = [target.absent for _, target in targets if target.absent]
+    absent: dict[str, list[str]] = {}
+    for point, target in targets:
+        if target.absent:
+            absent.setdefault(point.feature, []).append(target.absent)
     missing = [target.missing for _, target in targets if target.missing]
-    yield f"{len(found)} of {len(PATCH_POINTS)} patch points are there: {', '.join(dict.fromkeys(found))}"
-    yield from (f"not there, and not needed: {line}" for line in absent)
+    count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that enable() replaces"
+    yield f"{count} are there: {', '.join(dict.fromkeys(found))}"
+    for line, *others in absent.values():
+        yield f"not there, and not needed: {line}" + (f"; and {len(others)} more like it" if others else "")
     yield from (f"MISSING: {line}" for line in missing)
     outcome = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
     yield f"liger_losses.trl.enable() {outcome}"
@@ -141,7 +146,10 @@ def model_advice(report: PatchReport | None) -> str:
     if report is None:
         return f"Run python -m liger_losses.doctor MODEL to see what patch() does to a model; then read {DOCUMENTATION}"
     if any((entry.replaced_by or "").startswith("Lazy") for entry in report.replaced):
-        return "Call liger_losses.patch(model): its loss then makes no [tokens, vocab] logits."
+        return (
+            "Call liger_losses.patch(model), unless a trainer of TRL does it after enable(kernels=True): its loss then "
+            "makes no [tokens, vocab] logits."
+        )
     return "Train this model without patch(): its head cannot be lazy." + see("models-that-cannot-be-patched")
 
 
@@ -172,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             takes = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
             print(f"{args.model} cannot be built: {error}\n{takes}, or its config.json.", file=sys.stderr)
             return 1
-        show(f"patch() on {args.model}", [kind, *str(report).splitlines()])
+        show(f"patch() on {args.model}", [kind])
+        print(textwrap.indent(str(report), "  "))  # a table's rows stay whole
     advice = (kernels_advice(), trl_advice(points), model_advice(report))
     show("What to do", (f"{number}. {line}" for number, line in enumerate(advice, 1)))
     return 0

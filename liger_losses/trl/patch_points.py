@@ -53,8 +53,9 @@ class PatchPoint:
         # getattr of a class would give a static method's function, which could not be put back as a static method.
         original = None if owner is None else (inspect.getattr_static if class_name else getattr)(owner, name, None)
         if original is None:
-            without_peft = self.replacement is _NO_ADAPTER
-            return Target(absent=f"{where}: no PEFT") if without_peft else Target(missing=f"{where} is not there")
+            if self.replacement is _NO_ADAPTER:
+                return Target(absent=f"{where}: PEFT is not installed")
+            return Target(missing=f"{where} is not there")
         function = original.__func__ if isinstance(original, staticmethod) else original
         parameters = inspect.signature(function).parameters if self.replacement.parameters else {}
         lacking = [name for name in self.replacement.parameters if name not in parameters]

@@ -198,9 +198,9 @@ def merge(
         found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
     if "entropy" in parts:
         share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
-        found["entropy"] = torch.where(share > 0, share * (parts["entropy"] - log_share), 0.0).sum(0)
+        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
     if "log_sum_sq_probs" in parts:
-        squares = torch.where(log_share > -math.inf, parts["log_sum_sq_probs"] + 2 * log_share, -math.inf)
+        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
         found["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in parts:
         found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)

@@ -15,6 +15,8 @@ from torch import nn
 
 import liger_losses
 from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, functional
+from liger_losses.chunked.engine.shard import RankError
+from liger_losses.chunked.losses.context_parallel import agree, on_slices
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES
@@ -352,6 +354,73 @@ def check_wrong_inputs(rank):
             call()
 
 
+def check_workspaces(rank):
+    """A workspace that is too small on one rank is an error on both."""
+    p = problem(rank)
+    options = {"group": dist.group.WORLD, "workspace": 100 if rank else 10**6}
+    words = "too small for" if rank else "rank 1: ValueError: workspace=100 bytes is too small"
+    heads = ([p.weight, p.ref_weight], [p.hidden, p.ref_hidden], p.labels)
+    for call in (
+        lambda: build("ORPO", **options)()(p.weight, p.hidden, p.labels),
+        lambda: build("CrossEntropy", **options)()(p.weight, p.hidden, p.labels),
+        lambda: build("CrossEntropy", **options)()(*heads),
+        lambda: distilled(build("KL", **options)(), p),
+        lambda: distilled_from_top_k(build("KL", **options)(), p),
+        lambda: policy(build("GRPO", **options)(), p),
+        lambda: policy(build("GRPO", **options, importance_sampling_level="sequence")(), p),
+        lambda: unpaired_with_kl(build("KTO", use_ref_model=True, **options)(), p),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    p.token_weights = p.token_weights.to("meta") if rank else p.token_weights
+    with pytest.raises(ValueError, match="token_weights is on meta"):
+        weighted_tokens(build("CrossEntropy", group=dist.group.WORLD)(), p)
+
+
+def check_errors_of_one_rank_alone(rank):
+    """A loss per token exchanges nothing, not even errors."""
+    p = problem(rank)
+    loss = build("CrossEntropy", group=dist.group.WORLD, reduction="none")()
+    if rank:
+        with pytest.raises(ValueError, match="labels must be in"):
+            loss(p.weight, p.hidden, p.labels + VOCAB + 100)
+    loss(p.weight, p.hidden, p.labels)
+
+
+def check_errors_of_other_groups(rank):
+    """A rank whose head is shared with a rank that has raised: those with the other slices raise too."""
+    p = problem(rank)
+    words = "another group" if rank else "rank 1: RankError: another group"
+
+    def raised():
+        if rank:
+            raise RankError("another group")
+        agree(dist.group.WORLD)
+
+    with pytest.raises((ValueError, RankError), match=words):
+        on_slices(dist.group.WORLD, raised)
+    build("ORPO", group=dist.group.WORLD)()(p.weight, p.hidden, p.labels)
+
+
+def check_options(rank):
+    """Ranks whose losses have other options would wait for each other, or get another loss each."""
+    p = problem(rank)
+    group = {"group": dist.group.WORLD}
+    for call in (
+        lambda: build("ORPO", beta=0.1 + rank, **group)()(p.weight, p.hidden, p.labels),
+        lambda: build(("CPO", "SimPO")[rank], **group)()(p.weight, p.hidden, p.labels),
+        lambda: build("CrossEntropy", return_z_loss=rank == 1, **group)()(p.weight, p.hidden, p.labels),
+        lambda: distilled(build("KL", weight_hard_loss=0.5 + rank, **group)(), p),
+        lambda: policy(build("GRPO", epsilon_low=0.1 + rank, **group)(), p),
+    ):
+        with pytest.raises(ValueError, match=r"make the same call.*rank 0: .*rank 1: "):
+            call()
+    # How a rank streams is its own affair.
+    build("ORPO", chunk_size=2 + rank, compact=rank == 1, workspace=(None, 10**6)[rank], **group)()(
+        p.weight, p.hidden, p.labels
+    )
+
+
 def check_members(rank):
     group = dist.new_group([0])
     if rank:
@@ -371,6 +440,10 @@ CHECKS = (
     check_compiled,
     check_batch_sizes,
     check_wrong_inputs,
+    check_workspaces,
+    check_errors_of_one_rank_alone,
+    check_errors_of_other_groups,
+    check_options,
     check_members,
 )
 

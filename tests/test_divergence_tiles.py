@@ -14,6 +14,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import divergence_tiles
 from liger_losses.chunked.engine.call import Comparison, Query, make_call
+from liger_losses.kernels import linear_divergence as kernel
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.linear_divergence import Product, add_square_sums_, is_balanced, linear_divergence_into
 from liger_losses.kernels.logit_transform import Epilogue
@@ -29,16 +30,24 @@ SMALL = 220_000
 # --- The kernel -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["torch", "tma", "pointers"])
+@pytest.fixture
 def backend(request, monkeypatch):
     """The reference; and the kernel, through the tensor memory accelerator and through pointers."""
     for module in ("_tiles", "linear_divergence"):
-        monkeypatch.setattr(f"liger_losses.kernels.{module}.has_tma", lambda device: request.param == "tma")
+        monkeypatch.setattr(f"liger_losses.kernels.{module}.has_tma", lambda device: request.param != "pointers")
+    if request.param == "narrow tiles":
+        monkeypatch.setattr(kernel, "_TILE", kernel._NARROW)
     return "torch" if request.param == "torch" else "triton"
 
 
+LOSSES = ("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)
+
+
 @pytest.mark.parametrize(
-    ("name", "hard"), [("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)]
+    ("name", "hard", "backend"),
+    [(*loss, backend) for loss in LOSSES for backend in ("torch", "tma", "pointers")]
+    + [("forward KL", False, "narrow tiles"), pytest.param("JSD", True, "narrow tiles", marks=pytest.mark.slow)],
+    indirect=["backend"],
 )
 def test_divergence_and_gradient_by_columns(name, hard, backend):
     """Of two slices of the vocabulary, against the same from all logits in float64."""

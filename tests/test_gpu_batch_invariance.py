@@ -61,11 +61,19 @@ def test_a_temperature_per_token_in_divergences(form):
             torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-4)
 
 
-@pytest.mark.parametrize("names", [("logp", "lse", "mean_logit"), ("logp", "entropy", "lse", "log_sum_sq_probs")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("logp", "lse", "mean_logit", "entropy"),
+        ("logp", "entropy", "lse"),
+        ("logp", "entropy", "lse", "log_sum_sq_probs"),
+    ],
+    ids="_".join,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("sizes", [(256, 32003), (1032, 5031)])
+@pytest.mark.parametrize(("sizes", "softcap"), [((256, 32003), None), ((256, 32003), 20.0), ((1032, 5031), 20.0)])
 @pytest.mark.parametrize("trained", ["nothing", "hidden states", "head", "head and bias"])
-def test_the_same_bits_in_any_batch(names, dtype, sizes, trained):
+def test_the_same_bits_in_any_batch(names, dtype, sizes, softcap, trained):
     hidden, weight, labels, bias = on_gpu(3000, *sizes, dtype=dtype, bias=True, masked=0.0)
     hidden.requires_grad_(trained == "hidden states")
     weight.requires_grad_(trained.startswith("head"))
@@ -75,7 +83,7 @@ def test_the_same_bits_in_any_batch(names, dtype, sizes, trained):
     def statistics(tokens, head, mask=None, **options):
         t = torch.linspace(0.5, 2.0, 3000, device="cuda")[tokens]
         y = labels[tokens] if mask is None else labels[tokens].masked_fill(mask, -100)
-        head = head.with_fields(transform=LogitTransform(t, 1.2, 20.0))
+        head = head.with_fields(transform=LogitTransform(t, 1.2, softcap))
         found = linear_statistics(
             hidden[tokens], head, y, differentiable, metrics=metrics, options=EngineOptions(**options)
         )

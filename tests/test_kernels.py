@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from liger_losses.kernels import LOGIT_DTYPES, choose_backend, linear_exp, matmul
+from liger_losses.kernels import LOGIT_DTYPES, _tiles, choose_backend, linear_exp, matmul
 from liger_losses.kernels.autograd import scale_
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_facts, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
@@ -219,17 +219,17 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
     labels[1] = (hidden[1].float() @ weight.float().t()).argmin()
     for transform in TRANSFORMS_OF_HEAD:
         logits = transform(hidden.double() @ weight.double().t(), None if bias is None else bias.double())
-        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp", "mean_logit"}))
+        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp", "mean_logit", "entropy"}))
         for backend in ("torch", "triton"):
             out = torch.full((tokens, columns + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :columns]
             for block in (out, None):
-                values = {name: torch.full((tokens,), float("nan"), device=DEVICE) for name in ("lse", "mean_logit")}
-                if block is not None:
-                    del values["mean_logit"]
+                names = ("lse", "mean_logit", "entropy") if block is None else ("lse",)
+                values = {name: torch.full((tokens,), float("nan"), device=DEVICE) for name in names}
                 epilogue, into = Epilogue(transform, bias), Exponentials.into(values)
                 found = linear_exponentials(hidden, weight, labels, block, epilogue, found=into, backend=backend)
                 if found.mean_logit is not None:
                     torch.testing.assert_close(found.mean_logit.double(), exact["mean_logit"], rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(found.entropy.double(), exact["entropy"], rtol=1e-5, atol=5e-5)
                 torch.testing.assert_close(found.lse.double(), exact["lse"], rtol=1e-5, atol=1e-4)
                 torch.testing.assert_close(found.logp.double(), exact["logp"], rtol=1e-5, atol=1e-4)
             if dtype == torch.float16:
@@ -250,10 +250,10 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
     results = []
     for backend, most in (("torch", 300), ("triton", 300), ("triton", 150)):
         monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
-        values = {name: torch.full((300,), float("nan"), device=DEVICE) for name in ("lse", "mean_logit")}
-        found = Exponentials.into(values)
+        names = ("lse", "mean_logit", "entropy")
+        found = Exponentials.into({name: torch.full((300,), float("nan"), device=DEVICE) for name in names})
         linear_exponentials(hidden, weight, labels, None, epilogue, found=found, backend=backend)
-        results.append((found.lse, found.logp, found.mean_logit))
+        results.append(found)
     for exact, ours, in_parts in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
         assert torch.equal(ours, in_parts)
@@ -284,15 +284,21 @@ def test_scales_of_exponentials(backend, transform):
 
 
 def test_confident_tokens_are_exact():
-    """1 - p is not what is left of 1 when p is taken from it."""
+    """1 - p is not what is left of 1 when p is taken from it. A logit of -inf has no share of the entropy."""
     hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, device=DEVICE)
-    weight = torch.tensor([[4.0], [0.0]], dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.tensor([[4.0], [0.0], [0.0]], dtype=torch.bfloat16, device=DEVICE)
     labels = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    epilogue = Epilogue(bias=torch.tensor([0.0, 0.0, float("-inf")], device=DEVICE))
     for backend in ("torch", "triton"):
         if backend == "triton":
             triton_or_skip()
-        logp = linear_exponentials(hidden, weight, labels, backend=backend).logp
-        assert abs(logp.item() / -1.2664165549e-14 - 1) < 1e-4
+        found = Exponentials.into({name: torch.empty(1, device=DEVICE) for name in ("lse", "entropy")})
+        linear_exponentials(hidden, weight, labels, None, epilogue, found=found, backend=backend)
+        assert abs(found.logp.item() / -1.2664165549e-14 - 1) < 1e-4
+        assert abs(found.entropy.item() / (33 * 1.2664165549e-14) - 1) < 1e-4
+        unlikely = Exponentials.into({name: torch.empty(1, device=DEVICE) for name in ("lse", "entropy")})
+        linear_exponentials(hidden, weight, labels + 1, None, epilogue, found=unlikely, backend=backend)
+        assert 0 <= unlikely.entropy.item() < 5e-6
 
 
 @SIZES
@@ -442,3 +448,26 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
         chosen(cpu)
     assert chosen(cpu, "torch") == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_which_matrices_the_tensor_memory_accelerator_takes(dtype):
+    """Rows that begin at multiples of 16 bytes, each in memory of its own."""
+    in_16_bytes = 16 // dtype.itemsize
+    memory = torch.empty(4096, dtype=dtype)
+    assert memory.data_ptr() % 16 == 0
+    assert _tiles.aligned(memory.view(64, 64))
+    assert _tiles.aligned(memory.view(64, 64)[::2, :33])
+    assert _tiles.aligned(memory[in_16_bytes:][:128].view(2, 64))
+    for matrix in (
+        memory[:64].expand(8, 64),  # stride 0
+        memory[:64][None].expand(8, 64)[:1],  # of one row too
+        memory.as_strided((8, 64), (16, 1)),  # windows that overlap
+        memory.view(64, 64).t(),
+        memory.view(64, 64)[:, ::2],
+        memory[: 4 * 65].view(4, 65),
+        memory[1:129].view(2, 64),
+        memory.view(64, 64)[:0],
+        memory.view(64, 64)[:, :0],
+    ):
+        assert not _tiles.aligned(matrix)

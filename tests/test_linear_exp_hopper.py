@@ -1,11 +1,16 @@
 """The warp-specialised kernel for exponentials, on the GPUs that it serves, against float64."""
 
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from liger_losses.kernels import linear_exp, linear_exp_hopper
+from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
-from liger_losses.kernels.linear_exp_hopper import hopper_tiles
+from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 
 hopper = pytest.mark.skipif(
@@ -39,10 +44,10 @@ def test_exponentials(size, dtype, epilogue):
     epilogue = epilogue(torch.rand(columns, device="cuda", generator=g), tokens)
     projected = hidden.double() @ weight.double().t()
     z = epilogue.transform(projected, None if epilogue.bias is None else epilogue.bias.double())
-    alone_or_not = []
+    alone_or_not, names = [], ("lse", "logp", "mean_logit", "entropy")
     for stored in (torch.full((tokens, columns), float("nan"), dtype=dtype, device="cuda"), None):
         assert hopper_tiles(hidden, weight, epilogue, stored) is not None
-        values = {name: torch.full((tokens,), float("nan"), device="cuda") for name in ("lse", "logp", "mean_logit")}
+        values = {name: torch.full((tokens,), float("nan"), device="cuda") for name in names}
         runs = []
         for _ in range(2):
             found = linear_exponentials(
@@ -57,6 +62,8 @@ def test_exponentials(size, dtype, epilogue):
             found.logp.double(), z.log_softmax(1).gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(found.mean_logit.double(), z.mean(1), rtol=1e-5, atol=1e-5)
+        entropy = torch.special.entr(z.softmax(1)).sum(1)
+        torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
         if stored is not None:
             e = (z - found.offset.double()[:, None]).exp().scatter(1, labels[:, None], 0.0)
             if dtype == torch.float32:
@@ -73,14 +80,17 @@ def test_hopeless_labels_run_again():
     hidden, weight = (torch.randn(n, 256, device="cuda", generator=g).bfloat16() for n in (300, 4096))
     hidden[1] *= 25
     z = hidden.double() @ weight.double().t()
-    found = linear_exponentials(hidden, weight, z.argmin(1), backend="triton")
+    found = Exponentials.into({name: torch.empty(300, device="cuda") for name in ("lse", "entropy")})
+    linear_exponentials(hidden, weight, z.argmin(1), found=found, backend="triton")
     torch.testing.assert_close(found.lse.double(), z.logsumexp(1), rtol=1e-5, atol=1e-4)
+    entropy = torch.special.entr(z.softmax(1)).sum(1)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-4, atol=1e-4)
     assert (found.offset != z.min(1).values).any()
 
 
 @hopper
-def test_in_a_cuda_graph_and_beside_the_other_kernel(monkeypatch):
-    """Captured once both kernels are compiled, replayed on other values; of a batch-invariant call, the other one."""
+def test_in_a_cuda_graph_and_batch_invariant():
+    """Captured once compiled, replayed on other values. Batch-invariant, some of the tokens have the same bits."""
     g = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(n, 256, device="cuda", generator=g).bfloat16() / 4 for n in (300, 4096))
     labels = torch.randint(4096, (300,), device="cuda", generator=g)
@@ -92,9 +102,31 @@ def test_in_a_cuda_graph_and_beside_the_other_kernel(monkeypatch):
     graph.replay()
     expected = linear_exponentials(hidden, weight, labels, backend="triton")
     assert torch.equal(captured.logp, expected.logp)
-    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", None)  # cannot be launched
-    other = linear_exponentials(hidden, weight, labels, batch_invariant=True, backend="triton")
-    torch.testing.assert_close(other.logp, expected.logp, rtol=1e-5, atol=1e-5)
+    invariant = [
+        linear_exponentials(h, weight, y, batch_invariant=True, backend="triton").logp
+        for h, y in ((hidden, labels), (hidden[7:], labels[7:]), (hidden.contiguous()[7:8], labels[7:8]))
+    ]
+    torch.testing.assert_close(invariant[0], expected.logp, rtol=1e-5, atol=1e-5)
+    for found in invariant[1:]:
+        assert torch.equal(found, invariant[0][7:][: len(found)])
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [300, 600, 1000])
+def test_batch_invariant_sums_of_tiles(tokens):
+    """A program takes tiles of several row tiles, of which the last has fewer rows, one after the other."""
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, device="cuda", generator=g).bfloat16() / 4 for n in (tokens, 32003))
+    labels = torch.randint(32003, (tokens,), device="cuda", generator=g)
+    z = hidden.double() @ weight.double().t()
+    names = ("lse", "mean_logit", "entropy")
+    for invariant in (False, True):
+        found = Exponentials.into({name: torch.empty(tokens, device="cuda") for name in names})
+        linear_exponentials(hidden, weight, labels, found=found, batch_invariant=invariant, backend="triton")
+        torch.testing.assert_close(found.lse.double(), z.logsumexp(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.mean_logit.double(), z.mean(1), rtol=1e-5, atol=1e-5)
+        entropy = torch.special.entr(z.softmax(1)).sum(1)
+        torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 def test_other_calls_have_the_other_kernel(monkeypatch):
@@ -119,6 +151,231 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
     assert linear_exp.hopper_tiles is hopper_tiles
+
+
+class Pointer(NamedTuple):
+    """Elements of a tensor's memory, of which every one that the mask allows must exist."""
+
+    values: torch.Tensor
+    at: torch.Tensor | int = 0
+
+    def __add__(self, more):
+        return Pointer(self.values, self.at + more)
+
+    def load(self, mask, other):
+        assert ((self.at >= 0) & (self.at < self.values.numel()))[mask].all()
+        return torch.where(mask, self.values.flatten()[torch.where(mask, self.at, 0)], other)
+
+    def store(self, values, mask):
+        assert ((self.at >= 0) & (self.at < self.values.numel()))[mask].all()
+        self.values.view(-1)[self.at[mask]] = values[mask]
+
+
+class Staging(NamedTuple):
+    out: torch.Tensor
+    dtype: torch.dtype
+    kept: list
+
+    def store(self, values):
+        self.kept[:] = [values]
+
+
+class OnTheHost:
+    """What the parts that multiply do to their tiles, one part after the other, by the kernel's own code on tensors."""
+
+    def __init__(self, monkeypatch):
+        self.position, self.product = linear_exp_hopper._position.fn, None
+        nothing = SimpleNamespace(wait=self.nothing, arrive=self.nothing, store_wait=self.nothing)
+        names = {
+            "gl": SimpleNamespace(
+                float32=torch.float32, int32=torch.int32, to_tensor=int, static_range=range, minimum=min,
+                NVMMADistributedLayout=self.nothing, SliceLayout=self.nothing,
+                program_id=lambda axis: self.program, num_programs=lambda axis: self.programs,
+                zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+                arange=lambda start, end, layout: torch.arange(start, end),
+                load=lambda pointer, mask, other: pointer.load(mask, other),
+                store=lambda pointer, values, mask: pointer.store(values, mask),
+                fma=lambda a, b, c: a * b + c,
+                expand_dims=torch.unsqueeze, where=torch.where, exp2=torch.exp2, sum=torch.sum, max=torch.amax,
+                maximum=lambda values, least: values.clamp(min=least),
+            ),
+            "_position": self.move, "_pieces": lambda z, *others: z.chunk(2, 1),
+            "_next": lambda stage, phase, stages: (stage, phase), "_previous": lambda stage, stages: stage,
+            "mbarrier": nothing, "tma": nothing, "fence_async_shared": self.nothing, "_store": self.store,
+            "warpgroup_mma": lambda a, b, z, **options: self.product, "warpgroup_mma_wait": lambda n, deps: deps[0],
+        }  # fmt: skip
+        for name, value in names.items():
+            monkeypatch.setattr(linear_exp_hopper, name, value)
+        monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+        monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", self)
+
+    def nothing(self, *arguments, **options):
+        return self
+
+    index = permute = nothing
+
+    def __getitem__(self, grid):
+        self.programs = grid[0]
+        return self.launch
+
+    def move(self, *arguments):
+        row_tile, column_tile = self.position(*arguments)
+        rows, columns = (matrix[tile * size :][:size] for matrix, tile, size in zip(
+            self.matrices, (row_tile, column_tile), self.shape[1:], strict=True
+        ))  # fmt: skip
+        self.product = torch.zeros(self.shape[1:])
+        self.product[: len(rows), : len(columns)] = rows.float() @ columns.float().t()
+        return row_tile, column_tile
+
+    def store(self, out, corner, staging):
+        target = staging.out[corner[0] :, corner[1] :][: self.shape[1], : self.shape[2] // 2]
+        target.copy_(staging.kept[0][: target.shape[0], : target.shape[1]])
+
+    def launch(
+        self, hidden, weight, out, tokens, vocab_size, hidden_size, bias, labels, offset, partial, logit_sums, moments,
+        needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, **options,
+    ):  # fmt: skip
+        self.matrices, self.shape = (hidden, weight), (1, BLOCK_N, BLOCK_V)
+        row_tiles, column_tiles = -(-tokens // BLOCK_N), -(-vocab_size // BLOCK_V)
+        tiles = row_tiles * column_tiles * (1 if needed is None else int(needed))
+        vectors = [None if v is None else Pointer(v) for v in (bias, labels, offset, partial, logit_sums, moments)]
+        if transform.temperature is not None:
+            transform = transform._replace(temperature=Pointer(transform.temperature))
+        for program in range(self.programs):
+            self.program = program
+            for part in range(2):
+                linear_exp_hopper._consume.fn(
+                    Buffers(1, BLOCK_N), Buffers(1, BLOCK_V), self, self, self,
+                    None if out is None else Staging(out, out.dtype, []), out, *vectors, transform, tiles, 1,
+                    group, row_tiles, column_tiles, tokens, vocab_size, PROJECTIONS, SUMS_OF_TILES, part,
+                )  # fmt: skip
+
+
+class Buffers:
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def index(self, stage):
+        return self
+
+    def permute(self, order):
+        return self
+
+
+@pytest.mark.skipif(not linear_exp_hopper.INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("row_tiles", "column_tiles", "programs", "group"),
+    [(1, 9, 4, 8), (7, 24, 12, 6), (11, 8, 12, 8), (5, 24, 12, 4), (3, 5, 2, None), (2, 1, 4, None)],
+)
+def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, programs, group):
+    """What the parts or tiles write is read as all sums of each token, each once; also where the kernel runs again."""
+    g = torch.Generator().manual_seed(0)
+    tokens, columns = row_tiles * 128 - 75, column_tiles * 8 - 3
+    hidden, weight = (torch.randn(n, 8, generator=g).bfloat16() for n in (tokens, columns))
+    weight[:, 0] = 0
+    bias, labels = torch.rand(columns, generator=g), torch.randint(columns, (tokens,), generator=g)
+    epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens), 1.2), bias)
+    assert group_of_sums(row_tiles, column_tiles, 2 * min(programs, row_tiles * column_tiles)) == group
+
+    def tiles(hidden, weight, epilogue, out):
+        arguments = {"hidden": hidden, "weight": weight, "out": out, "tokens": tokens, "vocab_size": columns}
+        arguments |= {"hidden_size": 8, "bias": bias, "transform": epilogue.transform.for_kernel()}
+        arguments |= {"BLOCK_N": 128, "BLOCK_V": 8}
+        return linear_exp_hopper.Tiles(row_tiles, column_tiles, programs, arguments)
+
+    def statistics(backend, out=None, **options):
+        names = ("lse", "mean_logit", "entropy")
+        options |= {"found": Exponentials.into({name: torch.full((tokens,), float("nan")) for name in names})}
+        options |= {"label_logit": logits().gather(1, labels[:, None])[:, 0]}
+        return linear_exponentials(hidden, weight, labels, out, epilogue, backend=backend, **options)
+
+    def logits():
+        return epilogue(hidden.float() @ weight.float().t())
+
+    def sums(*arguments, **options):  # (maximum, sum of exponentials), in one part
+        top = logits().amax(1)
+        return torch.stack([top, (logits() - top[:, None]).exp().sum(1)])[:, None].contiguous()
+
+    monkeypatch.setattr(linear_exp, "hopper_tiles", tiles)
+    monkeypatch.setattr(linear_exp, "partial_sums", sums)
+    OnTheHost(monkeypatch)
+    for again in (False, True)[: 2 if row_tiles < 4 else 1]:
+        if again:  # too unlikely a label
+            weight[labels[1], 0], hidden[1, 0] = -8, 20
+        stored, expected_stored = torch.empty(2, tokens, columns, dtype=torch.bfloat16)
+        expected = statistics("torch", expected_stored)
+        outcomes = [statistics("triton", stored), statistics("triton", batch_invariant=True)]
+        assert ((expected.offset - expected.logp - expected.lse).abs().max() > 1) == again
+        for found in outcomes:
+            for ours, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, exact, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(stored, expected_stored, rtol=1e-2, atol=1e-5)
+
+
+def test_parts_of_an_h200_have_one_row_tile_of_each_group():
+    """Whatever the number of tokens is, up to those of one launch: the sums then take a MiB or two."""
+    for row_tiles in range(1, 65):
+        group = group_of_sums(row_tiles, 1002, 264)
+        assert 4 * -(-row_tiles // group) * 264 * 128 < 2.2 * 2**20
+        if row_tiles % 8 not in (5, 7):
+            assert group == 8
+    assert group_of_sums(64, 30, 264) is None  # some part would have no tile
+    assert group_of_sums(64, 1002, 254) is None
+
+
+def test_a_kernel_that_cannot_be_compiled(monkeypatch):
+    """The other kernel runs, for the rest of the process; the first call warns and names the reason."""
+    if not linear_exp.tl or not linear_exp_hopper.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
+    labels = torch.arange(5)
+    expected = linear_exponentials(hidden, weight, labels)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, **arguments):
+            raise AttributeError("Gluon has no such layout")
+
+    monkeypatch.setattr(linear_exp_hopper, "unusable", [])
+    monkeypatch.setattr(linear_exp_hopper, "_serves", cache(linear_exp_hopper._serves.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(linear_exp_hopper, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
+
+    def forget():
+        warn_once.cache_clear()
+        linear_exp_hopper._serves.cache_clear()
+        linear_exp_hopper.unusable.clear()
+
+    forget()
+    with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
+        found = linear_exponentials(hidden, weight, labels, backend="triton")
+    again = linear_exponentials(hidden, weight, labels, backend="triton")
+    assert len([w for w in seen if "slower Triton kernel" in str(w.message)]) == 1
+    for values in (found, again):
+        torch.testing.assert_close(values.logp, expected.logp)
+    # A version of Triton whose descriptors are others; and one that lacks what the file imports.
+    forget()
+    monkeypatch.setattr(linear_exp_hopper, "_descriptor", None)
+    with pytest.warns(RuntimeWarning, match="TypeError"):
+        assert hopper_tiles(hidden, weight, Epilogue(), None) is None
+    forget()
+    linear_exp_hopper.unusable.append(ImportError("no gluon"))
+    with pytest.warns(RuntimeWarning, match="ImportError: no gluon"):
+        assert hopper_tiles(hidden, weight, Epilogue(), None) is None
+    forget()
+
+    class Broken:
+        @staticmethod
+        def jit(function, **options):
+            raise TypeError("jit() has no such option")
+
+    monkeypatch.setattr(linear_exp_hopper, "gluon", Broken)
+    assert linear_exp_hopper.gluon_jit(len, noinline=True) is len
+    assert "no such option" in str(linear_exp_hopper.unusable[0])
 
 
 def test_the_choice_of_the_kernel(monkeypatch):

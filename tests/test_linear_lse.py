@@ -1,15 +1,17 @@
 """Projections and the log-sum-exps of their logits, against float64; and the losses that take them."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import divergence_block
-from liger_losses.kernels import linear_lse
-from liger_losses.kernels._triton import tl
+from liger_losses.kernels import linear_exp_hopper, linear_lse
+from liger_losses.kernels._triton import tl, warn_once
 from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from tests.test_linear_divergence_hopper import hopper
+from tests.test_linear_exp_hopper import hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -61,6 +63,34 @@ def test_sums_of_tiles():
     partial, lse = torch.stack([tops, (z - tops[:, None]).exp().sum(1)]), torch.empty(11, device=DEVICE)
     linear_lse._sum_tiles_kernel[(2,)](lse, partial, 1100, 11, BLOCK=8, TILES=512)
     torch.testing.assert_close(lse, z.flatten(0, 1).logsumexp(0))
+
+
+@pytest.mark.parametrize("where", ["_descriptor", "_hopper_projections_kernel"])
+def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
+    """It is not asked for again; the first call warns and names the reason."""
+    pytest.importorskip("triton", reason="triton is not installed")
+
+    class Broken:
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *arguments, **options):
+            raise AttributeError("Gluon has no such layout")
+
+    hidden, weight = (torch.randn(n, 16, device="meta", dtype=torch.bfloat16) for n in (5, 40))
+    call = torch.empty(5, device="meta"), hidden, weight, torch.empty(5, 40, device="meta")
+    monkeypatch.setattr(linear_exp_hopper, "unusable", [])
+    serves = cache(linear_exp_hopper._serves.__wrapped__)
+    for module in (linear_exp_hopper, linear_lse):
+        monkeypatch.setattr(module, "_serves", serves)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(linear_lse, "AVAILABLE", True)
+    monkeypatch.setattr(linear_lse, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(linear_lse, where, Broken())
+    warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
+        assert [log_sum_exps_into(*call, backend="triton") for _ in range(2)] == [False, False]
+    assert len([w for w in seen if "slower Triton kernel" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("hard", [0.0, 0.3])

@@ -1,6 +1,7 @@
 """Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
 
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -51,7 +52,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.shard import merge, merge_logps
+from liger_losses.chunked.engine.shard import VocabularyShard, merge, merge_logps
 from liger_losses.integrations import nemo_rl, skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
@@ -630,7 +631,48 @@ def errors(parts):
         lambda: linear_divergence(hidden, head, labels, small, Divergence.forward_kl()),
         only=3,
     )
-    torch.testing.assert_close(linear_logps(hidden, head, labels), linear_logps(hidden, weight, labels))
+    # Tokens that are selected beforehand have the same labels at other positions, or as masked tokens.
+    first, last = torch.full((2, 6), -100), torch.full((2, 6), -100)
+    first[:, 0], last[:, -1] = 3, 3
+    rejected = hidden[:2] + 1
+    for options in ({}, {"compact": False}):
+        dpo = LigerFusedLinearDPOLoss(use_ref_model=False, **options)
+        placed = last if rank == 1 else first
+        call = functools.partial(dpo, head, (hidden[:2], placed), (rejected, first))
+        expect("labels differ", "labels differ", call)
+    zeros = torch.zeros(2, 6, dtype=torch.int64)
+    masked = zeros.masked_fill(torch.arange(6) == rank, -100)
+    dpo = LigerFusedLinearDPOLoss(use_ref_model=False, compact=False)
+    expect("labels differ", "labels differ", lambda: dpo(head, (hidden[:2], masked), (rejected, zeros)))
+    picked = torch.arange(12).view(2, 6, 1) + 2 * (rank == 1)
+    expect(
+        "labels differ",
+        "labels differ",
+        lambda: linear_statistics(hidden[:2], head, first + 0, "selected_logps", selected=picked),
+    )
+    half = hidden.half() if rank == 1 else hidden.bfloat16()
+    single = Head(weight[rows].float(), group=group)
+    with torch.autocast("cpu", torch.bfloat16):
+        expect(same, same, lambda: linear_logps(half, single, labels))
+    apart = head.with_partial_gradients() if rank == 1 else head
+    expect(same, same, lambda: linear_logps(hidden, apart, labels))
+    expect(same, same, lambda: linear_logps(hidden, apart, labels, support=support(d)))
+    expect(same, same, lambda: linear_logps(hidden, head, labels.clamp(min=0), ignore_index=-100 - rank))
+    c = torch.ones(VOCAB, dtype=torch.float64) if rank == 1 else None
+    expect(same, same, lambda: linear_statistics(hidden, head, labels, "mean_logp", class_weight=c))
+
+    def separable(statistics, labels):
+        return statistics.logp
+
+    of_losses = linear_token_loss if rank == 1 else linear_statistics
+    arguments = (separable, "logp") if rank == 1 else ("logp",)
+    expect(same, same, lambda: of_losses(hidden, head, labels, *arguments))
+    transposed = Head(weight[rows].t().contiguous().t() if rank == 1 else weight[rows], group=group)
+    teacher = Teacher(d["other"][..., : 8 + (rank == 1)], Head(d["ref_weight"][:, : 8 + (rank == 1)].contiguous()))
+    expect(same, same, lambda: linear_divergence(hidden, head, labels, teacher, forms[0]))
+    whole = linear_logps(hidden, weight, labels)
+    torch.testing.assert_close(linear_logps(hidden, transposed, labels), whole)
+    torch.testing.assert_close(linear_logps(hidden, head, labels), whole)
 
 
 def errors_of_labels(parts):
@@ -672,6 +714,10 @@ def devices(parts):
         for _ in range(2):  # the second time, nothing is exchanged
             logps = linear_logps(d["h"], head, d["y"])
         torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
+        patched.setattr(VocabularyShard, "gather", lambda shard, values: torch.tensor([[5], [6]]))
+        memories = [head.shard.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
+        assert memories == [0, 5]  # of each type of device
+        patched.undo()
         with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
             linear_logps(d["h"], head, d["y"])
         with workspace(9000 + (rank == 1)):

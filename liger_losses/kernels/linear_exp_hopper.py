@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import Tiles, aligned, descriptor, processors
-from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels._triton import INTERPRETED, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
 
+#: Why the kernel cannot run with this version of Triton: what Gluon offers changes from version to version.
+unusable: list[Exception] = []
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -31,18 +33,21 @@ try:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-except ImportError:
+except ImportError as error:
     gluon = gl = tma = None
+    unusable.append(error)
 
 
-#: Whether the kernel can be compiled: there is Gluon, and Triton's interpreter, which has none, is off.
-AVAILABLE = gluon is not None and not INTERPRETED
+#: Triton's interpreter has no Gluon.
+AVAILABLE = not INTERPRETED
 #: Rows, columns and depth of a tile. Two groups of four warps that take tiles of 128 x 128 in turn take 0.93 to 0.98 of
 #: cuBLAS's time on an H200 (benchmarks/results/exponentials_kernel.txt); tiles of 64 x 256, 0.97 to 0.99; two groups
 #: that share tiles of 128 x 256, and whose exponentials nothing runs beside, 0.98 to 1.00.
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 #: Buffers of the ring, by the bytes of what a call stores (0: nothing): as many as shared memory has room for.
 _STAGES = {0: 6, 2: 6, 4: 5}
+#: Row tiles that walk the vocabulary together; further numbers, for :func:`group_of_sums`.
+_GROUP, _OTHER_GROUPS = 8, (6, 12, 4)
 #: Registers of a thread that multiplies.
 _REGISTERS = 240
 
@@ -51,16 +56,24 @@ def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor
     """The launch of :func:`hopper_exponentials_kernel`, or ``None`` where it does not serve the call.
 
     It serves compute capability 9.0, matrices that the tensor memory accelerator supports, and logits without a
-    soft-cap, whose derivative takes more registers than there are.
+    soft-cap, whose derivative takes more registers than there are. Where this version of Triton cannot run it, a
+    warning says why.
     """
     if epilogue.transform.softcap is not None or not _serves(hidden.device):
         return None
     if not aligned(hidden) or not aligned(weight) or not (out is None or aligned(out)):
         return None
+    try:
+        descriptors = {
+            "hidden": _descriptor(hidden, _DEPTH),
+            "weight": _descriptor(weight, _DEPTH),
+            "out": None if out is None else _descriptor(out, _COLUMNS // 2),
+        }
+    except Exception as error:
+        give_up(error)
+        return hopper_tiles(hidden, weight, epilogue, out)
     arguments = {
-        "hidden": _descriptor(hidden, _DEPTH),
-        "weight": _descriptor(weight, _DEPTH),
-        "out": None if out is None else _descriptor(out, _COLUMNS // 2),
+        **descriptors,
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
@@ -76,10 +89,42 @@ def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor
     return Tiles(-(-len(hidden) // _ROWS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
 
 
+def give_up(error: Exception) -> None:
+    """Let the other kernel serve all calls of this process: this one cannot be compiled or launched."""
+    unusable.append(error)
+    _serves.cache_clear()
+
+
+def group_of_sums(row_tiles: int, column_tiles: int, parts: int) -> int | None:
+    """How many row tiles walk the vocabulary together, so that a part's tiles in a group all have the same rows.
+
+    Each of ``parts`` takes every ``parts``-th tile. If ``parts`` is a multiple of the number of row tiles of each
+    group, it then has one sum for each row, which it writes once: ``[groups, parts, rows of a tile]`` in all, where one
+    sum for each tile would be ``[column tiles, tokens]``. ``None`` where no number of row tiles does that, or some part
+    would have no tile of a group.
+    """
+    for group in (_GROUP, *_OTHER_GROUPS):
+        sizes = {min(group, row_tiles), row_tiles % group or group if row_tiles > group else row_tiles}
+        if all(parts % size == 0 and size * column_tiles >= parts for size in sizes):
+            return group
+    return None
+
+
 @cache
 def _serves(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU (an AMD GPU may have the same number)."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether the device is a Hopper GPU (an AMD GPU may have the same number), for which Triton compiles the kernel.
+
+    Warns once where it does not.
+    """
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and unusable:
+        import triton
+
+        warn_once(
+            "A slower Triton kernel runs instead of the one for Hopper GPUs, with the same results: Triton "
+            f"{triton.__version__} cannot run it ({type(unusable[0]).__name__}: {unusable[0]})."
+        )
+    return hopper and not unusable
 
 
 def _descriptor(matrix: Tensor, columns: int) -> object:
@@ -97,7 +142,11 @@ def gluon_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any
     """``gluon.jit`` with its options; without Gluon, the bare function, which is never launched."""
     if function is None:
         return lambda function: gluon_jit(function, **options)
-    return function if gluon is None else gluon.jit(function, **options)
+    try:
+        return function if gluon is None else gluon.jit(function, **options)
+    except Exception as error:
+        unusable.append(error)
+        return function
 
 
 # Their names in newer versions of Triton, and in 3.6.
@@ -161,8 +210,8 @@ def _pieces(z, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
 @gluon_jit
 def _consume(
     hidden_buffers, weight_buffers, full, empty, turns, staging, out, bias, labels, offset, partial, logit_sums,
-    transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-    PROJECTIONS: gl.constexpr, PART: gl.constexpr,
+    moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+    PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """One of the two parts that multiply: every other tile of the program."""
     STAGES: gl.constexpr = hidden_buffers.shape[0]
@@ -177,6 +226,9 @@ def _consume(
     programs = gl.num_programs(0)
     used = steps * PART  # buffers, by both parts
     turn = gl.to_tensor(1 - PART)  # the first tile waits for nothing
+    sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
+    totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+    moment = gl.zeros((BLOCK_N,), gl.float32, by_row)
     for tile in range(program + programs * PART, tiles, programs * 2):
         row_tile, column_tile = _position(tile, row_tiles, column_tiles, group)
         first_column = column_tile * BLOCK_V
@@ -185,10 +237,15 @@ def _consume(
         inside = rows < tokens
         row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
         label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        factor = 1.0
         if transform.temperature is not None:
-            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)[:, None]
+            factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)
         elif transform.factor is not None:
             factor = transform.factor
+        # An exponent is one fused multiplication and addition, whatever the temperature and the variant are.
+        scale = factor * 1.4426950408889634
+        if transform.temperature is not None:
+            scale = gl.expand_dims(scale, 1)
         stage = used % STAGES
         phase = used // STAGES & 1
         z = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, whole)
@@ -205,8 +262,18 @@ def _consume(
         mbarrier.arrive(turns.index(1 - PART))
         used += steps * 2
         at_label = gl.max(((label >= 0) & (label < BLOCK_V)).to(gl.int32), 0) > 0  # while the last product runs
-        sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
-        totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+        if SUMS_OF_TILES:
+            complete = inside
+            place = column_tile * tokens + rows
+            # Whatever the last tile had in rows beyond the tokens, which are never stored.
+            sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
+            totals = gl.zeros((BLOCK_N,), gl.float32, by_row)
+            moment = gl.zeros((BLOCK_N,), gl.float32, by_row)
+        else:  # added up until the last tile of this group of row tiles
+            of_group = tile // (group * column_tiles)
+            following = tile + programs * 2
+            complete = (rows >= 0) & ((following >= tiles) | (following // (group * column_tiles) != of_group))
+            place = (of_group * programs * 2 + program + programs * PART) * BLOCK_N + rows - first_row
         z = warpgroup_mma_wait(0, deps=[z])
         mbarrier.arrive(empty.index(_previous(stage, STAGES)))
         left, right = _pieces(z, BLOCK_N, HALF, half)
@@ -218,16 +285,18 @@ def _consume(
             z = x
             if bias is not None:
                 z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
-            if transform.factor is not None:
-                z = z * factor
             if logit_sums is not None:
                 totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
+            exponent = gl.fma(z, scale, -row_offset[:, None])
+            # Masked before the exponentials are taken: then the registers need not hold both.
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
-                z = gl.where(inside_vocab[None, :], z, float("-inf"))
-            e = gl.exp2(z * 1.4426950408889634 - row_offset[:, None])
+                exponent = gl.where(inside_vocab[None, :], exponent, float("-inf"))
             if at_label:
-                e = gl.where((columns + part * HALF)[None, :] != label[:, None], e, 0.0)
+                exponent = gl.where((columns + part * HALF)[None, :] != label[:, None], exponent, float("-inf"))
+            e = gl.exp2(exponent)
             sums += gl.sum(e, 1)
+            if moments is not None:
+                moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if PROJECTIONS:
                 e = x
             if out is not None:
@@ -235,27 +304,35 @@ def _consume(
                 staging.store(e.to(staging.dtype))
                 fence_async_shared()
                 _store(out, [first_row, start], staging)
-        gl.store(partial + column_tile * tokens + rows, sums, mask=inside)
+        gl.store(partial + place, sums, mask=complete)
+        sums = gl.where(complete, 0.0, sums)
         if logit_sums is not None:
-            gl.store(logit_sums + column_tile * tokens + rows, totals, mask=inside)
+            gl.store(logit_sums + place, totals * factor, mask=complete)
+            totals = gl.where(complete, 0.0, totals)
+        if moments is not None:
+            gl.store(moments + place, moment, mask=complete)
+            moment = gl.where(complete, 0.0, moment)
     if out is not None:
         tma.store_wait(0)
 
 
 @gluon_jit(
     do_not_specialize=["tokens", "vocab_size", "hidden_size", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
 )
 def hopper_exponentials_kernel(
     hidden, weight, out, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, needed, group, transform,
-    PROJECTIONS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
+    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
+    PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile.
 
-    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, and their bits
-    do not depend on which program took it.
+    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]`` with ``SUMS_OF_TILES``: each tile writes
+    the sums of its rows, and their bits do not depend on which program took it. Otherwise each part adds up those of
+    its tiles in a group of row tiles: see :func:`group_of_sums`. With x the exponent of 2 in e, moments are the sums of
+    e x.
     """
     hidden_buffers = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_H], hidden.layout)
     weight_buffers = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_H], weight.layout)
@@ -285,13 +362,13 @@ def hopper_exponentials_kernel(
         [
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[0], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 0,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+                PROJECTIONS, SUMS_OF_TILES, 0,
             )),
             (_consume, (
                 hidden_buffers, weight_buffers, full, empty, turns, staging[1], out, bias, labels, offset, partial,
-                logit_sums, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
-                PROJECTIONS, 1,
+                logit_sums, moments, transform, tiles, steps, group, row_tiles, column_tiles, tokens, vocab_size,
+                PROJECTIONS, SUMS_OF_TILES, 1,
             )),
             (_produce, (
                 hidden, weight, hidden_buffers, weight_buffers, full, empty, tiles, steps, group, row_tiles,

@@ -167,7 +167,7 @@ def _compute(
     found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue, backend: str
 ) -> None:
     """Statistics of the softmax of a product, written into the tensors given."""
-    if found.keys() <= {"lse", "logp"}:
+    if found.keys() <= {"lse", "logp", "entropy"}:
         linear_exponentials(hidden, weight, labels, None, epilogue, found=Exponentials.into(found), backend=backend)
         return
     computed = linear_softmax_statistics(hidden, weight, labels, frozenset(found), epilogue, backend=backend)

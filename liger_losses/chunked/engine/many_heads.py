@@ -202,6 +202,10 @@ class Targets:
             found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
         return torch.stack(losses).sum(), self._in_order(found)
 
+    def check(self, query: Query) -> None:
+        """Raise what :meth:`statistics` or :meth:`token_loss` would before any work, but for wrong inputs of tokens."""
+        self._calls(query)
+
     def _calls(
         self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
     ) -> list[tuple[HeadGroup, CheckedInputs, Call | None]]:

@@ -37,7 +37,8 @@ _LARGEST_NLL = 20.0
 #: The older name is deprecated since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
-_least_memory: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+#: Of each group, by the type of device.
+_least_memory: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +102,12 @@ class VocabularyShard:
         return hidden_states.to_local(grad_placements=[Partial()])
 
     def least_memory(self, own: int, device: torch.device) -> int:
-        """The smallest of the ranks' device memories: exchanged once per group, by whichever head comes first."""
-        if self.group not in _least_memory:
-            _least_memory[self.group] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
-        return _least_memory[self.group]
+        """The smallest of the ranks' device memories: exchanged once per group and type of device, by whichever head
+        comes first."""
+        known = _least_memory.setdefault(self.group, {})
+        if device.type not in known:
+            known[device.type] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
+        return known[device.type]
 
     def check_columns(self, vocab_size: int) -> None:
         """Raise ValueError if this rank has none of the first ``vocab_size`` columns, which a divergence compares."""
@@ -231,6 +234,10 @@ def merge_logps(logps: Tensor) -> Tensor:
     return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
+class RankError(RuntimeError):
+    """Another rank has raised, so that this one raises too."""
+
+
 class Agreement:
     """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
@@ -271,7 +278,7 @@ class Agreement:
         gathered = self._gathered.tolist()
         digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
         if -1 in digests:
-            raise RuntimeError(
+            raise RankError(
                 f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank "
                 "raises too; see that rank's error."
             )

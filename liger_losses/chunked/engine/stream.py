@@ -121,18 +121,18 @@ class Stream:
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         values, weights = self._empty_statistics(), self.call.query.token_weights
-        losses = torch.empty(self.count, dtype=self.call.work.logits_dtype, device=self.opened.weight.device)
-        grads = None
+        grads, losses = None, values["lse"]
         with self._block(self.call.plan.rows) as block:
             for part in self._parts(self.call.plan.rows, values):
                 known = None if weights is None else _rows_of(weights, part.rows)
                 self._fill(block, part, known)
+                # Allocated once the first block is queued, so that the device need not wait for it.
+                losses = losses if grads else torch.empty_like(values["lse"])
                 upstream: Upstream
                 if known is None:
                     losses[part.rows], upstream = self._token_losses(part)
                 else:
                     upstream = known
-                # Allocated once the first block is queued, so that the device need not wait for it.
                 grads = grads or Gradients(self.opened)
                 self._write_gradients(block, part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients

@@ -174,9 +174,13 @@ def linear_support_statistics(
             numbers = Facts(*read())
             call.check(facts, numbers)
             most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
-            if agreed is not None:
+            if agreed is not None and shard is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
-                agreed.facts = f"{names} over kept columns, {numbers}, {call}, gradient of hidden states: {needs}"
+                sums = "partial" if shard.partial_gradients else "whole"
+                agreed.facts = (
+                    f"{names} over kept columns, {numbers}, {call}, {sums} gradient of hidden states in {local.dtype}: "
+                    f"{needs}"
+                )
                 compared = [labels, support.ids, *([] if support.offsets is None else [support.offsets])]
                 if isinstance(call.options.transform.temperature, Tensor):
                     compared.append(call.options.transform.temperature.float().view(torch.int32))

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import check_inputs, check_labels, check_tensor, checked_items
+from liger_losses.chunked.engine.call import Query
+from liger_losses.chunked.engine.checks import check_labels, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import call_in_graph, losses, register
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
-from liger_losses.chunked.losses.context_parallel import agree, check_sliced, on_slices, sum_over_group
+from liger_losses.chunked.losses.context_parallel import agree, check_call, check_sliced, on_slices, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import state
 
@@ -42,7 +43,7 @@ def operator(forward: F) -> F:
 
     @functools.wraps(forward)
     def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
-        if self.group is not None:
+        if self.group is not None and self.spans_ranks:
             return on_slices(self.group, forward, self, *arguments, **keywords)
         if torch.compiler.is_dynamo_compiling():
             parameters = dict(self.named_parameters())
@@ -165,6 +166,19 @@ class ChunkedLoss(nn.Module):
         return None
 
     @property
+    def spans_ranks(self) -> bool:
+        """Whether the loss is one of all ranks of :attr:`group`, which then exchange sums, and errors."""
+        return self.group is not None
+
+    @property
+    def common_options(self) -> dict[str, Any]:
+        """The options that all ranks of :attr:`group` have in common: how a rank streams is its own affair."""
+        own = {*EngineOptions.__match_args__, "compiled"}
+        plain = (bool, int, float, str, list, tuple, type(None))
+        named = {k: v for k, v in vars(self).items() if k[0] != "_" and k not in own and isinstance(v, plain)}
+        return {"loss": type(self).__name__, **named}
+
+    @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
         made = None if torch.compiler.is_dynamo_compiling() else self._transform
@@ -228,19 +242,26 @@ class ChunkedLoss(nn.Module):
         return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
 
     def agreed_tokens(
-        self, hidden: Tensor, head: Head, labels: Tensor, num_items_in_batch: Any, temperature: float | Tensor = 1.0
+        self, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, calls: Sequence[tuple[Head, Query]]
     ) -> Tokens:
-        """The active tokens, once all ranks of :attr:`group` have inputs that fit together."""
-        options = self.options
-        if num_items_in_batch is not None:
-            checked_items(num_items_in_batch, labels.device)
+        """The active tokens, once all ranks of :attr:`group` have inputs for these calls."""
+        (head, _), options = calls[0], self.options
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
-        check_inputs([hidden], head, tokens)
-        for given in (head.transform.temperature, temperature):
-            if isinstance(given, Tensor):
-                tokens.temperatures(given, torch.float32)
-        agree(self.group, num_items_in_batch="given" if num_items_in_batch is not None else "not given")
+        for head, query in calls:
+            check_call(hidden, head, tokens, query, options)
+        self.agree([num_items_in_batch], labels.device)
         return tokens
+
+    def agree(self, numbers: Sequence[Any], device: torch.device) -> None:
+        """Raise TypeError or ValueError unless all ranks of :attr:`group` get here, with the same options.
+
+        Of each ``num_items_in_batch``, all must have one, or none.
+        """
+        for number in numbers:
+            if number is not None:
+                checked_items(number, device)
+        given = ["not given" if number is None else "given" for number in numbers]
+        agree(self.group, **self.common_options, num_items_in_batch=given)
 
     def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
         """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
@@ -395,12 +416,10 @@ class CompletionLoss(ChunkedLoss):
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         if self.group is not None:
-            check_inputs(hidden, batch.head, tokens)
-            if isinstance(batch.head.transform.temperature, Tensor):
-                tokens.temperatures(batch.head.transform.temperature, torch.float32)
+            check_call(hidden, batch.head, tokens, Query(("logp",), tuple(metrics)), options)
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            sequences = [len(part) for part in batch.labels]
-            agree(self.group, completions=batch.names, sequences=sequences, dimensions_of_ref_logps=ref_dims)
+            facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
+            agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
         found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])

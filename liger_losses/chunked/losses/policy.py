@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import check_device, check_inputs, check_range, check_tensor
+from liger_losses.chunked.engine.call import Query
+from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
+from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
 from liger_losses.kernels.tracing import changes_state
 
@@ -222,9 +224,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         # Over kept columns no tokens are selected, for which the host would wait.
         tokens: Any = batch.select(options) if support is None else None
         if self.group is not None:
-            check_inputs([_input], head, tokens)
-            if isinstance(head.transform.temperature, Tensor):  # before anything that all ranks reach
-                tokens.temperatures(head.transform.temperature, torch.float32)
+            check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:
@@ -246,7 +246,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         }
         policy_options = self.attributes_as(PolicyOptions)
         inputs = PolicyInputs(
-            policy_options, mask, advantages, others, num_items_in_batch, self.group, head.vocabulary_ranks
+            policy_options,
+            mask,
+            advantages,
+            others,
+            num_items_in_batch,
+            self.group,
+            head.vocabulary_ranks,
+            None if self.group is None else self.common_options,
         )
         if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
@@ -282,6 +289,11 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """The weight of the entropy bonus; ``None`` for losses without one."""
         return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
 
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The statistics that the loss reads, and further ones."""
+        names = ("logp",) if self._coef is None else ("logp", "entropy")
+        return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
+
     def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training and changes_state():
             self.entropy_coef.observe(entropy_sum, tokens)
@@ -290,7 +302,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
-        coef = self._coef
+        coef, (names, _) = self._coef, self._names()
         entropy_weight = None if coef is None else coef / inputs.tokens.clamp(min=1)
 
         def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
@@ -301,7 +313,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
         token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
-        names = ("logp",) if coef is None else ("logp", "entropy")
         loss, found = linear_token_loss(
             hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
         )
@@ -316,8 +327,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     ) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics."""
         coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
-        names, metrics = ("logp",) if coef is None else ("logp", "entropy"), ("entropy",) if share < 1.0 else ()
-        found = statistics(hidden, head, names, metrics)
+        found = statistics(hidden, head, *self._names())
         if share < 1.0:
             acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=head.vocabulary_ranks)
         loss = objectives.coupled_loss(found.logp, inputs, acting)

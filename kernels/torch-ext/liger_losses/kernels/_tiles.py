@@ -41,7 +41,9 @@ def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> Tiles:
+def tiles_of(
+    hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None, columns: int = _COLUMNS
+) -> Tiles:
     """The launch over ``hidden @ weight.T``; ``out`` is what :func:`store_tile` writes, in halves of tiles.
 
     The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
@@ -54,7 +56,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
     depth = _DEPTH if tma else _DEPTH // 2
     arguments = {
         "hidden": descriptor(hidden, _TOKENS, depth) if tma else hidden,
-        "weight": descriptor(weight, _COLUMNS, depth) if tma else weight,
+        "weight": descriptor(weight, columns, depth) if tma else weight,
         "hidden_stride": None if tma else hidden.stride(0),
         "weight_stride": None if tma else weight.stride(0),
         "tokens": tokens,
@@ -63,23 +65,24 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": _TOKENS,
-        "BLOCK_V": _COLUMNS,
+        "BLOCK_V": columns,
         "BLOCK_H": depth,
         "num_warps": _WARPS,
         "num_stages": _STAGES,
     }
     if out is not None and accelerated and aligned(out):
-        arguments["out"] = descriptor(out, _TOKENS, _COLUMNS // 2)
+        arguments["out"] = descriptor(out, _TOKENS, columns // 2)
     elif out is not None:
         arguments.update(out=out, out_stride=out.stride(0))
-    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // _COLUMNS), processors(device), arguments)
+    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // columns), processors(device), arguments)
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether the tensor memory accelerator supports the matrix: not empty, with 16-byte aligned, contiguous rows."""
+    """Whether the tensor memory accelerator supports the matrix: not empty, with 16-byte aligned, contiguous rows, of
+    which none is the same memory as another (as those of ``expand`` are)."""
     stride, adjacent = matrix.stride()
     in_16_bytes = stride * matrix.dtype.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return in_16_bytes and adjacent == 1 and matrix.numel() > 0
+    return in_16_bytes and adjacent == 1 and stride >= matrix.shape[1] > 0 and len(matrix) > 0
 
 
 @cache

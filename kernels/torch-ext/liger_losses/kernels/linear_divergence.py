@@ -1,7 +1,5 @@
 """A divergence from a teacher in the epilogue of the student's ``hidden @ weight.T``: its logits stay in registers.
 
-:mod:`liger_losses.kernels.linear_divergence_hopper` has a kernel of its own for Hopper.
-
 N tokens, H the student's hidden size, C columns of both models' vocabulary (a slice of it, or all). The teacher's
 projections of these columns are in memory; f, h and d are those of :mod:`liger_losses.kernels.divergence`.
 
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..kernels._tiles import (
-    Tiles,
     aligned,
     descriptor,
     has_tma,
@@ -41,11 +38,26 @@ from ..kernels.divergence import (
     square_sums,
 )
 from ..kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, terms_block
-from ..kernels.linear_divergence_hopper import hopper_divergence_kernel, hopper_tiles
 from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Row tiles that walk the columns together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
+
+
+class _Tile(NamedTuple):
+    """Columns of a tile, its parts (4 or 8), programs that share a multiprocessor, and the launch's options."""
+
+    columns: int
+    parts: int
+    programs: int
+    options: dict[str, int]
+
+
+_WIDE = _Tile(256, 4, 1, {"num_warps": 8})
+#: One of two programs multiplies while the other takes the divergence. Both fit a multiprocessor of Hopper: 64K
+#: registers, of which a thread gets 128, and 227 KiB of shared memory.
+_NARROW = _Tile(128, 8, 2, {"num_warps": 8, "maxnreg": 128})
+_TILE = _WIDE
 
 
 class Product(NamedTuple):
@@ -150,14 +162,17 @@ def _launch(
     hidden, tokens = with_contiguous_rows(student.hidden), len(student.hidden)
     if not tokens:
         return
-    kernel, tiles = hopper_divergence_kernel, None
-    capped = any(model.epilogue.transform.softcap is not None for model in (student, teacher))
-    if divergence.form != "cosine" and not capped:  # a soft-cap's derivative takes more registers than it has
-        tiles = hopper_tiles(hidden, student.weight, teacher.projected, out)
-    if tiles is None:
-        kernel, tiles = _linear_divergence_kernel, _tiles_of(hidden, student, teacher, out)
-    _, column_tiles, programs, arguments = tiles
+    tiles = tiles_of(hidden, student.weight, student.epilogue, columns=_TILE.columns)
+    row_tiles, column_tiles, processors, arguments = tiles
+    programs = min(processors * _TILE.programs, row_tiles * column_tiles)
+    arguments |= {"PARTS": _TILE.parts} | _TILE.options
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
+    for name, matrix in (("teacher", teacher.projected), ("out", out)):
+        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
+            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], _TILE.columns // _TILE.parts)
+            arguments[f"{name}_stride"] = None
+        else:
+            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
     rows: tuple[Tensor | None, ...] = (student.lse, teacher.lse)
     form, balanced, series = None, is_balanced(divergence), None
     if divergence.form != "cosine":
@@ -169,33 +184,17 @@ def _launch(
     temperature = student.epilogue.transform.temperature
     temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     c = (coefficients or Coefficients(totals[0])).contiguous()
-    kernel[(programs,)](
+    _linear_divergence_kernel[(programs,)](
         **arguments,
-        bias=student.epilogue.bias, transform=student.epilogue.transform.for_kernel(),
         teacher_bias=teacher.epilogue.bias, teacher_transform=teacher.epilogue.transform.for_kernel(),
         student_rows=rows[0], teacher_rows=rows[1], h_sum=None if out is None or balanced else totals[1],
         coef=c.divergence, labels=labels, hard_p=c.hard_p, hard_label=c.hard_label, hard_lse=c.hard_lse,
         temperature=temperature, series=series, first_column=first_column,
-        partial=partial, FORM=form, GROUP=_GROUP,
+        partial=partial, programs=programs, FORM=form, GROUP=_GROUP,
     )  # fmt: skip
     if out is None or balanced:
         for total, part in zip(totals if out is None else totals[:1], partial, strict=False):
             total += part.sum(0)
-
-
-def _tiles_of(hidden: Tensor, student: Product, teacher: Logits, out: Tensor | None) -> Tiles:
-    """The launch of :func:`_linear_divergence_kernel`."""
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, student.weight, student.epilogue)
-    programs = min(programs, row_tiles * column_tiles)
-    del arguments["bias"], arguments["transform"]
-    arguments["programs"] = programs
-    for name, matrix in (("teacher", teacher.projected), ("out", out)):
-        if matrix is not None and has_tma(matrix.device) and aligned(matrix):
-            arguments[name] = descriptor(matrix, arguments["BLOCK_N"], arguments["BLOCK_V"] // 4)
-            arguments[f"{name}_stride"] = None
-        else:
-            arguments |= {name: matrix, f"{name}_stride": None if matrix is None else matrix.stride(0)}
-    return Tiles(row_tiles, column_tiles, programs, arguments)
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -211,10 +210,10 @@ def _linear_divergence_kernel(
     bias, transform, teacher, teacher_stride, teacher_bias, teacher_transform,
     student_rows, teacher_rows, h_sum, coef, labels, hard_p, hard_label, hard_lse, temperature, series,
     first_column, partial, programs,
-    FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    out=None, out_stride=None,
+    FORM: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, out=None, out_stride=None,
 ):  # fmt: skip
-    """Persistent programs. Both models' logits meet in four parts of a tile, as what follows takes many registers.
+    """Persistent programs. Both models' logits meet in 4 or 8 parts of a tile, as what follows takes many registers.
 
     ``student_rows`` and ``teacher_rows`` are the rows' log-sum-exps; of the cosine, which has no ``FORM``, the inverse
     norms, or ``None`` to sum the squares.
@@ -252,11 +251,17 @@ def _linear_divergence_kernel(
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         first, second = split_tile(left, BLOCK_N, BLOCK_V // 2)
         third, fourth = split_tile(right, BLOCK_N, BLOCK_V // 2)
-        for quarter in tl.static_range(4):
-            start = first_of_tile + quarter * (BLOCK_V // 4)
-            columns = start + tl.arange(0, BLOCK_V // 4)
+        for part in tl.static_range(PARTS):
+            start = first_of_tile + part * (BLOCK_V // PARTS)
+            columns = start + tl.arange(0, BLOCK_V // PARTS)
             inside = columns < vocab_size
-            s = (first if quarter == 0 else second) if quarter < 2 else (third if quarter == 2 else fourth)
+            if part < PARTS // 2:
+                s = first if part < PARTS // 4 else second
+            else:
+                s = third if part < 3 * PARTS // 4 else fourth
+            if PARTS == 8:
+                even, odd = split_tile(s, BLOCK_N, BLOCK_V // 4)
+                s = even if part % 2 == 0 else odd
             if teacher_stride is None:
                 t = teacher.load([first_row, start])
             else:

@@ -21,7 +21,16 @@ from torch import Tensor
 from ..kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from ..kernels._triton import jit, tl, triton
 from ..kernels.label_rows import label_logits
-from ..kernels.linear_exp_hopper import AVAILABLE, hopper_exponentials_kernel, hopper_tiles
+from ..kernels.linear_exp_hopper import (
+    _ROWS as _ROWS_OF_HOPPER,
+)
+from ..kernels.linear_exp_hopper import (
+    AVAILABLE,
+    give_up,
+    group_of_sums,
+    hopper_exponentials_kernel,
+    hopper_tiles,
+)
 from ..kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
 from ..kernels.logit_transform import (
     Epilogue,
@@ -34,32 +43,41 @@ from ..kernels.logit_transform import (
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
-#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (32 MiB for 131072 columns).
+#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
+#: MiB where the kernel for Hopper adds them up, and 32 where it does not), each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "mean_logit", "p_coef", "label_coef", "at_label_out"]
+_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_coef", "at_label_out"]
+
+
+class _HopperKernelError(Exception):
+    """The kernel for Hopper cannot be compiled or launched."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
 
 
 class Exponentials(NamedTuple):
-    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit (or
-    ``None``): ``[N]`` fp32 each."""
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and
+    the entropy (or ``None``): ``[N]`` fp32 each."""
 
     offset: Tensor
     lse: Tensor
     logp: Tensor
     mean_logit: Tensor | None = None
+    entropy: Tensor | None = None
 
     @classmethod
     def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
-        """Write ``lse``, ``logp`` and ``mean_logit`` into the tensors of these names; the first two are new if there
-        are none."""
+        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names; the first two are
+        new if there are none."""
         lse, logp = values["lse"], values.get("logp")
         logp = torch.empty_like(lse) if logp is None else logp
-        return cls(torch.empty_like(lse), lse, logp, values.get("mean_logit"))
+        return cls(torch.empty_like(lse), lse, logp, values.get("mean_logit"), values.get("entropy"))
 
 
 def linear_exponentials(
@@ -83,7 +101,8 @@ def linear_exponentials(
     Args:
         hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        found: the tensors to write the statistics into; new ones by default, without the mean logit.
+        found: the tensors to write the statistics into; new ones by default, without the mean logit and the
+            entropy.
         label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
             weight, and the statistics are those of its rows and the label.
         projections: write projections into ``out`` instead of exponentials.
@@ -106,9 +125,7 @@ def linear_exponentials(
     if out is None and tokens > _MAX_TOKENS:
         for start in range(0, tokens, _MAX_TOKENS):
             rows = slice(start, start + _MAX_TOKENS)
-            offset, lse, logp, mean_logit = statistics
-            mean_logit = None if mean_logit is None else mean_logit[rows]
-            part = Exponentials(offset[rows], lse[rows], logp[rows], mean_logit)
+            part = Exponentials._make(None if value is None else value[rows] for value in statistics)
             linear_exponentials(
                 hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
                 found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
@@ -116,38 +133,60 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    kernel = hopper_exponentials_kernel
-    # Which of the two kernels runs depends on where matrices lie in memory too, and their bits differ.
-    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not batch_invariant else None
-    if tiles is None:
-        kernel, tiles = _exponentials_kernel, tiles_of(hidden, weight, epilogue, out)
-    row_tiles, column_tiles, programs, arguments = tiles
-    partial = torch.empty(column_tiles, tokens, device=hidden.device)
+    # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on where its hidden
+    # states lie: rows of such a size may be aligned where they lie, and not in a copy.
+    by_place = batch_invariant and hidden.shape[1] * hidden.dtype.itemsize % 16 != 0
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not by_place else None
+    kernel = _exponentials_kernel if tiles is None else hopper_exponentials_kernel
+    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
+    grid, parts = (min(programs, row_tiles * column_tiles),), None
+    shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
+    if tiles is not None:
+        # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
+        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0])
+        arguments["SUMS_OF_TILES"] = group_of_parts is None
+        if group_of_parts is not None:
+            group, parts = group_of_parts, 2 * grid[0]
+            shape = (-(-row_tiles // group) * parts, arguments["BLOCK_N"])
+    partial = torch.empty(shape, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
-    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "group": _GROUP}
+    moments = None if statistics.entropy is None else torch.empty_like(partial)
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}
     arguments |= {"PROJECTIONS": projections, **(UNFUSED if batch_invariant else {})}
-    grid = (min(programs, row_tiles * column_tiles),)
     by_row = (triton.cdiv(tokens, _ROWS),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        kernel[grid](**arguments, offset=offset, needed=needed)
+        try:
+            kernel[grid](**arguments, offset=offset, needed=needed)
+        except Exception as error:
+            if tiles is None:
+                raise
+            raise _HopperKernelError(error) from error
         limit, found = None if needed is not None else _LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
-            partial, logit_sums, label_logit, *statistics, found, column_tiles, tokens, 1.0 / len(weight), limit,
-            BLOCK=_ROWS, TILES=32,
+            partial, logit_sums, moments, label_logit, *statistics, found,
+            column_tiles, tokens, 1.0 / len(weight), limit, parts, group, BLOCK=_ROWS, TILES=32,
         )  # fmt: skip
         return found
 
-    needed = launch(label_logit, None)
-    # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-    sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
-    splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
-    _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
-    if projections:  # they do not depend on the offset, and are not written again
-        arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
-    launch(statistics.offset, needed)
+    try:
+        needed = launch(label_logit, None)
+        # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
+        sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+        splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
+        _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
+        if projections:  # they do not depend on the offset, and are not written again
+            arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
+        launch(statistics.offset, needed)
+    except _HopperKernelError as error:
+        give_up(error.reason)
+        return linear_exponentials(
+            hidden, weight, labels, out, epilogue,
+            found=statistics, label_logit=label_logit, projections=projections, batch_invariant=batch_invariant,
+            backend=backend,
+        )  # fmt: skip
     return statistics
 
 
@@ -182,7 +221,7 @@ def gradient_scales(
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
-        offset, lse, logp, _ = found
+        offset, lse, logp = found[:3]
         scale = p_coef * (offset - lse).exp() * transform.factor(lse)
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
@@ -217,10 +256,10 @@ def _exponentials_torch(
     logits = transform(projected, None if bias is None else bias.float())
     if label_logit is None:
         label_logit = logits.gather(1, labels[:, None])[:, 0]
-    at_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
+    is_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
 
     def exponentials(offset: Tensor) -> Tensor:
-        return (logits - offset[:, None]).exp().masked_fill(at_label, 0.0)
+        return (logits - offset[:, None]).exp().masked_fill(is_label, 0.0)
 
     unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
     offset = torch.where(unsafe, logits.logsumexp(1), label_logit)
@@ -229,7 +268,10 @@ def _exponentials_torch(
         out.copy_(e if transform.softcap is None else e * transform.slope(logits))
     rest = e.sum(1)
     log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
-    return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1))
+    at_label, exponents = (label_logit - offset).clamp(min=-140.0), (logits - offset[:, None]).clamp(min=-140.0)
+    entropy = log_total - ((e * exponents).sum(1) + at_label.exp() * at_label) / (rest + at_label.exp())
+    entropy = torch.where(entropy < 0, 0.0, entropy)
+    return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1), entropy)
 
 
 @jit
@@ -246,12 +288,19 @@ def expm1(x):
     return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
 
 
-@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+#: Rows of a tile of the kernel for Hopper.
+_HOPPER_ROWS = _ROWS_OF_HOPPER if tl is None else tl.constexpr(_ROWS_OF_HOPPER)
+
+
+@jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
-    partial, logit_sums, label_logit, offset, lse, logp, mean_logit, needed, column_tiles, tokens, inverse_vocab_size,
-    limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, needed,
+    column_tiles, tokens, inverse_vocab_size, limit, parts, group, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits.
+    """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
+    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, whose rounding errors are those of ``logp``.
+
+    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -263,13 +312,28 @@ def _row_statistics_kernel(
     inside = rows < tokens
     rest = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, column_tiles, TILES):
-        column_tile = start + tl.arange(0, TILES)
-        mask = (column_tile < column_tiles)[:, None] & inside[None, :]
-        at = column_tile[:, None] * tokens + rows[None, :]
+    moment = tl.zeros((BLOCK,), tl.float32)
+    if parts is None:
+        count = column_tiles
+        step = tokens
+        first = 0
+    else:
+        row_tile = tl.program_id(0) * BLOCK // _HOPPER_ROWS
+        first_tile = row_tile // group * group
+        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
+        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
+        count = parts // size
+        step = size * _HOPPER_ROWS
+        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
+    for start in range(0, count, TILES):
+        place = start + tl.arange(0, TILES)
+        mask = (place < count)[:, None] & inside[None, :]
+        at = first + place[:, None] * step + rows[None, :]
         rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
         if logit_sums is not None:
             total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+        if moments is not None:
+            moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
     if logit_sums is not None:
         tl.store(mean_logit + rows, total * inverse_vocab_size, mask=inside)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
@@ -282,6 +346,12 @@ def _row_statistics_kernel(
         unsafe = inside & ((rest <= limit) == 0)  # NaN is not safe
         tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
         tl.atomic_max(needed, tl.max(unsafe.to(tl.int32), 0))
+    if moments is not None:
+        at_label = tl.maximum(z - used, -140.0)  # 0 where the label's logit is the offset
+        e = tl.exp(at_label)
+        moment = moment * 0.6931471805599453 + e * at_label
+        found = log_total - moment / (rest + e)
+        tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
     tl.store(lse + rows, used + log_total, mask=inside)
     tl.store(logp + rows, z - used - log_total, mask=inside)
 
@@ -337,20 +407,20 @@ def _scales_kernel(
 
 @jit(
     do_not_specialize=["tokens", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "needed", "hidden", "out"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed", "hidden", "out"],
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, needed, group, transform,
+    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
     PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
     the other.
 
-    ``partial`` and ``logit_sums`` are ``[column tiles, tokens]``: each tile writes the sums of its rows, so that their
-    bits depend neither on the program that took it nor on the other rows. Exponentials are taken and stored in two
-    halves of a tile.
+    ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows,
+    so that their bits depend neither on the program that took it nor on the other rows. Exponentials are taken and
+    stored in two halves of a tile. With x the exponent of 2 in e, moments are the sums of e x.
     """
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
@@ -376,6 +446,7 @@ def _exponentials_kernel(
             inverse = inverse_temperature(transform, rows, rows < tokens, 1)
         sums = tl.zeros((BLOCK_N,), tl.float32)
         totals = tl.zeros((BLOCK_N,), tl.float32)
+        moment = tl.zeros((BLOCK_N,), tl.float32)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_column + half * (BLOCK_V // 2)
@@ -388,9 +459,12 @@ def _exponentials_kernel(
                 totals += tl.sum(z, 1)  # beyond the vocabulary they are 0
             if column_tile == column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 z = tl.where((columns < vocab_size)[None, :], z, float("-inf"))
-            e = tl.exp2(z * 1.4426950408889634 - row_offset[:, None])
+            exponent = z * 1.4426950408889634 - row_offset[:, None]
+            e = tl.exp2(exponent)
             e = tl.where(columns[None, :] != label[:, None], e, 0.0)
             sums += tl.sum(e, 1)
+            if moments is not None:
+                moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if transform.cap is not None:
                 tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
@@ -402,3 +476,5 @@ def _exponentials_kernel(
         tl.store(partial + at, sums, mask=rows < tokens)
         if logit_sums is not None:
             tl.store(logit_sums + at, totals, mask=rows < tokens)
+        if moments is not None:
+            tl.store(moments + at, moment, mask=rows < tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels._tiles import Tiles, aligned, descriptor, processors, with_contiguous_rows
+from ..kernels._tiles import Tiles, aligned, processors, with_contiguous_rows
 from ..kernels._triton import jit, tl, triton
 from ..kernels.linear_exp_hopper import (
     _COLUMNS,
@@ -21,7 +21,7 @@ from ..kernels.linear_exp_hopper import (
     _ROWS,
     _STAGES,
     AVAILABLE,
-    _layout,
+    _descriptor,
     _next,
     _pieces,
     _position,
@@ -29,6 +29,7 @@ from ..kernels.linear_exp_hopper import (
     _produce,
     _serves,
     _store,
+    give_up,
     gluon_jit,
 )
 from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -72,7 +73,8 @@ def log_sum_exps_into(
             tensor memory accelerator supports.
 
     Returns:
-        Whether the kernel has run; nothing is written otherwise.
+        Whether the kernel has run; nothing is written otherwise. Where this version of Triton cannot run it, a warning
+        says why, once.
     """
     if backend == "torch":
         torch.mm(hidden.to(out.dtype), weight.to(out.dtype).t(), out=out)
@@ -86,9 +88,12 @@ def log_sum_exps_into(
     if not tokens:
         return True
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
-    _hopper_projections_kernel[(min(programs, row_tiles * column_tiles),)](
-        **arguments, bias=epilogue.bias, transform=epilogue.transform.for_kernel(), partial=partial, GROUP=_GROUP
-    )
+    arguments |= {"bias": epilogue.bias, "transform": epilogue.transform.for_kernel(), "partial": partial}
+    try:
+        _hopper_projections_kernel[(min(programs, row_tiles * column_tiles),)](**arguments, GROUP=_GROUP)
+    except Exception as error:
+        give_up(error)
+        return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
     _sum_tiles_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
         lse, partial, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
     )
@@ -97,15 +102,21 @@ def log_sum_exps_into(
 
 def _tiles(hidden: Tensor, weight: Tensor, out: Tensor) -> Tiles | None:
     """The launch of the product, or ``None`` where the kernel does not serve it."""
-    if not AVAILABLE or hidden.device.type != "cuda" or not _serves(hidden.device):
+    if not AVAILABLE or not _serves(hidden.device):
         return None
     if not (aligned(hidden) and aligned(weight) and aligned(out)):
         return None
-    layout = _layout(hidden.dtype.itemsize)
+    try:
+        descriptors = {
+            "hidden": _descriptor(hidden, _DEPTH),
+            "weight": _descriptor(weight, _DEPTH),
+            "out": _descriptor(out, _COLUMNS // 2),
+        }
+    except Exception as error:
+        give_up(error)
+        return _tiles(hidden, weight, out)  # warns
     arguments = {
-        "hidden": descriptor(hidden, _ROWS, _DEPTH, layout),
-        "weight": descriptor(weight, _ROWS, _DEPTH, layout),
-        "out": descriptor(out, _ROWS, _COLUMNS // 2, _layout(out.dtype.itemsize)),
+        **descriptors,
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],

@@ -179,6 +179,11 @@ class Part(NamedTuple):
     epilogue: Epilogue  # from their projections to logits
 
 
+def _of_part(labels: Tensor, part: Part) -> Tensor:
+    """The part's labels, of those of all active tokens."""
+    return labels if part.rows.stop - part.rows.start == labels.shape[0] else labels[part.rows]
+
+
 class Block:
     """The memory of one part at a time: it is filled, gives statistics, and gives gradients once the loss's are known.
 
@@ -220,9 +225,9 @@ class Block:
 
 def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
     """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
-    call, labels = opened.call, opened.labels[part.rows]
+    call, labels = opened.call, _of_part(opened.labels, part)
     names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
-    if not names <= {"logp", "lse", "mean_logit"}:
+    if not names <= {"logp", "lse", "mean_logit", "entropy"}:
         return linear_softmax_statistics(
             part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
         )
@@ -391,13 +396,15 @@ class ExponentialBlock(Block):
         self.wait_for_product: Callable[[], None] | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, opened = self.call, self.opened
-        exponentials = self.exponentials[: len(part.hidden), : self.vocab_size]
+        call, opened, exponentials = self.call, self.opened, self.exponentials
+        size = part.rows.stop - part.rows.start, self.vocab_size
+        if exponentials.shape != size:  # a view of all takes the host time before the product too
+            exponentials = exponentials[: size[0], : size[1]]
         label_logit = None if self.label_logits is None else self.label_logits[part.rows]
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            self.labels[part.rows],
+            _of_part(self.labels, part),
             exponentials,
             part.epilogue,
             found=Exponentials.into(part.values),

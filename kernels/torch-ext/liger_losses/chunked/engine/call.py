@@ -100,7 +100,7 @@ class Query:
     @property
     def of_exponentials(self) -> bool:
         """Whether blocks may hold exponentials of the logits instead of the logits."""
-        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit"}
+        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit", "entropy"}
 
     @property
     def needs_logits(self) -> bool:
@@ -319,6 +319,8 @@ class _Draft:
         self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
         # fp16 cannot hold exponentials of every size.
         self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
+        if head.shard is not None and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
+            self.exponentials = False
         self.grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
         if head.shard is not None:
             compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
@@ -329,18 +331,27 @@ class _Draft:
         """What all ranks that share a vocabulary must have in common, beside labels: the rest of a call follows."""
         query, options, (hidden, _, shapes, _, vocab_size) = self.query, self.options, self.checked
         width = "" if query.selected is None else f" of {query.selected.shape[-1]} columns"
+        dtypes = ", ".join(str(part.dtype) for part in hidden)
+        beside = "" if query.class_weight is None else " with class weights"
+        beside += " of a loss per token" if query.separable else ""
         needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
         comparison, compared = query.comparison, ""
         if comparison is not None:
             columns = comparison.teacher.vocab_size
             at = said(comparison.temperature)
-            compared = f" of a teacher of {columns} columns ({comparison.divergence}, T={at})"
+            kind = "logits"
+            if isinstance(comparison.teacher, Teacher):
+                kind = f"hidden states of {comparison.teacher.head.hidden_size}"
+            compared = f" of a teacher with {kind} and {columns} columns ({comparison.divergence}, T={at})"
         space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
-        kinds = [name for name in ("dense", "fused", "exponentials") if getattr(self, name)]
+        kinds = [name for name in ("dense", "fused_products", "fused", "exponentials") if getattr(self, name)]
+        shard = self.head.shard
+        sums = "partial" if shard is not None and shard.partial_gradients else "whole"
         return (
-            f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]}, "
-            f"{', '.join((*query.statistics, *query.metrics))}{width}{compared}, gradients of hidden states "
-            f"{self.needs_hidden} and of {needs}, {space}, chunk_size {options.chunk_size}, "
+            f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]} in {dtypes}, "
+            f"ignore_index {options.ignore_index}, {', '.join(query.statistics)} and {', '.join(query.metrics) or None}"
+            f"{width}{compared}{beside}, {sums} gradients of hidden states {self.needs_hidden} and of "
+            f"{needs}, {space}, chunk_size {options.chunk_size}, "
             f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
             f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
             f"{self.head.transform.said}"
@@ -348,12 +359,14 @@ class _Draft:
 
     @property
     def checksum(self) -> Tensor:
-        """Of the labels, and of the temperatures of tokens that carry loss, 0-dim."""
+        """Of the labels, and of selected columns and temperatures of tokens that carry loss, 0-dim."""
         compared = self.head.transform if self.query.comparison is None else self.query.comparison
         found, temperature = self.labels.checksum(self.backend), compared.temperature
         if isinstance(temperature, Tensor):
             check_temperature(temperature, self.head.weight.device, self.checked.shapes)
             found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
+        if self.query.selected is not None:
+            found = found + checksum(self.labels.masked_values(self.query.selected))
         return found
 
     def call(self) -> Call:

@@ -116,12 +116,14 @@ class Tokens:
         return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
 
     def masked_values(self, values: Tensor) -> Tensor:
-        """``[N]``, from ``[...]`` in the labels' shape."""
-        return self.gather_like_labels(values.detach())
+        """``[N]`` (or ``[N, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss."""
+        return self.masked(self.gather_like_labels(values.detach()))
 
     def checksum(self, backend: str) -> Tensor:
-        """Of the active tokens' labels, 0-dim: see :func:`label_facts`."""
-        return label_facts([self.labels], 0, backend=backend)[0, 3]
+        """Of the active tokens' labels, and of which tokens these are, 0-dim: see :func:`label_facts`."""
+        which = self.indices if self.mask is None else (self.mask.long(),)
+        facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
+        return facts[:, 3].sum()
 
     @property
     def count(self) -> int:
@@ -277,8 +279,10 @@ class Counting:
             self.copied.record(torch.cuda.current_stream(self.labels[0].device))
 
     def masked_values(self, values: Tensor) -> Tensor:
-        """``[T]`` of the only tensor of labels, with 0 for tokens without loss."""
-        return values.detach().reshape(-1).where(self.labels[0] != self.ignore_index, 0)
+        """``[T]`` (or ``[T, k]``) of the only tensor of labels, with 0 for tokens without loss."""
+        (shape,), active = self.shapes, self.labels[0] != self.ignore_index
+        flat = values.detach().reshape(shape.numel(), *values.shape[len(shape) :])
+        return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
 
     def checksum(self, backend: str) -> Tensor:
         """Of all labels, 0-dim: see :func:`label_facts`."""

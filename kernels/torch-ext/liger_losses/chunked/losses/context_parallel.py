@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...chunked.engine.call import EngineOptions, Query, make_call
 from ...chunked.engine.checks import check_group
+from ...chunked.engine.head import Head
+from ...chunked.engine.shard import RankError
+from ...chunked.engine.tokens import Tokens
 
 
 class _Sum(torch.autograd.Function):
@@ -67,16 +71,26 @@ def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
         )
 
 
+def check_call(hidden_states: Any, head: Head, tokens: Tokens, query: Query, options: EngineOptions) -> None:
+    """Raise what this call would, such as that its workspace is too small for this rank's tokens, before any work."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    make_call(hidden_states, head, tokens, query, options)
+
+
 def agree(group: Any, **facts: Any) -> None:
     """Raise ValueError on all ranks unless all get here and state the same facts, such as the number of sequences.
 
-    It comes before the sums, which would hang if a rank raised before them, or gave other shapes.
+    It comes before the sums, which would hang if a rank raised before them, or gave other shapes. So nothing that
+    comes after it may raise on one rank alone: see :func:`check_call`.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, facts, group=group)
     wrong = [f"rank {rank}: {fact}" for rank, fact in enumerate(found) if isinstance(fact, str)]
     if not wrong and any(fact != facts for fact in found):
-        wrong = [f"rank {rank}: " + ", ".join(f"{k} {v}" for k, v in fact.items()) for rank, fact in enumerate(found)]
+        names = dict.fromkeys(name for fact in found for name in fact)
+        differ = [name for name in names if any(fact.get(name) != found[0].get(name) for fact in found)]
+        wrong = [f"rank {r}: " + ", ".join(f"{k} {fact.get(k)}" for k in differ) for r, fact in enumerate(found)]
         wrong.insert(0, "all ranks must make the same call, each on its slice of the same sequences; they differ")
     if wrong:
         error = ValueError(f"the ranks of the loss's group= disagree, or one has wrong inputs: {'; '.join(wrong)}.")
@@ -89,7 +103,7 @@ def on_slices(group: Any, call: Callable[..., Any], *arguments: Any, **keywords:
     """A call that reaches :func:`agree` on all ranks; if its inputs are wrong on one, it raises on all of them."""
     try:
         return call(*arguments, **keywords)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RankError) as error:
         if not getattr(error, "ranks_know", False):
             error.ranks_know = True  # type: ignore[union-attr]
             found: list[Any] = [None] * dist.get_world_size(group)

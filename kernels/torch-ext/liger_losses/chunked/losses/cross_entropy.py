@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
+from ...chunked.engine.call import Query
 from ...chunked.engine.checks import (
     LISTS,
+    check_device,
     check_labels,
     check_names,
     check_range,
@@ -21,7 +23,7 @@ from ...chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from ...chunked.engine.many_heads import count_targets, heads_of, shift_each
+from ...chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from ...chunked.engine.tokens import shift_labels
 from ...chunked.losses.base import ChunkedLoss, operator
 from ...chunked.losses.context_parallel import sum_over_group
@@ -176,6 +178,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             for value in self.head_weights:
                 check_range("each of head_weights", value, 0.0, math.inf)
 
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the loss is one of all ranks of :attr:`group`; a loss per token is not."""
+        return self.group is not None and self.reduction != "none"
+
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: moved by :attr:`shift` positions."""
         check_labels(labels)
@@ -216,8 +223,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
         statistics, metrics = self._names()
         class_weight = self.ce_weight if self.label_smoothing else None
-        spans_ranks = self.group is not None and self.reduction != "none"
-        tokens = self.agreed_tokens(_input, head, labels, num_items_in_batch) if spans_ranks else labels
+        tokens: Any = labels
+        spans_ranks = self.spans_ranks
+        if spans_ranks:
+            calls = [(head, Query(tuple(statistics), tuple(metrics)))]
+            tokens = self.agreed_tokens(_input, labels, num_items_in_batch, calls)
         items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
         kept: list[tuple[Tensor, Tensor]] = []
 
@@ -283,13 +293,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         heads = heads_of(layers, biases, self.transform)
         weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
         masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
-        if self.group is not None and self.reduction != "none":
-            for each in zip(hidden, heads, labels, numbers, strict=True):
-                self.agreed_tokens(*each)
+        (statistics, metrics), options = self._names(), self.options
+        if self.spans_ranks:
+            query = Query(tuple(statistics), tuple(metrics), token_loss=self._token_loss)
+            Targets.of(hidden, heads, labels, options).check(query)
+            self.agree(numbers, labels[0].device)
         for part, mask, own, number in zip(labels, masks, weights, numbers, strict=True):
             items = None if number is None else checked_items(number, part.device)
             targets.append(_Target(part, mask, self._denominators(part, items, own), own))
-        (statistics, metrics), options = self._names(), self.options
         class_weight = self.ce_weight if self.label_smoothing else None
         scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
         if self.reduction == "none":
@@ -350,7 +361,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         self, found: Sequence[Statistics], targets: Sequence[_Target], terms: Sequence[tuple[Tensor, Tensor]]
     ) -> ManyHeadsMetrics:
         """Sums over each target's tokens, and over the ranks of :attr:`group` (which do not share tokens)."""
-        spans_ranks = self.group is not None and self.reduction != "none"
+        spans_ranks = self.spans_ranks
 
         def sums(values: Sequence[Tensor]) -> Tensor:
             stacked = torch.stack([value.sum() for value in values])
@@ -386,6 +397,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if token_weights.shape != labels.shape:
             expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
             raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
+        check_device(head.weight, token_weights=token_weights)
         return token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
 
     def _terms(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
+from ...chunked.engine.call import Comparison, Query
 from ...chunked.engine.checks import check_names, check_range, checked_items
 from ...chunked.engine.tokens import check_temperature
 from ...chunked.losses.base import ChunkedLoss, operator
@@ -240,11 +241,13 @@ class DistillationLoss(ChunkedLoss):
                 squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         tokens: Tensor | Tokens = labels
+        names = ("divergence", "logp") if self.weight_hard_loss != 0 or self.return_soft_hard_loss else ("divergence",)
         if self.group is not None:
-            teacher.check(labels.shape, head)
             if isinstance(teacher, TeacherTopK):
-                teacher.check_active(mask, head.vocab_size)
-            tokens = self.agreed_tokens(hidden, head, labels, num_items_in_batch, t)
+                calls = self._sparse_calls(head, mask, teacher, names, t)
+            else:
+                calls = [(head, Query(names, comparison=Comparison(teacher, self.divergence, t)))]
+            tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
         if num_items_in_batch is None:
             number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
         else:
@@ -252,7 +255,7 @@ class DistillationLoss(ChunkedLoss):
             number = torch.where(number == 0, 1, number)
         per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
         weights = {"divergence": self.weight_soft_loss * factor * per_token}
-        if self.weight_hard_loss != 0 or self.return_soft_hard_loss:
+        if "logp" in names:
             weights["logp"] = -self.weight_hard_loss * per_token
         if isinstance(teacher, TeacherTopK):
             loss, found = self._sparse(hidden, head, labels, teacher, weights, t)
@@ -280,16 +283,8 @@ class DistillationLoss(ChunkedLoss):
         temperature: float | Tensor,
     ) -> tuple[Tensor, Statistics]:
         """Loss and statistics for a teacher of which k columns are known."""
-        which, mask, options, transform = self.divergence, labels != self.ignore_index, self.options, head.transform
-        teacher.check(labels.shape, head)
-        if which.form == "cosine":
-            raise ValueError("the cosine needs all logits of the teacher; a sparse teacher has log-probabilities.")
-        if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
-            raise ValueError(
-                f"the student's head has temperature {transform.temperature}, which must be 1: give the loss's "
-                "temperature= instead, which divides both models' logits."
-            )
-        teacher.check_active(mask, head.vocab_size)
+        which, mask, options = self.divergence, labels != self.ignore_index, self.options
+        (soft_head, query), *others = self._sparse_calls(head, mask, teacher, tuple(weights), temperature)
         tokens = Tokens.select(
             [labels],
             vocab_size=head.vocab_size,
@@ -303,22 +298,21 @@ class DistillationLoss(ChunkedLoss):
             return loss if hard is None else loss + hard * s.logp
 
         hard = {"hard": weights["logp"]} if "logp" in weights else {}
-        # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
-        together = bool(hard) and not isinstance(temperature, Tensor) and temperature == 1.0
+        together = bool(hard) and not others
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
         loss, found = linear_token_loss(
             hidden,
-            head.with_fields(transform=replace(transform, temperature=temperature)),
+            soft_head,
             tokens,
             soft_loss,
-            ("selected_logps", "logp") if together else ("selected_logps",),
+            query.statistics,
             token_inputs=inputs | hard if together else inputs,
             selected=teacher.indices,
             options=options,
         )
         logp = found.logp
-        if hard and not together:
+        if others:
             added, others = linear_token_loss(
                 hidden, head, tokens, lambda s, labels, hard: hard * s.logp, token_inputs=hard, options=options
             )
@@ -327,6 +321,27 @@ class DistillationLoss(ChunkedLoss):
             log_p, log_q = (torch.where(mask[..., None], x, -1.0) for x in (found.selected_logps, teacher_logps))
             divergences = sparse_divergence(log_p, log_q, which, teacher.tail)
         return loss, Statistics(logp=logp, divergence=torch.where(mask, divergences, 0.0))
+
+    def _sparse_calls(
+        self, head: Head, mask: Tensor, teacher: TeacherTopK, names: tuple[str, ...], temperature: float | Tensor
+    ) -> list[tuple[Head, Query]]:
+        """The calls that a sparse teacher takes, once it fits: that of the divergence first."""
+        teacher.check(mask.shape, head)
+        if self.divergence.form == "cosine":
+            raise ValueError("the cosine needs all logits of the teacher; a sparse teacher has log-probabilities.")
+        transform = head.transform
+        if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
+            raise ValueError(
+                f"the student's head has temperature {transform.temperature}, which must be 1: give the loss's "
+                "temperature= instead, which divides both models' logits."
+            )
+        teacher.check_active(mask, head.vocab_size)
+        soft_head = head.with_fields(transform=replace(transform, temperature=temperature))
+        # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
+        together = "logp" in names and not isinstance(temperature, Tensor) and temperature == 1.0
+        statistics = ("selected_logps", "logp") if together else ("selected_logps",)
+        soft = soft_head, Query(statistics, selected=teacher.indices)
+        return [soft] if together or "logp" not in names else [soft, (head, Query(("logp",)))]
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):

@@ -7,7 +7,7 @@ tokens, and a choice from the tables :data:`RATIOS`, :data:`OBJECTIVES` and :dat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -200,7 +200,8 @@ class PolicyInputs:
     ``others`` are ``old_logps``, ``ref_logps``, ``sampling_logps`` and ``is_ratio``, in this order and by the names
     that the caller knows them by. Other arguments as in :func:`grpo_loss`.
 
-    ``vocabulary_ranks`` ranks share the head's rows, and have the same completions.
+    ``vocabulary_ranks`` ranks share the head's rows, and have the same completions. ``common_options`` are those of the
+    loss, which all ranks of the group have in common.
     ``lengths [B, 1]`` and ``tokens []`` are the completions' numbers of tokens and that of all of them, over the group.
     """
 
@@ -215,6 +216,7 @@ class PolicyInputs:
         num_items_in_batch: Tensor | float | None,
         group: dist.ProcessGroup | None = None,
         vocabulary_ranks: int = 1,
+        common_options: Mapping[str, Any] | None = None,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
@@ -233,7 +235,9 @@ class PolicyInputs:
             if num_items_in_batch is not None:
                 checked_items(num_items_in_batch, mask.device)
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
-            agree(group, sequences=len(mask), is_ratio_of_whole_sequences=whole)
+            given = "not given" if num_items_in_batch is None else "given"
+            facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
+            agree(group, **{**vars(options), **(common_options or {}), **facts})
             (lengths,) = sum_over_group(group, lengths)
         self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
         normalizer = LOSS_TYPES[options.loss_type][1]

@@ -17,6 +17,8 @@ from liger_losses.chunked.engine.call import Query, make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.label_rows import copy_label_rows_, scale_rows_
+from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
 
@@ -214,6 +216,82 @@ def test_memory(fraction, lora):
     outputs = 2 * hidden.numel() * 4 * (1 + lora) + (2 * b.numel() * 4 + 2 * a.numel() * 4) * lora
     assert peak < workspace + outputs
     assert quantized.most <= columns // 4
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_memory_where_logits_are_kept(lora):
+    """A head that was dequantized as a whole stays with them until backward, which makes no second one."""
+    size, columns, tokens = 64, 2_000, 20
+    quantized = Int8Weight(torch.randn(columns, size, generator=torch.Generator().manual_seed(0)))
+    hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.arange(tokens)
+    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
+    head = Head(quantized, adapters=(LowRank(a, b),) if lora else ())
+    workspace = int(columns * (size + 2) * 4 * 2.2)
+    expanded = head.expand(hidden) if lora else (hidden, head)
+    call = make_call(*expanded, labels, Query(("logp", "entropy")), EngineOptions(workspace=workspace))[1]
+    assert call.strategy == "resident"
+    assert call.work.dequantized_bytes
+
+    def run():
+        linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum().backward()
+
+    outputs = 2 * hidden.numel() * 4 * (1 + lora) + (2 * b.numel() * 4 + 2 * a.numel() * 4) * lora
+    assert peak_bytes(run) < workspace + outputs
+
+
+def test_a_larger_workspace_is_never_too_small():
+    """Where the tokens' vectors leave no room for the head as a whole, it is dequantized slab by slab."""
+    hidden, quantized, _, labels, _ = inputs(torch.float32)
+    hidden, labels = hidden.detach().repeat(50, 1).requires_grad_(), labels.repeat(50)
+    calls = [
+        make_call(hidden, Head(quantized), labels, Query(("entropy",)), EngineOptions(workspace=workspace))[1]
+        for workspace in range(125_000, 480_000, 8_000)
+    ]
+    assert [call.plan.slab > 0 for call in calls] == sorted([call.plan.slab > 0 for call in calls], reverse=True)
+    assert calls[0].plan.slab
+    assert not calls[-1].plan.slab
+
+
+@pytest.mark.parametrize("active", [slice(0, 30), slice(60, 100)], ids=["first", "last"])
+def test_columns_without_probability(active):
+    """Where a bias of -inf leaves slabs without any probability, all else is as without them."""
+    hidden, quantized, weight, labels, _ = inputs(torch.float32)
+    labels = torch.where(labels >= 0, labels % (active.stop - active.start) + active.start, labels)
+    bias = torch.full((V,), -torch.inf)
+    bias[active] = 0.0
+    names, options = ("logp", "entropy", "lse", "log_sum_sq_probs"), EngineOptions(workspace=SLABS)
+    assert make_call(hidden, Head(quantized, bias), labels, Query(names), options)[1].plan.slab < 30
+    found = linear_statistics(hidden, Head(quantized, bias), labels, names, metrics="argmax", options=options)
+    x, w = double(hidden, weight)
+    inside = torch.where(labels >= 0, labels - active.start, labels)
+    exact = plain_statistics(x, w[active], inside)
+    assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)
+    assert torch.equal(found.argmax, ((x @ w[active].t()).argmax(-1) + active.start) * (labels >= 0))
+    for ours, theirs in zip(gradients(found._asdict(), names, hidden), gradients(exact, names, x), strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
+def test_a_token_that_is_not_finite():
+    """It is NaN alone, and its argmax is still a column."""
+    hidden, quantized, _, labels, _ = inputs(torch.float32)
+    options, labels = EngineOptions(workspace=SLABS), labels.clamp(min=0)
+    with torch.no_grad():
+        hidden[3] = torch.nan
+    assert make_call(hidden, Head(quantized), labels, Query(("logp", "entropy")), options)[1].plan.slab
+    found = linear_statistics(hidden, Head(quantized), labels, ("logp", "entropy"), metrics="argmax", options=options)
+    grad = torch.autograd.grad((found.logp + found.entropy).sum(), hidden)[0]
+    broken = torch.arange(T) == 3
+    for value in (found.logp, found.entropy, grad.sum(1)):
+        assert torch.equal(value.isnan(), broken)
+    assert found.argmax.max() < V
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+def test_log_sum_exps_of_columns_without_probability(backend):
+    hidden, weight = torch.randn(3, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    bias = torch.full((16,), -torch.inf)
+    found = linear_exponentials(hidden, weight, torch.arange(3), None, Epilogue(bias=bias), backend=backend)
+    assert torch.equal(found.lse, torch.full((3,), -torch.inf))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[interpreted, pytest.mark.slow])])

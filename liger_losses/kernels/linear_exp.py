@@ -262,7 +262,7 @@ def _exponentials_torch(
         return (logits - offset[:, None]).exp().masked_fill(is_label, 0.0)
 
     unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
-    offset = torch.where(unsafe, logits.logsumexp(1), label_logit)
+    offset = torch.where(unsafe, logits.logsumexp(1).clamp(min=-1.0e38), label_logit)
     e = exponentials(offset)
     if out is not None and not projections:
         out.copy_(e if transform.softcap is None else e * transform.slope(logits))
@@ -368,6 +368,7 @@ def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, S
         total = tl.load(sums + splits * tokens + at, mask=mask, other=0.0)
         highest = tl.max(top, 0)
         lse = highest + tl.log(tl.sum(total * tl.exp(top - highest[None, :]), 0))
+        lse = tl.where(lse == float("-inf"), -1.0e38, lse)  # all logits are -inf: a finite offset, also in base 2
         old = tl.load(offset + rows, mask=rows < tokens, other=0.0)
         tl.store(offset + rows, tl.where(old == old, old, lse), mask=rows < tokens)
 

@@ -54,7 +54,8 @@ def reference_statistics(
         top, values["argmax"] = logits.max(-1)
     else:
         top = logits.amax(-1)
-    values["max_logit"] = top
+    # Finite, so that some columns whose logits are all -inf have the log-sum-exp -inf, and not NaN.
+    top = values["max_logit"] = top.clamp(min=-3.0e38)
     shifted = logits - top[:, None]
     label_shifted = shifted.gather(-1, labels[:, None]).squeeze(-1)
     mean_shifted = shifted.mean(-1) if "mean_logit" in names or "mean_logp" in names else top

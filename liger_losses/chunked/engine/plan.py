@@ -302,16 +302,20 @@ def _make_plan(
     )
 
 
-def fits_dequantized(size: int, row: int, device: torch.device, workspace: int | None, memory: int | None) -> bool:
+def fits_dequantized(
+    size: int, row: int, tokens: int, device: torch.device, workspace: int | None, memory: int | None
+) -> bool:
     """Whether quantized weights may exist as a whole: as ``size`` bytes, of at most half of the workspace.
 
-    ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them.
+    ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them, as must the tokens'
+    vectors.
     """
+    vectors = tokens * 32 * 4
     bound = default_bound() if workspace is None else workspace
     if bound is None:
         memory = device_memory(device) if memory is None else memory
-        bound = max(default_workspace(row // 4, 4, device), memory // MEMORY_PARTS)
-    return size + max(size, 64 * row) <= bound
+        bound, vectors = max(default_workspace(row // 4, 4, device), memory // MEMORY_PARTS), 0
+    return size + max(size, 64 * row + vectors) <= bound
 
 
 class _Budget(NamedTuple):

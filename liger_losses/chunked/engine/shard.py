@@ -9,6 +9,7 @@ and so on. The gradient of a rank's columns then needs no more than the log-sum-
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,9 +200,11 @@ def merge(
         safe = others <= _LARGEST_SUM
         found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
     if "entropy" in parts:
-        found["entropy"] = (log_share.exp() * (parts["entropy"] - log_share)).sum(0)
+        share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
+        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
     if "log_sum_sq_probs" in parts:
-        found["log_sum_sq_probs"] = (parts["log_sum_sq_probs"] + 2 * log_share).logsumexp(0)
+        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
+        found["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in parts:
         found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
     if "mean_logp" in parts:
@@ -213,7 +216,8 @@ def merge(
     if "argmax" in parts:
         columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
         found["max_logit"] = tops.amax(0)
-        found["argmax"] = torch.where(tops == found["max_logit"], columns, ends[-1]).amin(0)
+        # Not ==, of which NaN logits would make a column that there is not.
+        found["argmax"] = torch.where(tops < found["max_logit"], ends[-1], columns).amin(0)
     if "selected_logps" in parts:
         found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
     return found

@@ -297,7 +297,7 @@ class _Draft:
         self, checked: CheckedInputs, head: Head, query: Query, options: EngineOptions, memory: int | None = None
     ) -> None:
         self.checked, self.head, self.query, self.options, self.memory = checked, head, query, options, memory
-        hidden, labels, _, compute_dtype, vocab_size = checked
+        hidden, labels, shapes, compute_dtype, vocab_size = checked
         device, grad = head.weight.device, torch.is_grad_enabled()
         wide = torch.promote_types(torch.float32, compute_dtype)
         self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
@@ -306,7 +306,8 @@ class _Draft:
         if head.quantized is not None or query.comparison is not None:
             teacher = None if query.comparison is None else query.comparison.teacher
             heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
-            self.dequantized_bytes = dequantized_bytes(heads, operand, options.workspace, memory)
+            most = sum(shape.numel() for shape in shapes)
+            self.dequantized_bytes = dequantized_bytes(heads, most, operand, options.workspace, memory)
         if head.batch_invariant:
             check_invariant(head, backend, query.comparison is not None, self.dequantized_bytes)
         count = head.vocab_size, options.ignore_index, options.compact, backend

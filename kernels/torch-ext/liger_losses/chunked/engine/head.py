@@ -355,11 +355,13 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
     return compute_dtype
 
 
-def dequantized_bytes(heads: Sequence[Head], operand: torch.dtype, workspace: int | None, memory: int | None) -> int:
+def dequantized_bytes(
+    heads: Sequence[Head], tokens: int, operand: torch.dtype, workspace: int | None, memory: int | None
+) -> int:
     """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
     # Of the rank that has the most rows, so that all ranks decide alike.
     rows = [len(head.weight) if head.shard is None else max(head.shard.sizes) for head in heads]
     pairs = zip(heads, rows, strict=True)
     size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
     row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
-    return size if size and fits_dequantized(size, row, heads[0].weight.device, workspace, memory) else 0
+    return size if size and fits_dequantized(size, row, tokens, heads[0].weight.device, workspace, memory) else 0

@@ -468,7 +468,8 @@ class _LinearStatistics(torch.autograd.Function):
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            return None, None, *Stream(call, weight, bias, hidden).gradients(values, gradients, block)
+            stream = Stream(call, weight, bias, hidden, multiplies=block is None)
+            return None, None, *stream.gradients(values, gradients, block)
 
 
 class _LinearTokenLoss(torch.autograd.Function):

@@ -65,7 +65,8 @@ class Stream:
 
         ``upstream`` is d loss / d statistic, ``[N]`` each.
         """
-        grads = Gradients(self.opened)
+        # A kept block has the head that was dequantized.
+        grads = Gradients(self.opened if kept is None or self.call.quantized is None else kept.opened)
         if kept is None and not self.call.query.needs_logits and not self.call.plan.slab:
             self._gradients_by_tiles(values, upstream, grads)
             return grads.results()

@@ -26,6 +26,9 @@ from ...kernels.logit_transform import Epilogue, LogitTransform
 from ...kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from ...kernels.softmax_stats import softmax_statistics
 
+#: Where :func:`log_sum_exps_into` may have a kernel.
+_DEVICES_OF_LSE = ("cuda",)
+
 
 @dataclass(frozen=True)
 class _Model:
@@ -272,9 +275,8 @@ class DivergenceBlock(TwoModels):
             self._compute_statistics(statistics, out, labels, epilogue)
             return
         weight, backend = model.projection.weight, self.call.backend
-        if statistics.keys() == {"lse"} and log_sum_exps_into(
-            statistics["lse"], hidden, weight, out, epilogue, backend=backend
-        ):
+        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
+        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
             return
         linear_exponentials(
             hidden,

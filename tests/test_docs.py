@@ -98,7 +98,8 @@ def pages():
 @pytest.mark.parametrize("path", pages())
 def test_a_pages_code_runs(path, tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
-    run(page_code(blocks_of(path)), path, tmp_path, monkeypatch)
+    module = run(page_code(blocks_of(path)), path, tmp_path, monkeypatch)
+    vars(module).clear()  # what a page registers would keep its patched models for other tests
 
 
 @pytest.mark.parametrize("block", blocks_of(ROOT / "README.md"), ids=lambda block: f"line {block.start}")

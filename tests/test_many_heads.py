@@ -178,7 +178,9 @@ def test_a_head_of_several_targets_is_one_stream(monkeypatch):
     """And the host waits for the device once for all heads."""
     streams, selections = [], []
     stream, select = many_heads.Stream, Tokens.select
-    monkeypatch.setattr(many_heads, "Stream", lambda *given: streams.append(given[0]) or stream(*given))
+    monkeypatch.setattr(
+        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+    )
     monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
     for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
         _, each, labels = targets(wiring)
@@ -287,7 +289,9 @@ def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
     streams, stream = [], many_heads.Stream
     for module in (many_heads, ops):
-        monkeypatch.setattr(module, "Stream", lambda *given: streams.append(given[0]) or stream(*given))
+        monkeypatch.setattr(
+            module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        )
     g = torch.Generator().manual_seed(0)
     counts = [20, 40, 30, 90, 100, 10]
     hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
@@ -502,7 +506,9 @@ def test_a_repeated_head_in_a_compiled_function(monkeypatch):
     """It is one stream there too."""
     streams = []
     stream = many_heads.Stream
-    monkeypatch.setattr(many_heads, "Stream", lambda *given: streams.append(given[0]) or stream(*given))
+    monkeypatch.setattr(
+        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+    )
     loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")
     layer = linear(weight)

@@ -517,6 +517,7 @@ def test_near_misses_of_rotations_are_left(function):
 def test_a_rotation_stays_until_its_last_model_goes():
     from transformers.models.llama import modeling_llama
 
+    gc.collect()  # models that other tests have patched
     original = modeling_llama.apply_rotary_pos_emb
     one, other, third = (model_zoo.build("llama") for _ in range(3))
     patch(one, loss_head=False)

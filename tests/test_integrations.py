@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_losses
-from liger_losses.integrations import llamafactory, loading, megatron, processes, seams, torchtitan, verl
+from liger_losses.integrations import llamafactory, loading, megatron, processes, replacements, torchtitan, verl
 from tests.reference import double, plain_statistics, problem, relative_error
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
@@ -418,14 +418,14 @@ def test_all_preparations_are_sent():
 def test_transformers_is_left_to_the_script(monkeypatch):
     name = "transformers.modeling_utils"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(seams, "_waiting", {})
+    monkeypatch.setattr(replacements, "_waiting", {})
     try:
         processes.Preparation(patch={}).apply()
     finally:
         loading.leave_loaded_models()
         processes.leave_children()
     assert name not in sys.modules
-    assert len(seams._waiting[name]) == 1
+    assert len(replacements._waiting[name]) == 1
 
 
 SPAWNING = """

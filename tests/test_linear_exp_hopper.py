@@ -283,8 +283,7 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
         arguments |= {"BLOCK_N": 128, "BLOCK_V": 8}
         return linear_exp_hopper.Tiles(row_tiles, column_tiles, programs, arguments)
 
-    def statistics(backend, out=None, **options):
-        names = ("lse", "mean_logit", "entropy")
+    def statistics(backend, out=None, names=("lse", "mean_logit", "entropy"), **options):
         options |= {"found": Exponentials.into({name: torch.full((tokens,), float("nan")) for name in names})}
         options |= {"label_logit": logits().gather(1, labels[:, None])[:, 0]}
         return linear_exponentials(hidden, weight, labels, out, epilogue, backend=backend, **options)
@@ -302,14 +301,18 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
     for again in (False, True)[: 2 if row_tiles < 4 else 1]:
         if again:  # too unlikely a label
             weight[labels[1], 0], hidden[1, 0] = -8, 20
-        stored, expected_stored = torch.empty(2, tokens, columns, dtype=torch.bfloat16)
+        stored, alone, expected_stored = torch.empty(3, tokens, columns, dtype=torch.bfloat16)
         expected = statistics("torch", expected_stored)
         outcomes = [statistics("triton", stored), statistics("triton", batch_invariant=True)]
+        outcomes += [statistics("triton", out, names=("lse",)) for out in (None, alone)]  # masks in another order
+        assert outcomes[-1].entropy is None
         assert ((expected.offset - expected.logp - expected.lse).abs().max() > 1) == again
         for found in outcomes:
             for ours, exact in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours, exact, rtol=1e-5, atol=2e-5)
+                if ours is not None:
+                    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(stored, expected_stored, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(alone, expected_stored, rtol=1e-2, atol=1e-5)
 
 
 def test_parts_of_an_h200_have_one_row_tile_of_each_group():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.replacements import Replacement, Replacements
 from liger_losses.integrations.token_statistics import token_statistics
 
 #: The older names are deprecated since torch 2.13.
@@ -69,10 +69,10 @@ def hidden_states_to_logprobs(
 
 
 _MODULE = "nemo_rl.distributed.model_utils"
-_SEAMS = Seams(
+_REPLACEMENTS = Replacements(
     "NeMo-RL",
     "7ea279a of August 2026",
-    Seam(
+    Replacement(
         _MODULE,
         "ChunkedDistributedHiddenStatesToLogprobs.apply",
         lambda original, module: staticmethod(hidden_states_to_logprobs),
@@ -82,9 +82,9 @@ _SEAMS = Seams(
 
 def install() -> None:
     """Replace NeMo-RL's fused log-probabilities, now or when it imports them; a second call has no effect."""
-    _SEAMS.install()
+    _REPLACEMENTS.install()
 
 
 def uninstall() -> None:
     """Put NeMo-RL's own back."""
-    _SEAMS.uninstall()
+    _REPLACEMENTS.uninstall()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.replacements import Replacement, Replacements
 from liger_losses.integrations.token_statistics import logps_and_entropy
 
 
@@ -39,19 +39,19 @@ def fused_output_linear(
 
 
 _HEADS = "prime_rl.trainer.models.layers.lm_head"
-_SEAMS = Seams(
+_REPLACEMENTS = Replacements(
     "prime-rl",
     "559b447 of August 2026",
-    Seam(_HEADS, "FusedOutputLinear.forward", lambda original, module: fused_output_linear),
-    Seam(f"{_HEADS}_gemma", "GemmaFusedOutputLinear.forward", lambda original, module: fused_output_linear),
+    Replacement(_HEADS, "FusedOutputLinear.forward", lambda original, module: fused_output_linear),
+    Replacement(f"{_HEADS}_gemma", "GemmaFusedOutputLinear.forward", lambda original, module: fused_output_linear),
 )
 
 
 def install() -> None:
     """Replace prime-rl's fused heads, now or when it imports them; a second call has no effect."""
-    _SEAMS.install()
+    _REPLACEMENTS.install()
 
 
 def uninstall() -> None:
     """Put prime-rl's own heads back."""
-    _SEAMS.uninstall()
+    _REPLACEMENTS.uninstall()

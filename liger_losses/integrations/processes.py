@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.integrations.loading import patch_loaded_models
-from liger_losses.integrations.seams import when_imported
+from liger_losses.integrations.replacements import when_imported
 
 
 @dataclass(frozen=True)

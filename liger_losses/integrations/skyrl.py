@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.replacements import Replacement, Replacements
 from liger_losses.integrations.token_statistics import token_statistics
 
 #: The temperature of the call that this thread is in.
@@ -80,21 +80,21 @@ def _with_temperature(original: Callable[..., Any], module: Any) -> Callable[...
 
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-_SEAMS = Seams(
+_REPLACEMENTS = Replacements(
     "SkyRL",
     "a956457 of August 2026",
-    Seam(_MODULE, "_fused_lm_head_logprob_apply", lambda original, module: fused_lm_head_logprob),
-    Seam(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original, module: fused_entropy),
-    Seam(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature),
-    Seam(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature),
+    Replacement(_MODULE, "_fused_lm_head_logprob_apply", lambda original, module: fused_lm_head_logprob),
+    Replacement(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original, module: fused_entropy),
+    Replacement(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature),
+    Replacement(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature),
 )
 
 
 def install() -> None:
     """Replace SkyRL's fused head, now or when it imports it; a second call has no effect."""
-    _SEAMS.install()
+    _REPLACEMENTS.install()
 
 
 def uninstall() -> None:
     """Put SkyRL's own head back."""
-    _SEAMS.uninstall()
+    _REPLACEMENTS.uninstall()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.integrations import verl_distillation
-from liger_losses.integrations.seams import with_the_same
+from liger_losses.integrations.replacements import with_the_same
 from liger_losses.integrations.verl_distillation import answer
 
 _NAME = "linear_cross_entropy"
@@ -72,7 +72,7 @@ def install() -> None:
     if head is None or original is None:
         missing = f"{_TORCH_HEAD}.FusedLinearForPPO" if head is None else f"{_TRITON_HEAD}.{_NAME}"
         raise RuntimeError(f"this version of verl has no {missing}, which liger_losses replaces (tested with 0.9.1).")
-    verl_distillation.SEAMS.install()
+    verl_distillation.REPLACEMENTS.install()
     _replace(head, "forward", fused_linear_for_ppo)
     for module in with_the_same(_TRITON_HEAD, _NAME, original):
         _replace(module, _NAME, linear_cross_entropy)
@@ -80,7 +80,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put verl's own heads and distillation losses back."""
-    verl_distillation.SEAMS.uninstall()
+    verl_distillation.REPLACEMENTS.uninstall()
     while _replaced:
         owner, name, value = _replaced.pop()
         setattr(owner, name, value)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.replacements import Replacement, Replacements
 from liger_losses.integrations.token_statistics import logps_and_entropy, token_statistics
 
 _FSDP, _FSDP_ENGINE = "verl.trainer.distillation.fsdp.losses", "verl.workers.engine.fsdp.transformer_impl"
@@ -242,14 +242,14 @@ def _logps_with_loss(original: Callable[..., Any], module: Any) -> Callable[...,
     return postprocess_thd_engine
 
 
-SEAMS = Seams(
+REPLACEMENTS = Replacements(
     "verl",
     "0.9.1",
-    Seam(_FSDP, "compute_forward_kl_topk", _loss_of_columns),
-    Seam(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", _inputs_with_teacher),
-    Seam(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", _outputs_with_loss),
-    Seam(_MEGATRON, "compute_forward_kl_topk", _loss_of_columns),
-    Seam(_MEGATRON_ENGINE, "MegatronEngineWithLMHead.forward_step", _step_with_loss),
-    Seam(_MEGATRON_HEAD, "preprocess_thd_engine", _labels_with_teacher),
-    Seam(_MEGATRON_HEAD, "postprocess_thd_engine", _logps_with_loss),
+    Replacement(_FSDP, "compute_forward_kl_topk", _loss_of_columns),
+    Replacement(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", _inputs_with_teacher),
+    Replacement(_FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", _outputs_with_loss),
+    Replacement(_MEGATRON, "compute_forward_kl_topk", _loss_of_columns),
+    Replacement(_MEGATRON_ENGINE, "MegatronEngineWithLMHead.forward_step", _step_with_loss),
+    Replacement(_MEGATRON_HEAD, "preprocess_thd_engine", _labels_with_teacher),
+    Replacement(_MEGATRON_HEAD, "postprocess_thd_engine", _logps_with_loss),
 )

@@ -1,9 +1,7 @@
 """Differentiable operations on the output of ``lm_head``, and no loss among them:
 
-- :func:`linear_statistics`, :func:`linear_logps`, :func:`linear_divergence`: per-token numbers, for losses that couple
-  tokens;
-- :func:`linear_token_loss`, :func:`linear_divergence_loss`: a sum over tokens of a function of each token's own
-  statistics, in one pass.
+- :func:`linear_statistics`, :func:`linear_logps`, :func:`linear_divergence`: per-token numbers, where tokens are coupled;
+- :func:`linear_token_loss`, :func:`linear_divergence_loss`: a sum of a function of each token's own, in one pass.
 
 The first two and :func:`linear_token_loss` take lists of hidden states, heads and labels too (``many_heads.py``).
 
@@ -162,9 +160,10 @@ def linear_logps(
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
     transform = LogitTransform(temperature, logit_scale, softcap)
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
+    several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
     if not isinstance(shift, bool):
-        check_shift(shift)
-    if isinstance(hidden_states, LISTS) or isinstance(weight, LISTS):
+        check_shift(shift, several)
+    if several:
         if support is not None:
             raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)

@@ -305,7 +305,7 @@ def _make_plan(
 def fits_dequantized(
     size: int, row: int, tokens: int, device: torch.device, workspace: int | None, memory: int | None
 ) -> bool:
-    """Whether quantized weights may exist as a whole: as ``size`` bytes, of at most half of the workspace.
+    """Whether quantized weights may be dequantized as a whole: ``size`` bytes, at most half of the workspace.
 
     ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them, as must the tokens'
     vectors.

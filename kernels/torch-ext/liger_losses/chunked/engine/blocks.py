@@ -180,7 +180,7 @@ class Part(NamedTuple):
 
 
 def _of_part(labels: Tensor, part: Part) -> Tensor:
-    """The part's labels, of those of all active tokens."""
+    """The labels of the part's tokens; no view is made where the part has all active tokens."""
     return labels if part.rows.stop - part.rows.start == labels.shape[0] else labels[part.rows]
 
 

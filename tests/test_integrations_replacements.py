@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from liger_losses.integrations import nemo_rl, prime_rl, skyrl, verl_distillation
-from liger_losses.integrations.seams import Seam, Seams
+from liger_losses.integrations.replacements import Replacement, Replacements
 from tests.reference import double, plain_statistics, problem, relative_error
 
 PRIME = """
@@ -123,16 +123,16 @@ def test_names_are_replaced_when_they_are_imported(framework):
         }
     )
     early, user = importlib.import_module("fw.early"), importlib.import_module("fw.user")
-    seams = Seams(
+    replacements = Replacements(
         "fw",
         "1.0",
-        Seam("fw.early", "head", lambda original, module: lambda: f"our {original()} of {module.__name__}"),
-        Seam("fw.late", "Layer.forward", lambda original, module: lambda self: f"our {original(self)}"),
-        Seam("fw.other", "head", lambda original, module: original),
-        Seam("fw.never", "head", lambda original, module: original),
+        Replacement("fw.early", "head", lambda original, module: lambda: f"our {original()} of {module.__name__}"),
+        Replacement("fw.late", "Layer.forward", lambda original, module: lambda self: f"our {original(self)}"),
+        Replacement("fw.other", "head", lambda original, module: original),
+        Replacement("fw.never", "head", lambda original, module: original),
     )
-    seams.install()
-    seams.install()
+    replacements.install()
+    replacements.install()
     assert early.head() == user.head() == "our early of fw.early"
     user_since = importlib.import_module("fw.user_since")
     assert user_since.head is early.head
@@ -142,7 +142,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
     assert type(late.__spec__.loader) is type(late.__loader__) is type(early.__loader__)
     with pytest.warns(UserWarning, match=r"fw runs with its own code.*fw\.other has no head \(tested with 1\.0\)"):
         importlib.import_module("fw.other")
-    seams.uninstall()
+    replacements.uninstall()
     assert early.head() == user.head() == user_since.head() == "early"
     assert late.Layer().forward() == "late"
     framework(**{"fw.never": "pass"})
@@ -153,15 +153,15 @@ def test_names_are_replaced_when_they_are_imported(framework):
 
 def test_a_module_that_is_looked_for_has_its_own_loader(framework):
     framework(**{"fw.late": "head = 1"})
-    seams = Seams("fw", "1.0", Seam("fw.late", "head", lambda original, module: original + 1))
-    seams.install()
+    replacements = Replacements("fw", "1.0", Replacement("fw.late", "head", lambda original, module: original + 1))
+    replacements.install()
     try:
         loader = importlib.util.find_spec("fw.late").loader  # as runpy and importlib.resources do
         assert loader.get_source("fw.late") == "head = 1"
         assert loader.is_package("fw.late") is False
         assert importlib.import_module("fw.late").head == 2
     finally:
-        seams.uninstall()
+        replacements.uninstall()
 
 
 def test_names_of_a_module_that_is_being_imported(framework):
@@ -169,22 +169,24 @@ def test_names_of_a_module_that_is_being_imported(framework):
     framework(
         **{
             "fw.slow": "import time\ntime.sleep(0.1)\nhead = 1",
-            "fw.circular": "import sys\nsys.modules['fw_seams'].install()\nhead = 1",
+            "fw.circular": "import sys\nsys.modules['fw_replacements'].install()\nhead = 1",
         }
     )
-    seams = Seams("fw", "1.0", Seam("fw.slow", "head", lambda original, module: original + 1))
+    replacements = Replacements("fw", "1.0", Replacement("fw.slow", "head", lambda original, module: original + 1))
     thread = threading.Thread(target=importlib.import_module, args=("fw.slow",))
     thread.start()
     while "fw.slow" not in sys.modules:
         time.sleep(0.001)
-    seams.install()
+    replacements.install()
     thread.join()
     assert sys.modules["fw.slow"].head == 2
-    seams.uninstall()
-    sys.modules["fw_seams"] = seams = Seams("fw", "1.0", Seam("fw.circular", "head", lambda original, module: 2))
+    replacements.uninstall()
+    sys.modules["fw_replacements"] = replacements = Replacements(
+        "fw", "1.0", Replacement("fw.circular", "head", lambda original, module: 2)
+    )
     with pytest.warns(UserWarning, match=r"replaces nothing in fw\.circular, whose import has led here"):
         assert importlib.import_module("fw.circular").head == 1
-    seams.uninstall()
+    replacements.uninstall()
 
 
 def test_other_objects_among_the_modules_are_left(framework):
@@ -196,10 +198,10 @@ def test_other_objects_among_the_modules_are_left(framework):
     early = importlib.import_module("fw.early")
     sys.modules["fw.odd"] = Odd()
     sys.modules["fw.nothing"] = None
-    seams = Seams("fw", "1.0", Seam("fw.early", "head", lambda original, module: lambda: 2))
-    seams.install()
+    replacements = Replacements("fw", "1.0", Replacement("fw.early", "head", lambda original, module: lambda: 2))
+    replacements.install()
     assert early.head() == 2
-    seams.uninstall()
+    replacements.uninstall()
     assert early.head() == 1
 
 
@@ -356,7 +358,7 @@ def distilled(engine, hidden, weight, labels, batch, loss):
 def verl_engine(framework, installed):
     losses, engine = verl_distillation._FSDP, verl_distillation._FSDP_ENGINE
     framework(**{losses: LOSSES, engine: ENGINE})
-    installed(verl_distillation.SEAMS)
+    installed(verl_distillation.REPLACEMENTS)
     return importlib.import_module(engine).FSDPEngineWithLMHead(), importlib.import_module(losses)
 
 
@@ -419,7 +421,7 @@ def test_distillation_of_verls_megatron_engine(framework, installed):
             names._MEGATRON_ENGINE: MEGATRON_ENGINE,
         }
     )
-    installed(verl_distillation.SEAMS)
+    installed(verl_distillation.REPLACEMENTS)
     from liger_losses.integrations.verl import linear_cross_entropy
 
     losses = importlib.import_module(names._MEGATRON)

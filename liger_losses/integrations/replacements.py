@@ -17,7 +17,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Seam:
+class Replacement:
     """One name of a framework that is replaced.
 
     Args:
@@ -31,7 +31,7 @@ class Seam:
     make: Callable[[Any, ModuleType], Any]
 
 
-class Seams:
+class Replacements:
     """Names of a framework that are replaced together: now where a module is imported already, else when it is.
 
     A module that lacks one of its names is left as it is, with a warning.
@@ -39,14 +39,14 @@ class Seams:
     Args:
         framework: its name, for warnings.
         tested: its version or commit that this was written for.
-        seams: what to replace.
+        replacements: what to replace.
     """
 
-    def __init__(self, framework: str, tested: str, *seams: Seam) -> None:
+    def __init__(self, framework: str, tested: str, *replacements: Replacement) -> None:
         self.framework, self.tested = framework, tested
-        self._by_module: dict[str, list[Seam]] = {}
-        for seam in seams:
-            self._by_module.setdefault(seam.module, []).append(seam)
+        self._by_module: dict[str, list[Replacement]] = {}
+        for replacement in replacements:
+            self._by_module.setdefault(replacement.module, []).append(replacement)
         #: What was replaced, in this order: the object, the attribute, what was there.
         self._replaced: list[tuple[Any, str, Any]] = []
         self._installed = False
@@ -73,21 +73,23 @@ class Seams:
                     setattr(other, name, value)
 
     def _replace(self, module: ModuleType) -> None:
-        seams = self._by_module[module.__name__]
-        found = [_find(module, seam.name) for seam in seams]
+        replacements = self._by_module[module.__name__]
+        found = [_find(module, replacement.name) for replacement in replacements]
         if None in found:
-            missing = ", ".join(seam.name for seam, place in zip(seams, found, strict=True) if place is None)
+            missing = ", ".join(
+                replacement.name for replacement, place in zip(replacements, found, strict=True) if place is None
+            )
             warnings.warn(
                 f"{self.framework} runs with its own code, not with liger_losses: this version's {module.__name__} has "
                 f"no {missing} (tested with {self.tested}).",
                 stacklevel=2,
             )
             return
-        for seam, place in zip(seams, found, strict=True):
+        for replacement, place in zip(replacements, found, strict=True):
             assert place is not None
             owner, name = place
             value = getattr(owner, name)
-            made = seam.make(value, module)
+            made = replacement.make(value, module)
             self._set(owner, name, made)
             if owner is module and getattr(value, "__module__", None) == module.__name__:
                 # Other modules of the framework may have imported by name what this one defines.

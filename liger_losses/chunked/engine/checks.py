@@ -82,7 +82,7 @@ def check_shift(shift: Any, several: bool = True) -> None:
     """Raise TypeError or ValueError unless this is a number of positions, or with ``several`` a list of them."""
     if isinstance(shift, (list, tuple)) and not several:
         raise TypeError(
-            f"shift={shift!r} goes with lists of hidden states or of heads: for one of each, give a number of positions."
+            f"shift={shift!r} goes with lists of hidden states or heads: for one of each, give a number of positions."
         )
     for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
         if not isinstance(positions, int):

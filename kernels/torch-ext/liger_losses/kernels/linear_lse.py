@@ -224,8 +224,8 @@ def _hopper_projections_kernel(
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Warps as in :func:`~liger_losses.kernels.linear_exp_hopper.hopper_exponentials_kernel`: one loads the tiles of both
-    matrices, and two groups multiply them in turn."""
+    """Warps as in :func:`~liger_losses.kernels.linear_exp_hopper.hopper_exponentials_kernel`: one loads both
+    matrices' tiles, and two groups multiply them in turn."""
     hidden_buffers = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_H], hidden.layout)
     weight_buffers = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_H], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

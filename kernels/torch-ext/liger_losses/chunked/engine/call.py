@@ -172,8 +172,8 @@ class Call:
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
-    Of weight ``[V', H]`` and bias ``[V']`` (this rank's, if ranks share a vocabulary), V rows are used: fewer than V' for
-    a divergence alone from a teacher of fewer. Without ``multiplies``, no quantized weight is dequantized.
+    Of weight ``[V', H]`` and bias ``[V']`` (this rank's, if ranks share a vocabulary), V rows are used: fewer than V'
+    for a divergence alone from a teacher of fewer. Without ``multiplies``, no quantized weight is dequantized.
     """
 
     def __init__(

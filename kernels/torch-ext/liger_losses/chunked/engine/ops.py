@@ -1,6 +1,6 @@
 """Differentiable operations on the output of ``lm_head``, and no loss among them:
 
-- :func:`linear_statistics`, :func:`linear_logps`, :func:`linear_divergence`: per-token numbers, where tokens are coupled;
+- :func:`linear_statistics`, :func:`linear_logps`, :func:`linear_divergence`: numbers per token, if tokens are coupled;
 - :func:`linear_token_loss`, :func:`linear_divergence_loss`: a sum of a function of each token's own, in one pass.
 
 The first two and :func:`linear_token_loss` take lists of hidden states, heads and labels too (``many_heads.py``).

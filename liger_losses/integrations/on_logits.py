@@ -110,9 +110,16 @@ def grpo_loss(
     active = torch.ones_like(completion_ids, dtype=torch.bool) if mask is None else mask != 0
     labels = completion_ids.masked_fill(~active, -100)
     logps = logit_statistics(logits, labels, transform=LogitTransform(temperature))["logp"]
-    others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": None, "is_ratio": is_ratio}
     o = objectives.PolicyOptions(**options)
-    inputs = objectives.PolicyInputs(o, active, advantages, others, num_items_in_batch)
+    inputs = objectives.PolicyInputs(
+        o,
+        active,
+        advantages,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        is_ratio=is_ratio,
+        num_items_in_batch=num_items_in_batch,
+    )
     kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps.detach())
     clipped, ratio = objectives.clipped_tokens(logps.detach(), inputs)
     kl = torch.where(active, kl * ratio if o.use_bias_correction_kl else kl, 0.0)

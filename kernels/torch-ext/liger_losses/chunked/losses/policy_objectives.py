@@ -420,6 +420,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
         entropy, mask: ``[B, T]``; the mask is bool.
         share: in (0, 1].
         copies: how many processes have the same tokens, as those that share a vocabulary do.
+
+    Returns:
+        ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
     if state.shapes_only:
         return mask

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.patching.lazy_head import is_lazy_layer
+from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
 from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent, PatchPoint, Replacement, Target
 

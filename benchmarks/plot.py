@@ -86,7 +86,8 @@ def draw_for_readme(benchmark: dict[str, Any], device: str, file: Path) -> None:
         panel.set_xlabel("tokens in the sequence")
         panel.grid(alpha=0.3)
     peak.legend(loc="upper left")
-    figure.suptitle(f"Training steps of {benchmark['title']}; one {device}", fontsize=10)
+    title = benchmark["title"].replace("checkpointed", "gradient checkpointing")
+    figure.suptitle(f"Training steps of {title}; one {device}", fontsize=10)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 

@@ -78,7 +78,7 @@ def trl_patch_points() -> Iterator[str]:
     try:
         importlib.import_module("trl")
     except ImportError as error:
-        yield f'not usable ({error}); pip install "liger-losses[trl]"'
+        yield f'not usable ({error}); pip install "trl>={TESTED[0]}"'
         return
     targets = [(point, point.find()) for point in PATCH_POINTS]
     found = [point.feature for point, target in targets if target.replacement is not None]
@@ -156,10 +156,10 @@ def trl_advice(lines: Sequence[str]) -> str:
     """What to do about TRL, given the lines of :func:`trl_patch_points`."""
     if lines[-1].endswith("will work"):
         return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
-    if len(lines) == 1:
-        return 'For trainers of TRL, pip install "liger-losses[trl]"; without it, use losses and patch().'
     from liger_losses.trl.patch_points import TESTED
 
+    if len(lines) == 1:
+        return f'For trainers of TRL, pip install "trl>={TESTED[0]}"; without it, use losses and patch().'
     return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see("trl")
 
 

@@ -111,7 +111,7 @@ def test_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     (line,) = doctor.trl_patch_points()
     assert "not usable" in line
-    assert 'pip install "liger-losses[trl]"' in doctor.trl_advice([line])
+    assert 'pip install "trl>=1.16"' in doctor.trl_advice([line])
 
 
 def test_the_environment_decides(monkeypatch):

@@ -76,7 +76,7 @@ def modules_of(blocks):
 
 def run(code, path, folder, monkeypatch):
     """Run code in a folder of its own, from a file, as Triton reads the source of its kernels."""
-    name = f"docs_{path.stem}".lower()
+    name = f"docs_{path.stem}_{len(code) - len(code.lstrip())}".lower()
     file = folder / f"{name}.py"
     file.write_text(code)
     monkeypatch.chdir(folder)

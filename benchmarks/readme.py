@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("--process", choices=PROCESSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
-        rows = heads(options.tiny) if options.process == "heads" else steps(options.process, options.large, options.tiny)
+        on_heads = options.process == "heads"
+        rows = heads(options.tiny) if on_heads else steps(options.process, options.large, options.tiny)
         options.out.write_text(json.dumps(rows))
         return
     rows = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []

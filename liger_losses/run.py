@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
     if given.trl and importlib.util.find_spec("trl") is None:
-        parser.error('--trl needs TRL: pip install "liger-losses[trl]"')
+        parser.error('--trl needs TRL: pip install "trl>=1.16"')
     install = ("liger",) * given.liger + tuple(given.install)
     patch = None if given.no_patch else {"residuals": given.residuals}
     Preparation(install, given.trl, patch).apply()

@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
 import torch
+
+pytest.register_assert_rewrite("tests", "benchmarks.coverage")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -151,7 +151,7 @@ def trained(folder, setup=lambda: None, **options):
     import datasets
     import trl
 
-    from tests.trl.test_trainers import settings
+    from tests.trl.trainers import settings
 
     model, tokenizer, text = tiny_model()
     rows = [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.trl.test_trainers import check_training, datasets, reward, settings, trl
+from tests.trl.trainers import check_training, datasets, reward, settings, trl
 
 IMAGE, SIDE, PATCH = "<image>", 8, 4
 

@@ -127,7 +127,7 @@ def train_trainers(rank, directory):
     from accelerate.state import DistributedType, PartialState
     from transformers import PreTrainedModel, Trainer
 
-    from tests.trl import test_trainers as test_trl
+    from tests.trl import trainers
 
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -152,11 +152,11 @@ def train_trainers(rank, directory):
         patch.setattr(PreTrainedModel, "save_pretrained", save_for_all)
         patch.setattr(Trainer, "train", train_and_check)
         for name in TRAINERS:
-            build, options = test_trl.CASES[name]
+            build, options = trainers.CASES[name]
             for kind in ("plain", "ours"):
                 (directory / name / kind).mkdir(parents=True, exist_ok=True)
             try:
-                test_trl.check_training(build, directory / name, deepspeed=config, use_cpu=False, **options)
+                trainers.check_training(build, directory / name, deepspeed=config, use_cpu=False, **options)
             except (Exception, pytest.fail.Exception) as error:
                 raise RuntimeError(f"the trainer {name!r} fails") from error
 

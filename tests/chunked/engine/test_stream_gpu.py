@@ -1,23 +1,15 @@
 """The engine on a GPU: exact in every dtype by every strategy, deterministic, and within its workspace."""
 
-import itertools
 import warnings
 
 import pytest
 import torch
 
 from liger_losses import (
-    DistillationLoss,
     EngineOptions,
-    LigerFusedLinearBCOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
     LogitTransform,
-    Teacher,
     linear_logps,
     linear_statistics,
     linear_token_loss,
@@ -311,134 +303,11 @@ def test_one_synchronisation_and_none_in_backward():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.filterwarnings("ignore:.*needs the values")
-def test_lazy_logits_wait_for_nothing_and_are_those_of_their_forward():
-    from liger_losses.patching.lazy import lazy_linear, true_values
-
-    hidden, weight = (torch.randn(n, 256, device="cuda").bfloat16() for n in (512, 5000))
-    weight.requires_grad_()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        logits = lazy_linear(hidden, weight)
-        rows = logits[1:].float()
-        largest = logits.argmax(-1)  # nothing has happened since the forward
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    plain = torch.nn.functional.linear(hidden, weight)
-    assert torch.equal(largest, plain.argmax(-1))
-    assert torch.equal(logits.max(-1).indices, largest)
-    loss = torch.nn.functional.cross_entropy(rows, largest[1:])
-    loss.backward()
-    torch.optim.SGD([weight], lr=10.0).step()
-    assert not torch.equal(weight @ hidden.T, plain.T)
-    assert torch.equal(logits.argmax(-1), largest)
-    assert torch.equal(true_values(logits), plain)
-    logits = lazy_linear(hidden, weight)
-    logits.logsumexp(-1)
-    weight.data.mul_(1.5)
-    with pytest.raises(RuntimeError, match="has changed since the forward"):
-        logits.argmax(-1)
-
-
 def on(device, value):
     if isinstance(value, torch.Tensor):
         moved = value.detach().to(device)
         return moved.requires_grad_(value.requires_grad)
     return value
-
-
-@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired", "bco"])
-def test_unpaired_losses_equal_those_on_a_cpu(loss_type):
-    from tests.chunked.losses.test_unpaired import problem as unpaired
-
-    results = []
-    for device in ("cpu", "cuda"):
-        tensors = [on(device, t) for t in unpaired(dtype=torch.float32)]
-        hidden, weight, labels, ref_hidden, ref_weight, desirable = tensors
-        options = {"use_ref_model": True, **({} if loss_type == "bco" else {"loss_type": loss_type})}
-        module = (LigerFusedLinearBCOLoss if loss_type == "bco" else LigerFusedLinearKTOLoss)(**options)
-        divergence = {"kl": torch.tensor(0.3, device=device)} if loss_type == "kto" else {}
-        loss, _ = module(hidden, weight, labels, None, desirable, ref_hidden, ref_weight, None, **divergence)
-        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight)))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
-def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
-    from tests.chunked.losses.test_policy import problem as policy
-
-    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
-        pytest.skip("not defined")
-    results = []
-    for device in ("cpu", "cuda"):
-        hidden, weight, bias, ids, mask, advantages, logps, noise = (on(device, t) for t in policy())
-        module = LigerFusedLinearGRPOLoss(
-            loss_type=loss_type, importance_sampling_level=level, beta=0.1, use_ref_model=True, max_completion_length=7
-        )
-        old, reference = logps + 0.1 * noise, logps + 0.2 * noise.flip(0)
-        loss, _ = module(
-            hidden, weight, ids, mask, advantages, bias, ref_per_token_logps=reference, old_per_token_logps=old
-        )
-        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight, bias)))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["forward KL", "reverse KL", "JSD", "cosine", "total variation"])
-def test_distillation(name, bias, dtype):
-    """Two heads with odd vocabularies, and a hard loss at another temperature, in several blocks."""
-    from tests.chunked.losses import test_distillation as cpu
-
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*size, scale=1.0):
-        return torch.randn(*size, device="cuda", generator=generator).mul_(scale).to(dtype)
-
-    labels = torch.randint(1001, (3, 333), device="cuda", generator=generator)
-    labels[:, :50] = -100
-    hidden, weight, own = normal(3, 333, 96), normal(1031, 96, scale=0.1), normal(1031)
-    teacher = [normal(3, 333, 128), normal(1001, 128, scale=0.1), normal(1001) if bias else None]
-    leaves = [t.requires_grad_() for t in ((hidden, weight, own) if bias else (hidden, weight))]
-    given = (hidden, weight, own if bias else None, labels, *teacher)
-    exact_in = [
-        t if t is None or t.dtype == torch.int64 else t.detach().double().requires_grad_(t.requires_grad) for t in given
-    ]
-    exact = cpu.plain(name, *exact_in, 0.3, 0.7, 2.0)
-    rough = cpu.plain(name, *given, 0.3, 0.7, 2.0)
-    exact_grads = torch.autograd.grad(exact, exact_in[: len(leaves)])
-    rough_grads = torch.autograd.grad(rough, leaves)
-    for options in ({}, {"workspace": 6 * MiB}, {"workspace": 2 * MiB}):  # the last one in tiles, without a bias
-        loss = DistillationLoss(cpu.divergence(name), 0.3, 0.7, temperature=2.0, **options)
-        value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=given[2])
-        assert abs(value - exact) <= max(2 * abs(rough - exact), 1e-6 * abs(exact))
-        grads = torch.autograd.grad(value, leaves)
-        for ours, plain, right in zip(grads, rough_grads, exact_grads, strict=True):
-            assert_as_exact_as_plain(ours, plain, right, floor=1e-5 if dtype == torch.float32 else None)
-
-
-def test_distillation_stays_under_its_workspace_and_repeats_itself():
-    hidden = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = torch.randn(50257, 256, device="cuda", dtype=torch.bfloat16).mul_(0.1).requires_grad_()
-    teacher = Teacher(hidden.detach().roll(1, 0), weight.detach().roll(1, 0))
-    labels = torch.randint(50257, (4096,), device="cuda")
-    LigerFusedLinearJSDLoss()(weight, hidden, labels, teacher)  # cuBLAS allocates its own workspaces at the first call
-    # The smaller ones in tiles of the vocabulary, whose sums are cut by the processors alone.
-    for workspace, kind in itertools.product(
-        (24 * MiB, 64 * MiB, 300 * MiB, None), (LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss)
-    ):
-        loss, results = kind(0.0, 1.0, workspace=workspace), []
-        for _ in range(2):
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            value, _ = loss(weight, hidden, labels, teacher)
-            extra = torch.cuda.max_memory_allocated() - before - 2 * (weight.numel() + hidden.numel())
-            assert workspace is None or extra <= workspace, f"{extra / MiB:.0f} MiB"
-            results.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

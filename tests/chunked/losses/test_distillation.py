@@ -18,7 +18,6 @@ from liger_losses import (
     LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
-    LogitTransform,
     Teacher,
     TeacherLogits,
     TeacherTopK,
@@ -26,11 +25,6 @@ from liger_losses import (
     linear_divergence_loss,
 )
 from liger_losses.chunked.losses.distillation import JSD_CONVENTIONS
-from liger_losses.chunked.losses.minillm import minillm_returns
-from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
-from liger_losses.kernels.divergence_forms import series_of
-from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 
 BACKENDS = ("torch", "triton")
@@ -98,123 +92,6 @@ def divergence(name):
 
 
 NAMES = ["cosine", *DIVERGENCES]
-
-
-# --- The kernel -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("distance", [3.0, 1e-1, 1e-3])
-@pytest.mark.parametrize("name", NAMES)
-def test_divergence_and_gradient_of_logits(name, distance, backend):
-    """fp32 logits are enough however close the student is; with their rounding to bf16 nothing would be left."""
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    g = torch.Generator().manual_seed(0)
-    teacher = torch.randn(5, 1031, generator=g, dtype=torch.float64) * 2
-    student = (teacher + distance * torch.randn(5, 1031, generator=g, dtype=torch.float64)).float().double()
-    teacher = teacher.float().double()
-    student.requires_grad_()
-    exact = formula(name, student / 2, teacher / 2)
-    weights = torch.rand(5, generator=g)
-    (expected,) = torch.autograd.grad((exact * weights).sum(), student)
-    transform = LogitTransform(2.0)
-    sides = []
-    for logits in (student, teacher):
-        projected = logits.detach().float().to(device)
-        sides.append(Logits(projected, (projected / 2).logsumexp(-1), Epilogue(transform)))
-    value, out = torch.empty(5, device=device), torch.empty(5, 1031, device=device)
-    given = Coefficients(weights.to(device))
-    divergence_into(value, *sides, divergence(name), out=out, coefficients=given, scratch=10**5, backend=backend)
-    alone = divergence_into(torch.empty_like(value), *sides, divergence(name), backend=backend)
-    torch.testing.assert_close(alone, value, rtol=1e-5, atol=0)
-    assert (value >= 0).all()
-    # What remains of fp32 logits of this size, whose own rounding is 1e-7 of them.
-    assert relative_error(value.cpu(), exact.detach()) < 1e-6 + 5e-7 / distance
-    if name != "total variation":  # whose gradient jumps where p = q
-        assert relative_error(out.cpu(), expected) < 1e-6 + 2e-6 / distance
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_extreme_logits(name, backend):
-    """Masked columns, one-hot softmaxes and columns without any probability: no NaN."""
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    student = torch.randn(4, 130, generator=torch.Generator().manual_seed(0))
-    teacher = student.flip(1).clone()
-    if name != "cosine":
-        teacher[0, 5] = student[0, 5] = -math.inf
-        student[1, 3] = -3e4
-    student[2, 7], teacher[2, 8] = 400.0, 500.0
-    sides = [Logits(part.to(device), part.to(device).logsumexp(-1)) for part in (student, teacher)]
-    value, out = torch.empty(4, device=device), torch.empty(4, 130, device=device)
-    given = Coefficients(torch.ones(4, device=device))
-    divergence_into(value, *sides, divergence(name), out=out, coefficients=given, backend=backend)
-    assert value.isfinite().all()
-    assert out.isfinite().all()
-    assert (value >= 0).all()
-
-
-def exponential(s=1.0):
-    """The power series of ``exp(s d)``."""
-    return [s**n / math.factorial(n) for n in range(9)]
-
-
-#: (f, h) in powers of d = log p - log q, for q = 1; derived by hand.
-POWER_SERIES = {
-    "forward KL": ([0, 0, *exponential()[2:]], [0, *exponential()[1:]]),
-    "reverse KL": ([0, 0, *((n - 1) / math.factorial(n) for n in range(2, 9))], [0, *exponential()[:8]]),
-    "JSD": (
-        [0, 0, 1 / 8, 1 / 16, 1 / 64, 1 / 384, 1 / 2304, 1 / 11520, 1.0850694444444441e-05],
-        [0, 1 / 4, 3 / 16, 1 / 16, 5 / 384, 1 / 384, 7 / 11520, 1 / 11520, -2.325148809523812e-06],
-    ),
-    "interpolated JSD 0.3": (
-        [0, 0, 0.185, 0.09416666666666665, 0.022391666666666664, 0.0035518333333333313, 0.0007174388888888889]
-        + [0.00014298174603174607, 5.825694444444443e-06],
-        [0, 0.37, 0.2825, 0.08956666666666666, 0.01775916666666666, 0.004304633333333332, 0.0010008722222222218]
-        + [4.6605555555555544e-05, -6.529121031746025e-06],
-    ),
-    "alpha-beta 1.2 0.8": (
-        [0, 0, *((0.4 * x - y) / 0.96 for x, y in zip(exponential(2.0)[2:], exponential(0.8)[2:], strict=True))],
-        [0, *((x - y) / 1.2 for x, y in zip(exponential(2.0)[1:], exponential(0.8)[1:], strict=True))],
-    ),
-    "alpha-beta 0 0.5": (
-        [0, 0, *(0.5**n * (n - 1) / math.factorial(n) / 0.25 for n in range(2, 9))],
-        [0, *exponential(0.5)[:8]],
-    ),
-    "alpha-beta 0.5 0": (
-        [0, 0, *(x / 0.25 for x in exponential(0.5)[2:])],
-        [0, *(x / 0.5 for x in exponential(0.5)[1:])],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POWER_SERIES)
-def test_power_series(name):
-    """The coefficients that are computed from the formulas equal those that were derived by hand."""
-    series = series_of(divergence(name))
-    for found, expected in zip((series.f, series.h), POWER_SERIES[name], strict=True):
-        assert found == pytest.approx(expected, rel=0, abs=1e-13)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_projections_and_their_log_sum_exp(backend):
-    """The kernel that sums exponentials also gives fp32 projections: with bias and transform in the sums alone."""
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 40, generator=g).half().to(device) for n in (130, 300))
-    bias = torch.randn(300, generator=g).half().to(device)
-    labels = torch.randint(300, (130,), generator=g).to(device)
-    transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((130, 304), 7.0, device=device)
-    found = linear_exponentials(
-        hidden, weight, labels, out[:, :300], Epilogue(transform, bias), projections=True, backend=backend
-    )
-    exact = hidden.double() @ weight.double().t()
-    torch.testing.assert_close(out[:, :300].double(), exact, rtol=1e-5, atol=1e-4)
-    assert (out[:, 300:] == 7).all()
-    torch.testing.assert_close(found.lse.double(), transform(exact, bias).logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-
-# --- Losses -----------------------------------------------------------------------------------------------------------
 
 
 def problem(dtype=torch.float64, distance=1.0, vocab=V, teacher_vocab=V, bias=True):
@@ -287,35 +164,6 @@ def test_every_divergence_in_float64(name):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("sizes", [(V, V + 27), (V + 27, V)])
-@pytest.mark.parametrize(("name", "temperature"), [("forward KL", 1.0), ("JSD", 2.0), ("cosine", 1.0)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padded_vocabularies(name, temperature, sizes, backend):
-    """Extra columns carry no probability in the divergence; the hard loss is over all columns of the student."""
-    dtype, close = (torch.float64, (1e-9, 1e-10)) if backend == "torch" else (torch.float32, (1e-4, 1e-5))
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    tensors = problem(dtype, vocab=sizes[0], teacher_vocab=sizes[1])
-    hidden, weight, bias, labels, *teacher = (t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors)
-    assert sizes[0] == V or (labels >= V).any()
-    inputs = (hidden, weight, bias)
-    for options in ({}, {"logit_scale": 0.7, "softcap": 3.0}) if name == "JSD" else ({},):
-        settings = {"temperature": temperature, "backend": backend, **options}
-        for hard in (0.0, 0.5):
-            loss = DistillationLoss(divergence(name), hard, 0.5, **settings)
-            value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
-            logits = F.linear(hidden, weight, bias)
-            student = (
-                (3 * (logits * 0.7 / 3).tanh() if options else logits),
-                torch.eye(sizes[0], dtype=dtype, device=device),
-                None,
-            )
-            expected = plain(name, *student, labels, *teacher, hard, 0.5, temperature)
-            torch.testing.assert_close(value, expected, rtol=close[0], atol=1e-12)
-            grads = torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)
-            for a, b in zip(*grads, strict=True):
-                torch.testing.assert_close(a, b, rtol=max(close[0], 1e-8), atol=close[1])
-
-
 def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
     """The student has more columns than the teacher, and some tokens' labels are among these."""
     hidden, weight, bias, labels, *teacher = problem(vocab=V + 27)
@@ -354,24 +202,6 @@ def test_differentiable_divergences_for_any_loss():
     with torch.no_grad():
         alone = linear_divergence(hidden, weight, labels, Teacher(*teacher), Divergence.reverse_kl(), bias=bias)
         assert not alone.divergence.requires_grad
-
-
-def test_teachers_logits_and_functions():
-    hidden, weight, bias, labels, *teacher = problem()
-    logits = F.linear(*teacher)
-    asked = []
-
-    def function(positions):
-        asked.append(positions)
-        return logits.flatten(0, 1)[positions]
-
-    teachers = (Teacher(*teacher), TeacherLogits(logits), TeacherLogits(function, columns=V))
-    loss = LigerFusedLinearJSDLoss(workspace=100_000)
-    results = [torch.autograd.grad(loss(weight, hidden, labels, t, bias=bias)[0], (hidden, weight)) for t in teachers]
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b)
-    assert torch.equal(torch.cat(asked), (labels != -100).flatten().nonzero()[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -444,50 +274,6 @@ def test_close_teachers_keep_their_digits():
         assert relative_error(ours, expected) < rounding(torch.bfloat16)
 
 
-# --- Sparse teachers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("hard", [0.0, 0.5])
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-@pytest.mark.parametrize("name", list(DIVERGENCES))
-def test_sparse_teachers(name, tail, hard, temperature):
-    hidden, weight, bias, labels, *teacher = problem()
-    logps, indices = (F.linear(*teacher) / temperature).log_softmax(-1).topk(7)
-    given = TeacherTopK(logps, indices, tail=tail)
-    loss = DistillationLoss(divergence(name), hard, 1.0, temperature=temperature, workspace=100_000)
-    value, metrics = loss(weight, hidden, labels, given, bias=bias)
-    logits = F.linear(hidden, weight, bias)
-    log_p, log_q = (logits / temperature).log_softmax(-1).gather(-1, indices), logps
-    if tail == "renormalize":
-        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
-    else:
-        log_p, log_q = (torch.cat([t, (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for t in (log_p, log_q))
-    mask = labels != -100
-    soft = torch.where(mask, DIVERGENCES[name][1](log_p, log_q), 0.0).sum() / mask.sum()
-    ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / mask.sum()
-    torch.testing.assert_close(value, soft + hard * ce, rtol=1e-8, atol=1e-11)
-    torch.testing.assert_close(metrics.soft_loss, soft.detach(), rtol=1e-8, atol=1e-11)
-    inputs = (hidden, weight, bias)
-    expected = torch.autograd.grad(soft + hard * ce, inputs)
-    for a, b in zip(torch.autograd.grad(value, inputs), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
-
-
-def test_all_columns_are_the_dense_teacher():
-    hidden, weight, bias, labels, *teacher = problem(torch.float32)
-    logps, indices = F.linear(*teacher).log_softmax(-1).topk(V)
-    results = []
-    for given in (TeacherTopK(logps, indices), Teacher(*teacher)):
-        loss, _ = LigerFusedLinearKLLoss(0.5, 0.5, compact=False)(weight, hidden, labels, given, bias=bias)
-        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-# --- The named losses, and peers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -551,31 +337,6 @@ def test_equals_trl(beta):
     loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=2.0)
     value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_minillm():
-    hidden, weight, bias, labels, *teacher = problem()
-    mask = labels != -100
-    log_p, log_q = F.linear(hidden, weight, bias).log_softmax(-1), F.linear(*teacher).log_softmax(-1)
-    at = labels.clamp(min=0)[..., None]
-    logp, theirs = (t.gather(-1, at)[..., 0] * mask for t in (log_p, log_q))
-    reward, returns = (theirs - logp).detach(), torch.zeros(B, T, dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            later = [0.9 ** (u - t - 1) * reward[b, u] for u in range(t + 1, T)]
-            count = int(mask[b, t + 1 :].sum())
-            returns[b, t] = sum(later) / max(count, 1)
-    torch.testing.assert_close(minillm_returns(reward, mask, 0.9), returns)
-    old = logp.detach() + 0.1
-    expected = (torch.where(mask, kl(log_p, log_q), 0.0) - math.exp(-0.1) * returns * logp).sum() / mask.sum()
-    value, _ = LigerFusedLinearMiniLLMLoss(gamma=0.9)(weight, hidden, labels, Teacher(*teacher), bias, old_logps=old)
-    torch.testing.assert_close(value, expected)
-    inputs = (hidden, weight, bias)
-    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-
-
-# --- Bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_refused():

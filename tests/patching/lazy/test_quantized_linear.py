@@ -201,7 +201,7 @@ def test_trl_trains_lora_on_a_quantized_head(trainer, tmp_path):
     pytest.importorskip("datasets")
     from liger_losses.trl import enabled
     from tests.project.test_examples import tiny_model
-    from tests.trl import test_trainers as test_trl
+    from tests.trl import trainers
 
     logs = []
     for quantized in (False, True):
@@ -217,10 +217,10 @@ def test_trl_trains_lora_on_a_quantized_head(trainer, tmp_path):
             model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
         with enabled(), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*needs the values")
-            run = getattr(test_trl, trainer)(tmp_path, model, tokenizer, text, adapter=("q_proj", "lm_head"))
-            assert run.train().global_step == test_trl.STEPS
+            run = getattr(trainers, trainer)(tmp_path, model, tokenizer, text, adapter=("q_proj", "lm_head"))
+            assert run.train().global_step == trainers.STEPS
         logs.append([entry for entry in run.state.log_history if "grad_norm" in entry])
-    assert len(logs[0]) == test_trl.STEPS
+    assert len(logs[0]) == trainers.STEPS
     for plain, fused in zip(*logs, strict=True):
         assert fused["loss"] == pytest.approx(plain["loss"], rel=2e-4)
         assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=2e-3)

@@ -47,6 +47,7 @@ def apply_both(module, name, *arguments, trained):
     return found
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("module", "name", "options"),
     [
@@ -69,6 +70,7 @@ def test_functions_of_pairs(module, name, options):
     assert len(ours[1]) == len(theirs[1])
 
 
+@pytest.mark.peers
 def test_functions_of_grpo_jsd_and_kto():
     pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     hidden, weight, labels, _ = problem(n=20, shape=(4, 5))
@@ -93,6 +95,7 @@ def test_functions_of_grpo_jsd_and_kto():
         torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.peers
 def test_calls_of_ms_swift():
     """The keywords with which ms-swift 4.6 builds and calls the losses of its GRPO and GKD trainers."""
     pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
@@ -140,6 +143,7 @@ def test_calls_of_ms_swift():
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.peers
 def test_scaled_cross_entropy_of_tokens():
     pytest.importorskip("liger_kernel.ops", reason="liger-kernel is not installed")
     hidden, weight, labels, _ = problem()
@@ -151,6 +155,7 @@ def test_scaled_cross_entropy_of_tokens():
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.peers
 def test_install_reaches_every_module_and_uninstall_restores_them(installed):
     import liger_kernel.chunked_loss
     import liger_kernel.ops.fused_linear_cross_entropy as defining
@@ -171,6 +176,7 @@ def test_install_reaches_every_module_and_uninstall_restores_them(installed):
     assert "LigerFusedLinearDPOLoss" in liger_kernel.chunked_loss.dpo_loss.LigerFusedLinearDPOLoss.__qualname__
 
 
+@pytest.mark.peers
 def test_fused_linear_cross_entropy_by_each_of_its_names(installed):
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -279,6 +285,7 @@ def test_grpo_of_logits(loss_type):
     assert not per_token[~mask].any()
 
 
+@pytest.mark.peers
 def test_divergences_of_distributions(installed):
     from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 
@@ -295,6 +302,7 @@ def test_divergences_of_distributions(installed):
     torch.testing.assert_close(LigerTVDLoss("mean")(student.exp(), teacher.exp()), terms.mean())
 
 
+@pytest.mark.peers
 def test_trainers_use_liger_kernel_patches_the_model(installed):
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.liger import apply_liger_kernel
@@ -308,6 +316,7 @@ def test_trainers_use_liger_kernel_patches_the_model(installed):
     assert patched_heads(model)
 
 
+@pytest.mark.peers
 def test_apply_to_models_that_are_loaded_later(installed):
     pytest.importorskip("transformers")
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
@@ -354,6 +363,7 @@ def test_without_liger_kernel(monkeypatch):
     assert importlib.util.find_spec("liger_kernel") is None
 
 
+@pytest.mark.peers
 def test_arguments_have_liger_kernels_order():
     """By name, for everything whose arguments are positional in liger-kernel."""
     pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
@@ -387,6 +397,7 @@ def arguments_of_grpo():
     return normal(2, 6, 17), None, None, ids, torch.tensor([1.0, -1.0]), None, *options
 
 
+@pytest.mark.peers
 def test_models_of_liger_kernel_pass_on_options(installed):
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
@@ -398,6 +409,7 @@ def test_models_of_liger_kernel_pass_on_options(installed):
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.peers
 def test_names_that_were_imported_as_others(monkeypatch):
     chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     user = types.ModuleType("user")
@@ -410,6 +422,7 @@ def test_names_that_were_imported_as_others(monkeypatch):
     assert user.Loss is chunked.LigerFusedLinearDPOLoss is theirs
 
 
+@pytest.mark.peers
 def test_teachers_get_no_gradient(installed):
     from liger_kernel.transformers import functional as theirs
 
@@ -428,6 +441,7 @@ def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
     torch.testing.assert_close(loss(logits, labels), F.cross_entropy(logits, labels, ignore_index=0, reduction="sum"))
 
 
+@pytest.mark.peers
 def test_apply_takes_each_families_arguments(installed, monkeypatch):
     pytest.importorskip("transformers")
     import liger_kernel.transformers.monkey_patch as theirs
@@ -448,6 +462,7 @@ def test_apply_takes_each_families_arguments(installed, monkeypatch):
         theirs.apply_liger_kernel_to_pixtral(True, True, True, None, True)
 
 
+@pytest.mark.peers
 def test_apply_leaves_other_types_with_a_longer_name(installed):
     pytest.importorskip("transformers")
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llama4
@@ -465,6 +480,7 @@ def test_apply_leaves_other_types_with_a_longer_name(installed):
     assert not of_llama4(named("llama4"))["rope"]
 
 
+@pytest.mark.peers
 def test_auto_class_takes_liger_kernels_options(installed):
     pytest.importorskip("transformers")
     from liger_kernel.transformers import AutoLigerKernelForCausalLM

@@ -87,6 +87,7 @@ def test_verl_finds_the_entry_point():
         assert importlib.util.find_spec(module), module
 
 
+@pytest.mark.peers
 def test_the_same_as_verls_own_head():
     real = pytest.importorskip(verl._TORCH_HEAD, reason="verl is not installed")
     hidden, weight, labels, _ = problem(n=600, masked=0.0, shape=(2, 300))

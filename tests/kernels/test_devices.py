@@ -60,6 +60,7 @@ def test_device_is_current_at_every_launch(call, autocast, monkeypatch):
     assert not current
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_head_on_another_gpu(call):

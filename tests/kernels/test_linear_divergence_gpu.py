@@ -8,7 +8,7 @@ from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.linear_divergence import Product, is_balanced, linear_divergence_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 DIVERGENCES = {
     "forward KL": Divergence.forward_kl(),
     "reverse KL": Divergence.reverse_kl(),

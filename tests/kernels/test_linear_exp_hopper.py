@@ -13,10 +13,17 @@ from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 
-hopper = pytest.mark.skipif(
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or linear_exp_hopper.gluon is None,
     reason="needs a GPU of compute capability 9.0, and Gluon",
 )
+
+
+def hopper(test):
+    """Marks a test of the kernel, which runs on Hopper alone."""
+    return pytest.mark.gpu(needs_hopper(test))
+
+
 EPILOGUES = {
     "plain": lambda bias, tokens: Epilogue(),
     "bias and temperature": lambda bias, tokens: Epilogue(LogitTransform(0.7, 1.2), bias),

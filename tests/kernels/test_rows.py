@@ -87,14 +87,14 @@ def test_what_triton_cannot_serve_is_refused_when_asked_for():
         rms_norm(normal(1, LONGEST_ROW + 1), None, backend="triton")
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.gpu
 def test_no_silent_fallback_on_a_gpu():
     pytest.importorskip("triton")
     with pytest.warns(RuntimeWarning, match="float64"):
         rms_norm(normal(2, 8).double(), None)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.gpu
 def test_offsets_beyond_32_bits():
     rows, columns = 2**19 + 3, 4096
     x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)

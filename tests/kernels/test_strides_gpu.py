@@ -13,7 +13,7 @@ from liger_losses import (
 )
 from tests.reference import problem
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 #: Hidden states [N, H] from memory of 2 N + 1 by 2 H entries: N is 300, H is 64.

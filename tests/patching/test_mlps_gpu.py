@@ -9,7 +9,7 @@ from liger_losses.kernels.glu import glu_linear
 from liger_losses.modules import SwiGLUMLP
 from liger_losses.patching.patch import patch, unpatch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def made(*sizes, seed=0, dtype=torch.bfloat16):

@@ -386,11 +386,13 @@ def on_four(folder):
     }
 
 
+@pytest.mark.distributed
 def test_split_models_compute_what_they_did(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
     start(tmp_path, on_two, 2)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow  # 40 seconds
 def test_data_parallelism_beside_tensor_parallelism(tmp_path):
     start(tmp_path, on_four, 4)

@@ -484,6 +484,7 @@ def checkpointed(checkpointing, name):
     return checkpointing and name != "ddp"
 
 
+@pytest.mark.distributed
 def test_processes():
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (folder,), nprocs=2)

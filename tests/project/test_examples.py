@@ -313,6 +313,7 @@ def losses_in(printed):
     return [float(loss) for loss in re.findall(r"^(?:loss, )?step +\d+ +(?:loss )? *(\S+)$", printed, re.MULTILINE)]
 
 
+@pytest.mark.distributed
 def test_dpo_with_fsdp2_on_two_processes(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -325,6 +326,7 @@ def test_dpo_with_fsdp2_on_two_processes(tmp_path):
     assert not loading["unexpected_keys"]
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
     files = ("--model", saved_model / "model", "--dataset", saved_model / "pairs.jsonl")
@@ -333,6 +335,7 @@ def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_the_demo_on_two_processes(saved_model):
     """They train with DDP on a CPU, where accelerate has no FSDP."""
@@ -353,6 +356,7 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
     assert config.fsdp_config["fsdp_version"] == 2
 
 
+@pytest.mark.distributed
 def test_tensor_parallelism_on_two_processes():
     pytest.importorskip("transformers", minversion="5.23")
     printed = torchrun("tensor_parallel", "--steps=3")

@@ -65,6 +65,7 @@ def work(rank, rendezvous):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_hybrid_sharding_on_four_processes(tmp_path):
     mp.spawn(work, (tmp_path / "rendezvous",), nprocs=len(ROWS))

@@ -484,6 +484,7 @@ def work(rank, rendezvous):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_training_on_two_processes_is_that_of_one(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
     mp.spawn(work, (tmp_path / "rendezvous",), nprocs=WORLD)

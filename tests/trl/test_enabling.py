@@ -15,6 +15,7 @@ from tests.project.test_examples import tiny_model
 from tests.trl.trainers import CASES, check_training, dpo, gmpo, online, preference, sft, train, trl
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "CPO", "GKD"])
 @pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
 def test_liger_kernel_beside_this_library(name, tmp_path):

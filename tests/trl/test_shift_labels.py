@@ -252,6 +252,7 @@ def work(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_trainers_on_two_processes(tmp_path):
     """In one start of the processes."""
     pytest.importorskip("trl", reason="TRL is not installed")
@@ -288,6 +289,7 @@ def work_with_deepspeed(rank, folder, port, train):
     torch.save(found, folder / f"{train.__name__} {rank}.pt")
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_ulysses_on_two_processes(tmp_path):
     """Sequence parallelism with DeepSpeed's own attention, which it puts into a process once."""

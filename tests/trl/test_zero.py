@@ -184,6 +184,7 @@ def work(rank, run, port, directory):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("run", [train_models, train_trainers])
 def test_training_on_two_processes(run, tmp_path):
     with socket.socket() as free:

@@ -6,7 +6,7 @@ import torch
 from liger_losses import Divergence, EngineOptions, Head, LogitTransform, Teacher, linear_divergence, linear_statistics
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 

@@ -99,7 +99,7 @@ def test_nothing_waits_without_compaction(name, backend, monkeypatch):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", list(calls("torch")))
 def test_a_captured_call_is_replayed_with_new_inputs(name):
     call = calls("triton")[name]
@@ -131,7 +131,7 @@ def test_a_captured_call_is_replayed_with_new_inputs(name):
         assert all(torch.equal(a, b) for a, b in zip(outputs, run(), strict=True))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_what_cannot_be_captured_says_so():
     hidden, weight, labels = (tensor.detach().cuda() for tensor in problem(40, 24, 97)[:3])
     linear_logps(hidden, weight, labels)

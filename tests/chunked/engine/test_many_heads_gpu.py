@@ -8,7 +8,7 @@ from liger_losses.chunked.engine.tokens import shift_labels
 from tests.chunked.engine.test_many_heads import WEIGHTS, K, plain_sum, wired
 from tests.reference import assert_as_exact_as_plain, double
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 WIRINGS = {"one head": (K, 1), "own heads": (K, K), "one hidden state": (1, K)}
 
 

@@ -11,7 +11,7 @@ from liger_losses.patching.patch import patch
 from tests.reference import relative_error
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),  # inductor's own
 ]
 MODES = ("default", "reduce-overhead")

@@ -477,11 +477,13 @@ def work(rank, rendezvous, checks):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_a_shared_vocabulary_on_four_processes(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
     mp.spawn(work, (tmp_path / "rendezvous", CHECKS), nprocs=WORLD)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_all_kernels_on_four_processes(tmp_path):
     mp.spawn(work, (tmp_path / "rendezvous", (all_kernels,)), nprocs=WORLD)
@@ -502,6 +504,8 @@ def work_on_gpu(rank, rendezvous):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_shared_vocabulary_on_two_gpus(tmp_path):
     mp.spawn(work_on_gpu, (tmp_path / "rendezvous",), nprocs=2)

@@ -11,7 +11,7 @@ from liger_losses.chunked.engine.plan import EngineOptions
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, relative_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 T, H, V = 700, 256, 5003
 
 

@@ -18,7 +18,7 @@ from liger_losses.kernels import _tiles, autograd, label_rows, linear_exp, linea
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 

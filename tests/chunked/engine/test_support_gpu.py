@@ -7,7 +7,7 @@ from liger_losses import TokenSupport, linear_logps
 from tests.chunked.engine.test_support import choose_above, compare, gradients, kept, ragged
 from tests.reference import problem
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 MiB = 2**20
 
 

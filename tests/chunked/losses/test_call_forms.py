@@ -8,6 +8,7 @@ import torch
 import liger_losses
 
 chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+pytestmark = pytest.mark.peers
 
 ROWS, TOKENS, HIDDEN, VOCAB = 4, 9, 12, 37
 

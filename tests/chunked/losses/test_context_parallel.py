@@ -467,6 +467,7 @@ def work(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
 def test_slices_of_sequences_on_two_processes(tmp_path):
     """All cases in one start of the processes."""
     torch.save({name: run(name) for name in CASES}, tmp_path / "expected.pt")

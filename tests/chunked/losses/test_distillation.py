@@ -307,6 +307,7 @@ def test_limits_of_alpha_beta_are_the_kullback_leibler_divergences():
     )
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])
@@ -328,6 +329,7 @@ def test_equals_liger(kind, beta, temperature):
     assert alone.shape == ()
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_equals_trl(beta):
     peer = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed")

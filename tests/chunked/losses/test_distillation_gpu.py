@@ -14,7 +14,7 @@ from liger_losses import (
 from tests.chunked.engine.test_stream_gpu import MiB
 from tests.reference import assert_as_exact_as_plain
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -13,6 +13,8 @@ from liger_losses import (
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from tests.reference import problem
 
+pytestmark = pytest.mark.peers
+
 
 def stacked():
     hidden, weight, labels, _ = problem(shape=(6, 9), masked=0.3)

@@ -49,6 +49,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("loss_type", LIGER_TYPES)
@@ -127,6 +128,7 @@ def test_whole_completions_ratio():
     close(ours, (expected, None, torch.autograd.grad(expected, (hidden, weight, bias))))
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("threshold", [-1.0, 0.02, 5.0])
 def test_off_policy_mask(threshold):
     trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
@@ -142,6 +144,7 @@ def test_off_policy_mask(threshold):
     close(ours, plain)
 
 
+@pytest.mark.peers
 def test_vespo_weights_equal_trl():
     trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
     *_, mask, advantages, _, noise = problem()

@@ -104,6 +104,7 @@ def test_equals_the_definition_in_every_form(loss_type, options, dtype):
         assert relative_error(metrics.rejected_logps_sum, logps[~desirable].sum()) < 1e-2
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("use_ref_model", [False, True])
 def test_equals_liger(use_ref_model, average):

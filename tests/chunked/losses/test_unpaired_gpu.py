@@ -9,7 +9,7 @@ from liger_losses import (
 )
 from tests.chunked.engine.test_stream_gpu import gradients, on
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired", "bco"])

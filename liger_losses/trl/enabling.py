@@ -64,7 +64,7 @@ def enable(*, kernels: bool = False) -> None:
     try:
         import trl
     except ImportError as error:
-        raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
+        raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.16".') from error
     before = len(_replaced)
     if not _replaced:
         _warn_of_trainers()

@@ -73,7 +73,7 @@ def _kernels(device: torch.device) -> str:
 
 def trl_patch_points() -> Iterator[str]:
     """Whether the attributes that ``liger_losses.trl.enable()`` patches exist in TRL; patches nothing."""
-    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED
+    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent
 
     try:
         importlib.import_module("trl")
@@ -81,12 +81,12 @@ def trl_patch_points() -> Iterator[str]:
         yield f'not usable ({error}); pip install "trl>={TESTED[0]}"'
         return
     targets = [(point, point.find()) for point in PATCH_POINTS]
-    found = [point.feature for point, target in targets if target.replacement is not None]
+    found = [point.feature for point, target in targets if not isinstance(target, Absent)]
     absent: dict[str, list[str]] = {}
+    missing: list[str] = []
     for point, target in targets:
-        if target.absent:
-            absent.setdefault(point.feature, []).append(target.absent)
-    missing = [target.missing for _, target in targets if target.missing]
+        if isinstance(target, Absent):
+            (missing if target.needed else absent.setdefault(point.feature, [])).append(target.reason)
     count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that enable() replaces"
     yield f"{count} are there: {', '.join(dict.fromkeys(found))}"
     for line, *others in absent.values():

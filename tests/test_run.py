@@ -97,3 +97,12 @@ def test_transformers_is_left_to_the_script(monkeypatch):
         processes.leave_children()
     assert name not in sys.modules
     assert len(replacements._waiting[name]) == 1
+
+
+def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):
+    from liger_losses.run import main
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit):
+        main(["--trl", "script.py"])
+    assert '--trl needs TRL: pip install "trl>=1.16"' in capfd.readouterr().err

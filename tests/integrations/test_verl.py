@@ -49,7 +49,7 @@ def test_verl_plugin_installs_both_heads(monkeypatch):
         for found, value in zip((logps, entropy, *grads), values, strict=True):
             assert relative_error(found, value) < 1e-5
         verl.install()
-        assert len(verl._replaced) == 3
+        assert len(verl._REPLACEMENTS._replaced) == 3
         with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
             caller.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
         since = types.ModuleType("verl.imported_since")
@@ -67,7 +67,7 @@ def test_verl_of_another_version_is_left_with_a_warning(monkeypatch):
     monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
     with pytest.warns(UserWarning, match=r"verl runs with its own.*has no .*FusedLinearForPPO"):
         importlib.import_module("liger_losses.integrations.verl_plugin")
-    assert not verl._replaced
+    assert not verl._REPLACEMENTS._replaced
 
 
 def test_a_verl_that_fails_otherwise_is_left_with_a_warning(monkeypatch):

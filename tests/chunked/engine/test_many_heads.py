@@ -211,7 +211,7 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
         (
             lambda: LigerFusedLinearCrossEntropyLoss(shift=[1])(weights[0], hidden[0], labels),
             ValueError,
-            "go with list",
+            "are for K heads: give a list",
         ),
         (
             lambda: LigerFusedLinearCrossEntropyLoss(head_weights=[1.0])(weights, hidden, labels),

@@ -1,4 +1,4 @@
-"""Divergences in tiles of the vocabulary: the kernel, and the losses that small workspaces compute by it."""
+"""Divergences by parts of the vocabulary, and the losses that small workspaces compute from them."""
 
 import pytest
 import torch
@@ -15,50 +15,43 @@ from liger_losses import (
 from liger_losses.chunked.engine import divergence_tiles
 from liger_losses.chunked.engine.call import Comparison, Query, make_call
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
-from liger_losses.kernels.linear_divergence import Product, add_square_sums_, is_balanced, linear_divergence_into
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 from tests.test_distillation import divergence, formula
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: Bytes in which tiles, and no rows, fit; several blocks of tokens, and several tiles of columns.
-SMALL = 220_000
+#: Bytes in which tiles, and no rows, fit: several blocks of tokens, and several tiles of columns. And bytes in which
+#: the logits of 128 tokens fit, for the statistics.
+SMALL, ROWS = 220_000, 700_000
 
 
-# --- The kernel -------------------------------------------------------------------------------------------------------
+# --- Parts of the vocabulary ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["torch", "tma", "pointers"])
-def backend(request, monkeypatch):
-    """The reference; and the kernel, through the tensor memory accelerator and through pointers."""
-    for module in ("_tiles", "linear_divergence"):
-        monkeypatch.setattr(f"liger_losses.kernels.{module}.has_tma", lambda device: request.param == "tma")
-    return "torch" if request.param == "torch" else "triton"
-
-
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rows", [7, 130])
 @pytest.mark.parametrize(
     ("name", "hard"), [("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)]
 )
-def test_divergence_and_gradient_by_columns(name, hard, backend):
-    """Of two slices of the vocabulary, against the same from all logits in float64."""
+def test_divergence_and_gradient_by_columns(name, hard, rows, backend, monkeypatch):
+    """Of two slices of the vocabulary, against the same from all logits in float64; few rows are summed in parts."""
+    monkeypatch.setattr("liger_losses.kernels.divergence._BLOCK", 64)
     g = torch.Generator().manual_seed(0)
 
     def normal(*size):
         return (torch.randn(*size, generator=g) / 2).to(DEVICE)
 
-    rows, vocab = 130, 400
-    hidden, weight, bias = normal(rows, 40).half(), normal(vocab, 40).half(), normal(vocab) if hard else None
-    projections, teacher_bias = 4 * normal(rows, 404)[:, :vocab], normal(vocab) if hard else None
+    vocab, biases = 400, [None, None]
+    projections = [4 * normal(rows, vocab + 4)[:, :vocab] for _ in range(2)]
+    if hard:
+        biases = [normal(vocab) for _ in range(2)]
     labels = torch.randint(vocab, (rows,), generator=g).to(DEVICE)
     transform = LogitTransform(0.7, 1.2, 8.0) if hard else LogitTransform()
-    sides = Epilogue(transform, bias), Epilogue(transform, teacher_bias)
     exact = []
-    for projected, (own, vector, _) in zip(
-        (hidden.double() @ weight.double().T, projections.double()), sides, strict=True
-    ):
-        epilogue = Epilogue(own, None if vector is None else vector.double())
-        exact.append(Logits(projected, epilogue(projected.clone()).logsumexp(1), epilogue))
+    for projected, bias in zip(projections, biases, strict=True):
+        epilogue = Epilogue(transform, None if bias is None else bias.double())
+        exact.append(Logits(projected.double(), epilogue(projected.double()).logsumexp(1), epilogue))
     coefficients = Coefficients(torch.linspace(0.5, 1.5, rows, device=DEVICE))
     if hard:
         lse = (exact[0].logits() * transform.temperature).logsumexp(1)
@@ -68,28 +61,37 @@ def test_divergence_and_gradient_by_columns(name, hard, backend):
     expected = torch.empty(rows, dtype=torch.float64, device=DEVICE), torch.empty_like(exact[0].projected)
     divergence_into(expected[0], *exact, which, out=expected[1], coefficients=wide, labels=labels, backend="torch")
 
-    value, sums, outs = torch.zeros(rows, device=DEVICE), RowSums(torch.zeros(rows, device=DEVICE)), []
-
     def slices():
         for columns in (slice(0, 260), slice(260, vocab)):
-            own, theirs = (side.columns(columns) for side in sides)
-            product = Product(hidden, weight[columns], exact[0].lse.float(), own)
-            yield columns, product, Logits(projections[:, columns], exact[1].lse.float(), theirs)
+            yield (
+                columns,
+                *(
+                    Logits(projected[:, columns], right.lse.float(), Epilogue(transform, bias).columns(columns))
+                    for projected, bias, right in zip(projections, biases, exact, strict=True)
+                ),
+            )
 
+    value, part = torch.zeros(rows, device=DEVICE), torch.empty(rows, device=DEVICE)
+    sums, outs = RowSums(torch.zeros(rows, device=DEVICE)), []
     if name == "cosine":
-        sums = sums._replace(squares=torch.zeros(2, rows, device=DEVICE))
-        for _, student, teacher in slices():
-            add_square_sums_(sums.squares, student, teacher, backend=backend)
+        sums = sums._replace(squares=sum(square_sums(*models, backend=backend) for _, *models in slices()))
         torch.testing.assert_close(sums.squares.double(), square_sums(*exact), rtol=1e-5, atol=1e-5)
-    if not is_balanced(which):
-        for _, student, teacher in slices():
-            linear_divergence_into(value, student, teacher, which, sums, backend=backend)
-    for columns, student, teacher in slices():
-        out = torch.full((rows, 404), float("nan"), dtype=torch.half, device=DEVICE)[:, : columns.stop - columns.start]
-        given = {"coefficients": coefficients, "labels": labels if hard else None, "first_column": columns.start}
-        linear_divergence_into(value, student, teacher, which, sums, out=out, **given, backend=backend)
-        outs.append(out)
+    for _, *models in slices():
+        found = sums._replace(h=torch.empty(rows, device=DEVICE))
+        divergence_into(part, *models, which, sums=found, backend=backend)
+        value += part
+        sums.h.add_(found.h)
     torch.testing.assert_close(value.double(), expected[0], rtol=1e-5, atol=1e-6)
+    of_gradients = torch.zeros_like(value)
+    for columns, *models in slices():
+        width = columns.stop - columns.start
+        out = torch.full((rows, vocab + 4), float("nan"), dtype=torch.half, device=DEVICE)[:, :width]
+        inside = (labels >= columns.start) & (labels < columns.stop)
+        given = {"coefficients": coefficients, "labels": torch.where(inside, labels - columns.start, width)}
+        divergence_into(part, *models, which, out=out, sums=sums, **given, backend=backend)
+        of_gradients += part
+        outs.append(out)
+    torch.testing.assert_close(of_gradients.double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat(outs, 1).double(), expected[1], rtol=2e-3, atol=3e-6)
 
 

@@ -85,7 +85,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
         monkeypatch.setattr(module, "_serves", serves)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(linear_lse, "AVAILABLE", True)
-    monkeypatch.setattr(linear_lse, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(linear_lse, "_descriptor", lambda matrix, *size: matrix)
     monkeypatch.setattr(linear_lse, where, Broken())
     warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:

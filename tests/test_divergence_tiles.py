@@ -12,7 +12,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import divergence_tiles
+from liger_losses.chunked.engine import divergence_tiles, plan
 from liger_losses.chunked.engine.call import Comparison, Query, make_call
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.logit_transform import Epilogue
@@ -21,28 +21,28 @@ from tests.test_distillation import divergence, formula
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: Bytes in which tiles, and no rows, fit: several blocks of tokens, and several tiles of columns. And bytes in which
-#: the logits of 128 tokens fit, for the statistics.
-SMALL, ROWS = 220_000, 700_000
+#: Bytes in which tiles fit: several blocks of tokens, and several tiles of columns; and all columns of 4 tokens.
+SMALL = 60_000
 
 
 # --- Parts of the vocabulary ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("rows", [7, 130])
+@pytest.mark.parametrize("programs", [8, 0])
 @pytest.mark.parametrize(
     ("name", "hard"), [("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)]
 )
-def test_divergence_and_gradient_by_columns(name, hard, rows, backend, monkeypatch):
+def test_divergence_and_gradient_by_columns(name, hard, programs, backend, monkeypatch):
     """Of two slices of the vocabulary, against the same from all logits in float64; few rows are summed in parts."""
-    monkeypatch.setattr("liger_losses.kernels.divergence._BLOCK", 64)
+    monkeypatch.setattr("liger_losses.kernels.divergence._BLOCK", 32)
+    monkeypatch.setattr("liger_losses.kernels.divergence._PROGRAMS", programs)
     g = torch.Generator().manual_seed(0)
 
     def normal(*size):
         return (torch.randn(*size, generator=g) / 2).to(DEVICE)
 
-    vocab, biases = 400, [None, None]
+    rows, vocab, biases = 5, 150, [None, None]
     projections = [4 * normal(rows, vocab + 4)[:, :vocab] for _ in range(2)]
     if hard:
         biases = [normal(vocab) for _ in range(2)]
@@ -62,7 +62,7 @@ def test_divergence_and_gradient_by_columns(name, hard, rows, backend, monkeypat
     divergence_into(expected[0], *exact, which, out=expected[1], coefficients=wide, labels=labels, backend="torch")
 
     def slices():
-        for columns in (slice(0, 260), slice(260, vocab)):
+        for columns in (slice(0, 97), slice(97, vocab)):
             yield (
                 columns,
                 *(
@@ -99,26 +99,32 @@ def test_divergence_and_gradient_by_columns(name, hard, rows, backend, monkeypat
 
 
 @pytest.fixture
-def in_tiles(monkeypatch):
-    """The number of blocks that took their gradients in tiles."""
+def in_tiles(monkeypatch, request):
+    """The number of blocks that took their gradients in tiles, and their statistics from rows of logits or in tiles."""
     taken, gradients = [], divergence_tiles.DivergenceTiles.gradients
+    by_rows = getattr(request, "param", "rows") == "rows"
+    for name in ("TILE", "HALF_TILE"):
+        monkeypatch.setattr(plan, name, 4 if by_rows else 64)
+    plan._make_plan.cache_clear()
 
     def counted(self, *arguments):
         taken.append(arguments)
+        assert (self.call.plan.part_rows > 0) == by_rows
         return gradients(self, *arguments)
 
     monkeypatch.setattr(divergence_tiles.DivergenceTiles, "gradients", counted)
-    return taken
+    yield taken
+    plan._make_plan.cache_clear()
 
 
-def models(dtype=torch.bfloat16, tokens=140, vocab=300, teacher_vocab=300, bias=False):
+def models(dtype=torch.bfloat16, tokens=30, vocab=300, teacher_vocab=300, bias=False):
     g = torch.Generator().manual_seed(0)
 
     def normal(*size, scale=0.3):
         return (torch.randn(*size, generator=g) * scale).to(dtype).to(DEVICE)
 
     labels = torch.randint(vocab, (tokens,), generator=g).to(DEVICE)
-    labels[:9] = -100
+    labels[:5] = -100
     student = normal(tokens, 32, scale=1.0).requires_grad_(), normal(vocab, 32).requires_grad_()
     teacher = normal(tokens, 48, scale=1.0), normal(teacher_vocab, 48)
     biases = [normal(n, scale=1.0) if bias else None for n in (vocab, teacher_vocab)]
@@ -158,7 +164,13 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(
+    ("case", "in_tiles"),
+    [(case, "rows") for case in CASES]
+    + [pytest.param(case, "rows", marks=pytest.mark.slow) for case in MORE]
+    + [("reverse KL, a wider student", "tiles"), ("cosine", "tiles")],
+    indirect=["in_tiles"],
+)
 def test_loss_and_gradients(case, in_tiles):
     name, sizes, options, hard = (CASES | MORE)[case]
     student, labels, teacher = models(**sizes)
@@ -209,7 +221,7 @@ def test_any_function_of_the_divergence(name, compiled, in_tiles):
 @pytest.mark.parametrize("workspace", [SMALL, None], ids=["tiles", "rows"])
 def test_a_sum_of_log_probabilities(workspace, in_tiles):
     """Its gradients reach backward as one number with a stride of 0."""
-    student, labels, teacher = models(tokens=130 if workspace else 40)
+    student, labels, teacher = models(tokens=25 if workspace else 20)
     options = EngineOptions(workspace=workspace, backend="triton")
     found = linear_divergence(
         *student[:2], labels.clamp(min=0), Teacher(*teacher), divergence("forward KL"), logp=True, options=options
@@ -274,5 +286,7 @@ def test_only_small_workspaces_take_tiles():
     assert plan_of(workspace=2**20).tiled
     assert not plan_of(workspace=2**20, chunk_size=100).tiled  # which asks for whole rows
     assert not plan_of(workspace=2**20, tokens=50).tiled  # all of which fit
-    plan = plan_of(workspace=2**20)
-    assert plan.tile_rows * (32 * 4 + plan.tile_columns * (4 + 2)) < 2**20
+    found = plan_of(workspace=2**20)
+    assert found.tile_rows * (32 * 4 + found.tile_columns * (4 + 4 + 2)) < 2**20
+    assert found.part_rows == 0  # of so few, reading the heads would take longer
+    assert plan_of(workspace=5 * 2**18).part_rows == 128

@@ -46,8 +46,8 @@ try:
 except ImportError:
     gl = tma = None
 
-#: Rows and columns of tiles, and buffers of their ring, where half of the rows of the last tiles would be none (if there
-#: are few tiles of rows: for many, these are slower).
+#: Of few rows: the rows and columns of tiles, and the buffers of their ring, where half of the last tiles of
+#: :data:`_ROWS` rows would be none.
 _FLAT, _FLAT_STAGES, _MOST_FLAT_ROWS = (64, 256), 4, 512
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8

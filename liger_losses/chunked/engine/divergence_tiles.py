@@ -1,7 +1,7 @@
 """Two models in small memory: statistics of all columns first, then gradients in tiles of the vocabulary.
 
-R tokens of a block, r of them whose logits exist at a time, C columns of a tile, V the columns that both vocabularies have, W those of the student that are
-computed, as in :mod:`liger_losses.chunked.engine.divergence_block`.
+R tokens of a block, r of them whose logits exist at a time, C columns of a tile, V the columns that both vocabularies
+have, W those of the student that are computed, as in :mod:`liger_losses.chunked.engine.divergence_block`.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ def _serves(device: torch.device) -> bool:
     return hopper and not unusable
 
 
-def _descriptor(matrix: Tensor, columns: int) -> object:
-    """The matrix as the tensor memory accelerator takes it, in blocks of :data:`_ROWS` rows and so many columns."""
-    return descriptor(matrix, _ROWS, columns, _layout(matrix.dtype.itemsize))
+def _descriptor(matrix: Tensor, columns: int, rows: int = _ROWS) -> object:
+    """The matrix as the tensor memory accelerator takes it, in blocks of so many rows and columns."""
+    return descriptor(matrix, rows, columns, _layout(matrix.dtype.itemsize))
 
 
 @cache

@@ -46,6 +46,9 @@ try:
 except ImportError:
     gl = tma = None
 
+#: Of few rows: the rows and columns of tiles, and the buffers of their ring, where half of the last tiles of
+#: :data:`_ROWS` rows would be none.
+_FLAT, _FLAT_STAGES, _MOST_FLAT_ROWS = (64, 256), 4, 512
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
 #: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
@@ -106,11 +109,14 @@ def _tiles(hidden: Tensor, weight: Tensor, out: Tensor) -> Tiles | None:
         return None
     if not (aligned(hidden) and aligned(weight) and aligned(out)):
         return None
+    (rows, columns), stages = (_ROWS, _COLUMNS), _STAGES[out.dtype.itemsize]
+    if 0 < len(hidden) % _ROWS <= _FLAT[0] and len(hidden) <= _MOST_FLAT_ROWS:
+        (rows, columns), stages = _FLAT, _FLAT_STAGES
     try:
         descriptors = {
-            "hidden": _descriptor(hidden, _DEPTH),
-            "weight": _descriptor(weight, _DEPTH),
-            "out": _descriptor(out, _COLUMNS // 2),
+            "hidden": _descriptor(hidden, _DEPTH, rows),
+            "weight": _descriptor(weight, _DEPTH, columns),
+            "out": _descriptor(out, columns // 2, rows),
         }
     except Exception as error:
         give_up(error)
@@ -120,14 +126,14 @@ def _tiles(hidden: Tensor, weight: Tensor, out: Tensor) -> Tiles | None:
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
-        "BLOCK_N": _ROWS,
-        "BLOCK_V": _COLUMNS,
+        "BLOCK_N": rows,
+        "BLOCK_V": columns,
         "BLOCK_H": _DEPTH,
-        "STAGES": _STAGES[out.dtype.itemsize],
+        "STAGES": stages,
         "REGISTERS": _REGISTERS,
         "num_warps": 4,
     }
-    return Tiles(-(-len(hidden) // _ROWS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
+    return Tiles(-(-len(hidden) // rows), -(-len(weight) // columns), processors(hidden.device), arguments)
 
 
 @jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse"])

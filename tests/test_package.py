@@ -81,3 +81,9 @@ def test_only_the_engine_sees_logits():
     for path in paths:
         reached = {module for module in imports(path) if "kernels" in module}
         assert reached <= allowed, f"{path} reaches past the engine: {reached - allowed}"
+
+
+def test_every_file_has_a_name_of_its_own():
+    """So that a traceback, or a tab of an editor, says which one it is."""
+    names = [path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py"]
+    assert not {name for name in names if names.count(name) > 1}

@@ -294,6 +294,20 @@ def test_bad_input_is_refused(change, message):
         LigerFusedLinearGRPOLoss()(hidden, weight, **arguments)
 
 
+@pytest.mark.parametrize(
+    "name", ["advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask"]
+)
+def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
+    def run(*arguments, **options):
+        raise AssertionError("the reference runs")
+
+    monkeypatch.setattr("liger_losses.chunked.losses.call_forms.linear_statistics", run)
+    hidden, weight, _, ids, mask, advantages, _, _ = problem()
+    arguments = {"attention_mask": mask, "advantages": advantages, name: torch.ones(B, T + 1)}
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        LigerFusedLinearGRPOLoss()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
+
+
 def test_a_reference_that_was_declined_is_refused():
     hidden, weight, _, ids, mask, advantages, logps, _ = problem()
     with pytest.raises(ValueError, match="built without one"):

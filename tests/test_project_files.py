@@ -109,6 +109,32 @@ def test_addresses_are_those_of_the_project():
     assert not [pair for pair in found if pair[1] != owner]
 
 
+def test_the_readmes_table_is_what_its_benchmark_prints():
+    from benchmarks import readme
+
+    header, _, *rows = [line for line in text("README.md").splitlines() if line.startswith("|")]
+    columns = [cell.strip(" *") for cell in header.strip("|").split("|")][1:]
+    assert columns == ["plain", "liger-kernel", "TRL 1.16", "liger_losses"]
+    assert readme.COLUMNS == ("plain", "liger-kernel", "TRL", "ours")
+    names = [row.split("|")[1].strip() for row in rows]
+    assert [name for name in names if not name.startswith("longest")] == [*readme.STEPS, *readme.LARGE, *readme.HEADS]
+    row = {"name": names[0], "column": "ours", "values": (63512, 22.94)}
+    assert readme.table([row]) == f"| {names[0]} |  |  |  | **63.5k** / 22.9 |"
+
+
+def test_prose_has_lines_of_at_most_120_characters():
+    """In every Markdown file; rows of tables, code, and lines with an address may be longer."""
+    folders = ("", "docs/", "benchmarks/", "kernels/", ".github/")
+    found = []
+    for path in (path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))):
+        code = False
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not code and not line.startswith("|") and "://" not in line:
+                found.append(f"{path.relative_to(ROOT)}:{number}")
+    assert found == []
+
+
 def linked_headings():
     """The headings that ``see("...")`` names in the library."""
     found = set()

@@ -37,7 +37,17 @@ def cross_entropy(
     """The loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`, of given logits; options are the same.
 
     Args:
-        logits, labels: ``[..., V]`` and ``[...]``.
+        logits: ``[..., V]``, floating point.
+        labels: ``[...]`` int64.
+        ce_weight, ..., return_predicted_tokens: those of the class; the ``ce_weight`` is ``[V]``.
+
+    Returns:
+        The loss, 0-dim (``[...]`` for reduction ``none``), or :class:`CrossEntropyOutput` if anything else was asked
+        for.
+
+    Raises:
+        TypeError, ValueError: an option out of its range, shapes that do not fit together, labels outside the
+            vocabulary.
     """
     check_names([reduction], ("mean", "sum", "none"), "reduction")
     check_range("label_smoothing", label_smoothing, 0.0, 1.0)
@@ -106,13 +116,23 @@ def grpo_loss(
         The loss (0-dim) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``). With
         ``per_token``: the terms ``-objective + beta kl``, the KL estimates, and 1.0 where clipping removed the
         gradient, each ``[B, T]``, 0 for padding.
+
+    Raises:
+        TypeError, ValueError: as in that function.
     """
     active = torch.ones_like(completion_ids, dtype=torch.bool) if mask is None else mask != 0
     labels = completion_ids.masked_fill(~active, -100)
     logps = logit_statistics(logits, labels, transform=LogitTransform(temperature))["logp"]
-    others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": None, "is_ratio": is_ratio}
     o = objectives.PolicyOptions(**options)
-    inputs = objectives.PolicyInputs(o, active, advantages, others, num_items_in_batch)
+    inputs = objectives.PolicyInputs(
+        o,
+        active,
+        advantages,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        is_ratio=is_ratio,
+        num_items_in_batch=num_items_in_batch,
+    )
     kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps.detach())
     clipped, ratio = objectives.clipped_tokens(logps.detach(), inputs)
     kl = torch.where(active, kl * ratio if o.use_bias_correction_kl else kl, 0.0)

@@ -22,7 +22,7 @@ class Preparation:
 
     Args:
         install: names of modules of ``liger_losses.integrations`` whose ``install()`` is called.
-        trl: call ``liger_losses.trl.enable()``.
+        trl: call ``liger_losses.trl.enable()`` when TRL is imported.
         patch: options of :func:`liger_losses.patch` for all models that transformers loads; ``None`` leaves them.
     """
 
@@ -33,23 +33,27 @@ class Preparation:
     def apply(self) -> None:
         """Prepare this process, and those that it starts by ``spawn`` or ``forkserver``.
 
-        transformers is left to be imported by whoever needs it: it reads the environment then, which a script may
-        change before.
+        transformers and TRL are left to be imported by whoever needs them: they take seconds, and read the environment,
+        which a script may change before.
         """
         if self.patch is not None:
             when_imported("transformers.modeling_utils", lambda module: patch_loaded_models(self._announce))
         for name in self.install:
             importlib.import_module(f"liger_losses.integrations.{name}").install()
         if self.trl:
-            import liger_losses.trl
-
-            liger_losses.trl.enable()
+            when_imported("trl", lambda module: _enable_trl())
         _prepare_children(self)
 
     def _announce(self, model: nn.Module) -> dict[str, Any] | None:
         if os.environ.get("RANK", "0") == "0":
             print(f"liger_losses.run patches {type(model).__name__}", file=sys.stderr)
         return self.patch
+
+
+def _enable_trl() -> None:
+    import liger_losses.trl
+
+    liger_losses.trl.enable()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,14 @@ class Replacement:
     name: str
     make: Callable[[Any, ModuleType], Any]
 
+    def find(self, module: ModuleType) -> tuple[Any, str] | None:
+        """The module, or class in it, and its attribute; ``None`` if there is none."""
+        owner: Any = module
+        *parents, name = self.name.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent, None)
+        return (owner, name) if hasattr(owner, name) else None
+
 
 class Replacements:
     """Names of a framework that are replaced together: now where a module is imported already, else when it is.
@@ -69,31 +77,27 @@ class Replacements:
             made = getattr(owner, name)
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
             if isinstance(owner, ModuleType):
-                for other in with_the_same(owner.__name__, name, made):  # imported by name since then
+                for other in _modules_with(owner, name, made):  # imported by name since then
                     setattr(other, name, value)
 
     def _replace(self, module: ModuleType) -> None:
-        replacements = self._by_module[module.__name__]
-        found = [_find(module, replacement.name) for replacement in replacements]
-        if None in found:
-            missing = ", ".join(
-                replacement.name for replacement, place in zip(replacements, found, strict=True) if place is None
-            )
+        found = [(replacement, replacement.find(module)) for replacement in self._by_module[module.__name__]]
+        missing = [replacement.name for replacement, place in found if place is None]
+        if missing:
             warnings.warn(
                 f"{self.framework} runs with its own code, not with liger_losses: this version's {module.__name__} has "
-                f"no {missing} (tested with {self.tested}).",
+                f"no {', '.join(missing)} (tested with {self.tested}).",
                 stacklevel=2,
             )
             return
-        for replacement, place in zip(replacements, found, strict=True):
+        for replacement, place in found:
             assert place is not None
             owner, name = place
             value = getattr(owner, name)
             made = replacement.make(value, module)
             self._set(owner, name, made)
-            if owner is module and getattr(value, "__module__", None) == module.__name__:
-                # Other modules of the framework may have imported by name what this one defines.
-                for other in with_the_same(module.__name__, name, value):
+            if owner is module and _defines(module, value):
+                for other in _modules_with(module, name, value):
                     self._set(other, name, made)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
@@ -101,20 +105,17 @@ class Replacements:
         setattr(owner, name, value)
 
 
-def with_the_same(module: str, name: str, value: Any) -> list[Any]:
-    """The modules of this module's package that have this value under this name."""
-    package = module.partition(".")[0]
+def _defines(module: ModuleType, value: Any) -> bool:
+    """Whether a module has not imported a value from another module of its framework."""
+    source = str(getattr(value, "__module__", None))
+    return source == module.__name__ or source.partition(".")[0] != module.__name__.partition(".")[0]
+
+
+def _modules_with(module: ModuleType, name: str, value: Any) -> list[Any]:
+    """The modules of a module's framework that have this value under this name, having imported it."""
+    package = module.__name__.partition(".")[0]
     modules = [other for path, other in list(sys.modules.items()) if path.partition(".")[0] == package]
     return [other for other in modules if getattr(other, "__dict__", {}).get(name) is value]
-
-
-def _find(module: ModuleType, path: str) -> tuple[Any, str] | None:
-    """The object that has the last name of ``path``, and this name."""
-    owner: Any = module
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-    return (owner, name) if hasattr(owner, name) else None
 
 
 # --- When a module is imported ----------------------------------------------------------------------------------------

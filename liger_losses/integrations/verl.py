@@ -7,19 +7,15 @@ this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.integrations import verl_distillation
-from liger_losses.integrations.replacements import with_the_same
+from liger_losses.integrations.replacements import Replacement, Replacements
 from liger_losses.integrations.verl_distillation import answer
 
-_NAME = "linear_cross_entropy"
 _TORCH_HEAD, _TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
-#: What was replaced, in this order: the object, the attribute, its value.
-_replaced: list[tuple[Any, str, Any]] = []
 
 
 def fused_linear_for_ppo(
@@ -54,6 +50,14 @@ def linear_cross_entropy(
     return {"none": logps, "sum": logps.sum(), "mean": logps.mean()}[reduction.lower()], entropy
 
 
+_TESTED = "0.9.1"
+_HEADS = (
+    Replacement(_TORCH_HEAD, "FusedLinearForPPO.forward", lambda original, module: fused_linear_for_ppo),
+    Replacement(_TRITON_HEAD, "linear_cross_entropy", lambda original, module: linear_cross_entropy),
+)
+_REPLACEMENTS = Replacements("verl", _TESTED, *_HEADS)
+
+
 def install() -> None:
     """Replace verl's fused heads; a second call has no effect.
 
@@ -65,30 +69,17 @@ def install() -> None:
         ImportError: verl is not installed.
         RuntimeError: this version of verl lacks one of them; nothing is changed then.
     """
-    if _replaced:
-        return
-    torch_head, triton_head = (importlib.import_module(name) for name in (_TORCH_HEAD, _TRITON_HEAD))
-    head, original = (getattr(m, n, None) for m, n in ((torch_head, "FusedLinearForPPO"), (triton_head, _NAME)))
-    if head is None or original is None:
-        missing = f"{_TORCH_HEAD}.FusedLinearForPPO" if head is None else f"{_TRITON_HEAD}.{_NAME}"
-        raise RuntimeError(f"this version of verl has no {missing}, which liger_losses replaces (tested with 0.9.1).")
+    for head in _HEADS:
+        if head.find(importlib.import_module(head.module)) is None:
+            missing = f"{head.module}.{head.name}"
+            raise RuntimeError(
+                f"this version of verl has no {missing}, which liger_losses replaces (tested with {_TESTED})."
+            )
     verl_distillation.REPLACEMENTS.install()
-    _replace(head, "forward", fused_linear_for_ppo)
-    for module in with_the_same(_TRITON_HEAD, _NAME, original):
-        _replace(module, _NAME, linear_cross_entropy)
+    _REPLACEMENTS.install()
 
 
 def uninstall() -> None:
     """Put verl's own heads and distillation losses back."""
     verl_distillation.REPLACEMENTS.uninstall()
-    while _replaced:
-        owner, name, value = _replaced.pop()
-        setattr(owner, name, value)
-        if name == _NAME:
-            for module in with_the_same(_TRITON_HEAD, name, linear_cross_entropy):  # imported by name since then
-                setattr(module, name, value)
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
+    _REPLACEMENTS.uninstall()

@@ -77,7 +77,10 @@ def answer(
     shape, columns = hidden_states.shape[:-1], batch.columns
     tokens = columns.shape[:-1].numel()
     if tokens != shape.numel():
-        raise ValueError(f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}.")
+        raise ValueError(
+            f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}: they must be of the same "
+            "packed sequences."
+        )
     names = ("logp", "selected_logps")
     selected = columns.reshape(*shape, columns.shape[-1])
     found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected=selected)

@@ -2,251 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
-from liger_losses.chunked.engine.shard import VocabularyShard
-from liger_losses.patching.lazy import (
-    LazyLogits,
-    TracedLogits,
-    is_one_graph,
-    lazy_linear,
-    lazy_quantized_linear,
-    traced_linear,
-)
-from liger_losses.patching.lazy.shared_linear import local_parameters, match_shared
+from liger_losses.chunked.engine.quantized_kinds import is_quantized
+from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
+from liger_losses.patching.lazy.shared_linear import match_shared
+from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
 from liger_losses.patching.linear_forward import LinearForward, match_forward
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
-from liger_losses.patching.swap import Replacement, original_class, replacement_of, restore, swap
-
-
-class _Forced:
-    """Whether a context of :func:`force_lazy_head` is open: in this thread, or in any."""
-
-    here = contextvars.ContextVar("forced", default=False)
-    #: For compiled graphs, as torch.compile cannot read a ContextVar.
-    contexts: ClassVar[list[None]] = []
-
-
-@contextlib.contextmanager
-def force_lazy_head() -> Iterator[None]:
-    """Within this context, lazy heads return :class:`~liger_losses.patching.lazy.LazyLogits` even under ``no_grad``."""
-    token = _Forced.here.set(True)
-    _Forced.contexts.append(None)
-    try:
-        yield
-    finally:
-        _Forced.contexts.pop()
-        _Forced.here.reset(token)
-
-
-class LazyLinear(nn.Linear):
-    """``nn.Linear`` that returns lazy logits; for one token per sequence without gradients (generation), ordinary ones.
-
-    Attributes:
-        only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
-            the logits before anybody else sees them.
-        linear_forward: the forward that was found on the instance, if there was one.
-        shard: this rank's part of the vocabulary, where the ranks of a mesh share the layer's rows.
-    """
-
-    only_when_forced = False
-    linear_forward: LinearForward | None = None
-    shard: VocabularyShard | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        if _returns_lazy_logits(self, input):
-            return _traced_forward(self, input) if torch.compiler.is_dynamo_compiling() else _lazy_forward(self, input)
-        return super().forward(input) if self.linear_forward is None else self.linear_forward.original(input)
-
-
-def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
-    if torch.is_grad_enabled():
-        lazy = layer.training or hidden_states.requires_grad
-    else:
-        # A graph of torch.export or torch.jit has no place for them, and fully_shard frees its units' weights.
-        # (The flag itself: torch.compile of torch 2.11 takes is_exporting() for true.)
-        recorded = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
-        several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
-        lazy = several and not hasattr(layer, "set_reshard_after_forward")
-    forced = bool(_Forced.contexts) if torch.compiler.is_dynamo_compiling() else _Forced.here.get()
-    return forced or (lazy and not layer.only_when_forced)
-
-
-def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
-    """The lazy forward in a compiled graph; where weights come and go, the graph ends."""
-    gathers = hasattr(layer, "set_reshard_after_forward")
-    if gathers or any(hasattr(layer.weight, name) for name in ("full_tensor", "ds_id")):
-        return _lazy_forward_outside(layer, hidden_states)
-    forward = layer.linear_forward or LinearForward(F.linear)
-    return forward.compute(traced_linear, hidden_states, layer.weight, layer.bias)
-
-
-def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
-    forward = layer.linear_forward or LinearForward(F.linear)
-    if layer.shard is None and hasattr(layer.weight, "full_tensor"):
-        warnings.warn(
-            "the head's weight became a DTensor after patch(), so all logits are computed. For tensor parallelism, "
-            'load the model with DistributedConfig(tp_plan="auto") of transformers, and patch it then; '
-            "torch's parallelize_module on the head is not supported." + see("models-that-cannot-be-patched"),
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
-    if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
-        layer.set_reshard_after_forward(False, recurse=False)
-    if layer.shard is not None:
-        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
-    # DeepSpeed's parameters have a ds_id.
-    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
-    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-    linear = partial(lazy_linear, gather=partial(_gather_again, weakref.ref(layer), dtypes))
-    return forward.compute(linear, hidden_states, weight, bias)
-
-
-_lazy_forward_outside = torch.compiler.disable(_lazy_forward)
-
-
-def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:
-    """Weight and bias of a layer that ``fully_shard`` has sharded since its forward, in all processes at once."""
-    tensors: list[Any] = [getattr(layer(), name, None) for name in ("weight", "bias")]
-    given = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if dtype is not None]
-    if not all(hasattr(tensor, "full_tensor") for tensor, _ in given):
-        return None
-    warnings.warn(
-        "lazy logits are read after fully_shard has freed the head's weights, which are gathered again: all processes "
-        "must read them. Reading them before loss.backward() gathers nothing."
-        + see("lazy-logits-that-cannot-be-computed-any-more"),
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return [tensor.detach().full_tensor().to(dtype) for tensor, dtype in given]
-
-
-class KeepGathered(torch.autograd.Function):
-    """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
-
-    DeepSpeed gathers a module's weights again for its backward, but lazy logits use them earlier, and no backward of
-    the module runs. So backward gathers the weight again, and partitions it at its end unless DeepSpeed has done so or
-    a submodule (tied weights) uses it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.parameter = parameter
-        return parameter.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        parameter = ctx.parameter
-
-        def partition() -> None:
-            if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
-                parameter.partition(param_list=[parameter], has_been_updated=False)
-
-        if parameter.ds_status.name != "AVAILABLE":
-            parameter.all_gather(param_list=[parameter])
-            torch.autograd.Variable._execution_engine.queue_callback(partition)
-        return gradient
-
-
-@dataclass(frozen=True)
-class LazyTokens(Replacement):
-    """The forward of PEFT's trainable tokens on a head: a product with a copy of its weight that has other rows."""
-
-    def call(self, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward, with lazy products."""
-        if not _returns_lazy_logits(module, hidden_states):
-            return NotImplemented
-        with _LazyProducts():
-            return original_class(module).forward(module, hidden_states, *args, **kwargs)
-
-    @classmethod
-    def is_candidate(cls, module: nn.Module) -> bool:
-        """Whether a module is PEFT's layer."""
-        return hasattr(module, "trainable_tokens_delta")
-
-    @classmethod
-    def match(cls, module: nn.Module) -> LazyTokens:
-        """There is one kind."""
-        return cls()
-
-
-@dataclass(frozen=True)
-class LazyQuantized(Replacement):
-    """The forward of a quantized head, whose rows are dequantized where the logits are read."""
-
-    def call(self, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The product with the layer's rows; ordinary logits come from the layer's own forward."""
-        if args or kwargs or hidden_states.dim() < 2 or not _returns_lazy_logits(module, hidden_states):
-            return NotImplemented
-        return _lazy_quantized_forward(module, hidden_states)
-
-    @classmethod
-    def is_candidate(cls, module: nn.Module) -> bool:
-        """Whether a layer has a quantized weight, of whatever kind."""
-        weight = getattr(module, "weight", None)
-        ordinary = type(weight) is nn.Parameter and weight.is_floating_point()
-        return is_quantized(module) and not ordinary and not hasattr(module, "base_layer")
-
-    @classmethod
-    def match(cls, module: nn.Module) -> LazyQuantized:
-        """Rows that can be read, and whose products the layer computes; else Mismatch."""
-        try:
-            found = find_quantized(module)
-        except TypeError as error:
-            raise Mismatch(str(error)) from None
-        if found is None:
-            raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
-        if found.device.type == "meta":
-            raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
-        before = dict(vars(module))  # a first forward may choose the dtype to compute in
-        try:
-            same = disagreement(module, found) <= _QUANTIZATION_ERROR
-        except Exception as error:
-            raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
-        finally:
-            vars(module).update(before)
-        if not same:
-            raise Mismatch("it computes something else than the product with its dequantized rows")
-        return cls()
-
-
-#: Layers may round hidden states to 8 bits before their product, which this library does not.
-_QUANTIZATION_ERROR = 0.05
-
-
-@torch.compiler.disable
-def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
-    found = find_quantized(module)
-    assert found is not None
-    return lazy_quantized_linear(hidden_states, found, module.bias, getattr(module, "compute_dtype", None))
-
-
-class _LazyProducts(TorchFunctionMode):
-    """Within this context, ``F.linear`` returns lazy logits."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            lazy = traced_linear if torch.compiler.is_dynamo_compiling() else lazy_linear
-            return (F.linear if hasattr(weight, "full_tensor") else lazy)(input, weight, bias)
-
-        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+from liger_losses.patching.swap import original_class, replacement_of, restore, swap
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
@@ -296,11 +68,6 @@ def _head_layers(model: nn.Module) -> list[nn.Module]:
         weight = getattr(head, "weight", None)
         width = weight.shape[0] if isinstance(weight, Tensor) else None
     return [m for m in linears if m.out_features == (width or m.out_features)] or [head]
-
-
-def is_lazy_layer(layer: nn.Module) -> bool:
-    """Whether a layer can return lazy logits."""
-    return isinstance(layer, LazyLinear) or isinstance(replacement_of(layer), (LazyTokens, LazyQuantized))
 
 
 def _is_lazy(layer: Any, only_when_forced: bool) -> bool:

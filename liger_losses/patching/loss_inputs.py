@@ -10,7 +10,8 @@ from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.lazy_layers import force_lazy_head
 
 
 class LossInputs(NamedTuple):

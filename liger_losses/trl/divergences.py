@@ -14,7 +14,7 @@ from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_diverg
 from liger_losses.chunked.losses.distillation import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy_head import KeepGathered
+from liger_losses.patching.lazy_layers import KeepGathered
 
 #: The label of tokens without loss, in TRL as in PyTorch.
 IGNORE_INDEX = -100

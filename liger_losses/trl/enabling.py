@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.patching.lazy_head import is_lazy_layer
+from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
-from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, PatchPoint, Replacement, Target
+from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent, PatchPoint, Replacement, Target
 
 #: What is replaced now, in the order of the replacements.
 _replaced: list[tuple[PatchPoint, Target]] = []
@@ -64,22 +64,22 @@ def enable(*, kernels: bool = False) -> None:
     try:
         import trl
     except ImportError as error:
-        raise ImportError('liger_losses.trl needs TRL: pip install "liger-losses[trl]".') from error
+        raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.16".') from error
     before = len(_replaced)
     if not _replaced:
         _warn_of_trainers()
     add_kernels = kernels and all(point is not KERNELS for point, _ in _replaced)
     for points in ([] if _replaced else PATCH_POINTS, [KERNELS, *_HEADS] if add_kernels else []):
-        targets = [(point, point.find()) for point in points]
-        missing = [target.missing for _, target in targets if target.missing]
+        found = [(point, point.find()) for point in points]
+        missing = [target.reason for _, target in found if isinstance(target, Absent) and target.needed]
         if missing:
             _restore(before)
             raise RuntimeError(
                 f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
                 f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed." + see("trl")
             )
-        for point, target in targets:
-            if target.replacement is not None:
+        for point, target in found:
+            if isinstance(target, Target):
                 setattr(target.owner, target.name, target.replacement)
                 _replaced.append((point, target))
 

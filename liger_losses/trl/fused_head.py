@@ -24,7 +24,8 @@ from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.lazy_layers import force_lazy_head
 from liger_losses.trl.divergences import IGNORE_INDEX
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from liger_losses.patching.lazy_head import force_lazy_head
+from liger_losses.patching.lazy_layers import force_lazy_head
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
@@ -40,48 +40,45 @@ class PatchPoint:
     name: str
     replacement: Replacement
 
-    def find(self) -> Target:
+    def find(self) -> Target | Absent:
         """Look it up in the TRL that is installed; nothing is replaced yet."""
         where = f"{self.module}.{self.name} ({self.feature})"
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
-            reason = f"{where} cannot be imported: {error}"
-            return Target(absent=reason) if self.module.startswith("trl.experimental.") else Target(missing=reason)
+            needed = not self.module.startswith("trl.experimental.")
+            return Absent(f"{where} cannot be imported: {error}", needed)
         class_name, _, name = self.name.rpartition(".")
         owner: Any = getattr(module, class_name, None) if class_name else module
         # getattr of a class would give a static method's function, which could not be put back as a static method.
         original = None if owner is None else (inspect.getattr_static if class_name else getattr)(owner, name, None)
         if original is None:
             if self.replacement is _NO_ADAPTER:
-                return Target(absent=f"{where}: PEFT is not installed")
-            return Target(missing=f"{where} is not there")
+                return Absent(f"{where}: PEFT is not installed", needed=False)
+            return Absent(f"{where} is not there")
         function = original.__func__ if isinstance(original, staticmethod) else original
         parameters = inspect.signature(function).parameters if self.replacement.parameters else {}
         lacking = [name for name in self.replacement.parameters if name not in parameters]
         if lacking:
-            return Target(missing=f"{where} takes no {', '.join(lacking)}")
+            return Absent(f"{where} takes no {', '.join(lacking)}")
         value = self.replacement.of(function)
         return Target(owner, name, original, value if function is original else staticmethod(value))
 
 
-@dataclass(frozen=True)
-class Target:
-    """A patch point in the TRL that is installed.
+class Target(NamedTuple):
+    """A patch point in the TRL that is installed: a module or class, its attribute, what that is, and what it gets."""
 
-    Args:
-        owner, name, original: the module or class, its attribute, and the attribute's value.
-        replacement: the value that it is to get; ``None`` if it was not found.
-        missing: why it was not found.
-        absent: why it was not found, where this is no error: an optional module or package is not installed.
-    """
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
 
-    owner: Any = None
-    name: str = ""
-    original: Any = None
-    replacement: Any = None
-    missing: str = ""
-    absent: str = ""
+
+class Absent(NamedTuple):
+    """A patch point that this TRL lacks: why, and whether that is an error (not where an optional part is missing)."""
+
+    reason: str
+    needed: bool = True
 
 
 class NoAdapter:

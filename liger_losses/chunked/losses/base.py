@@ -393,7 +393,10 @@ class CompletionLoss(ChunkedLoss):
         batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
         if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
             name = type(self).__name__
-            raise ValueError(f"a reference was given to {name}, which was built without one (use_ref_model=False).")
+            raise ValueError(
+                f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
+                "build the loss with use_ref_model=True."
+            )
         batch.check_reference(self.needs_reference)
         return batch
 

@@ -47,9 +47,17 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
             log-softmax's backward removes anyway, and keeps its digits where p and q are close.
         log_q: ``[..., C]``, the teacher's, a constant.
         which: ``Divergence.reverse_kl()``, for example.
+
+    Returns:
+        ``[...]``, in nats, in the dtype of ``log_p``.
+
+    Raises:
+        ValueError: the divergence is the cosine.
     """
     if which.form == "cosine":
-        raise ValueError("the cosine needs all logits of the teacher; here are log-probabilities.")
+        raise ValueError(
+            "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
+        )
     # -inf is clamped to a finite number whose exponential is 0.
     return _Sum.apply(log_p.clamp(min=-1e4), log_q.clamp(min=-1e4), which)
 
@@ -71,17 +79,17 @@ class _Sum(torch.autograd.Function):
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(q || p) = sum q (log q - log p)``; arguments as in :func:`divergence`."""
+    """``KL(q || p) = sum q (log q - log p)``; arguments and result as in :func:`divergence`."""
     return divergence(log_p, log_q, Divergence.forward_kl())
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(p || q) = sum p (log p - log q)``; arguments as in :func:`divergence`."""
+    """``KL(p || q) = sum p (log p - log q)``; arguments and result as in :func:`divergence`."""
     return divergence(log_p, log_q, Divergence.reverse_kl())
 
 
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "gkd") -> Tensor:
-    """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``; arguments as in :func:`divergence`.
+    """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
 
     - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``: GKD (arXiv:2306.13649, eq. 1), liger-kernel
       and TRL. It vanishes towards both ends, so that beta also sets its size.
@@ -89,22 +97,43 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "g
       ``KL(p || q)``. TRL's GKD had this one until March 2025, with ``1 - beta`` for beta.
 
     In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
+
+    Args:
+        log_p, log_q: as in :func:`divergence`, as is the result.
+        beta: share of the teacher in the mixture, in [0, 1].
+        convention: ``gkd`` or ``interpolated``.
+
+    Raises:
+        TypeError, ValueError: a beta out of its range, or another convention.
     """
     return divergence(log_p, log_q, generalized_jsd(beta, convention))
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``1/2 sum |p - q|`` (arXiv:2307.15190, eq. 5); arguments as in :func:`divergence`."""
+    """``1/2 sum |p - q|`` (arXiv:2307.15190, eq. 5); arguments and result as in :func:`divergence`."""
     return divergence(log_p, log_q, Divergence.total_variation())
 
 
 def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: float) -> Tensor:
     """``sum (a/s q^s + b/s p^s - q^a p^b) / (a b)``, ``s = a + b`` (ABKD, arXiv:2505.04560), and its limits.
 
-    ``a`` and ``b`` are at least 0, and not both 0: (1, 0) is ``KL(q || p)``, (0, 1) is ``KL(p || q)``. Other arguments
-    as in :func:`divergence`.
+    Args:
+        log_p, log_q: as in :func:`divergence`, as is the result.
+        alpha, beta: ``a`` and ``b``, at least 0, and not both 0: (1, 0) is ``KL(q || p)``, (0, 1) is ``KL(p || q)``.
+
+    Raises:
+        TypeError, ValueError: alpha or beta out of their range.
     """
-    return divergence(log_p, log_q, Divergence.alpha_beta(alpha, beta))
+    return divergence(log_p, log_q, _alpha_beta(alpha, beta))
+
+
+def _alpha_beta(alpha: float, beta: float) -> Divergence:
+    """The :class:`liger_losses.Divergence` that :func:`alpha_beta_divergence` computes."""
+    check_range("alpha", alpha, 0.0, math.inf)
+    check_range("beta", beta, 0.0, math.inf)
+    if alpha + beta == 0:
+        raise ValueError("alpha and beta must not both be 0: (1, 0) is KL(q || p), (0, 1) is KL(p || q).")
+    return Divergence.alpha_beta(alpha, beta)
 
 
 def sparse_divergence(logps: Tensor, teacher_logps: Tensor, which: Divergence, tail: str = "bucket") -> Tensor:
@@ -115,6 +144,9 @@ def sparse_divergence(logps: Tensor, teacher_logps: Tensor, which: Divergence, t
         teacher_logps: ``[..., k]``, the teacher's.
         which: see :func:`divergence`.
         tail: ``bucket`` or ``renormalize``; see :class:`liger_losses.TeacherTopK`.
+
+    Returns:
+        ``[...]``, in nats.
     """
     return divergence(distribution(logps, tail), distribution(teacher_logps, tail), which)
 
@@ -328,7 +360,10 @@ class DistillationLoss(ChunkedLoss):
         """The calls that a sparse teacher takes, once it fits: that of the divergence first."""
         teacher.check(mask.shape, head)
         if self.divergence.form == "cosine":
-            raise ValueError("the cosine needs all logits of the teacher; a sparse teacher has log-probabilities.")
+            raise ValueError(
+                "the cosine needs all logits of the teacher, and a TeacherTopK has log-probabilities: give "
+                "Teacher(hidden_states, weight) or TeacherLogits(logits)."
+            )
         transform = head.transform
         if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
             raise ValueError(
@@ -371,7 +406,12 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
 
 
 class LigerFusedLinearKLLoss(DistillationLoss):
-    """``KL(q || p)``; with ``skew`` < 1, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4)."""
+    """``KL(q || p)``; with ``skew``, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4).
+
+    Args:
+        skew: share of the teacher in what it is compared with, at least 0 and below 1.
+        arguments, options: as in :class:`DistillationLoss`, without the divergence.
+    """
 
     def __init__(self, *arguments: Any, skew: float = 0.0, **options: Any) -> None:
         self.skew = skew
@@ -387,7 +427,10 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
 
 class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
-    """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1)."""
+    """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
+
+    Arguments as in :class:`LigerFusedLinearKLLoss`; here ``skew`` is the student's share.
+    """
 
     @property
     def divergence(self) -> Divergence:  # type: ignore[override]
@@ -395,7 +438,7 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
-    """Total variation: :func:`total_variation`."""
+    """Total variation: :func:`total_variation`. Arguments as in :class:`DistillationLoss`, without the divergence."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(Divergence.total_variation(), *arguments, **options)
@@ -406,6 +449,7 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
 
     Args:
         alpha, beta: at least 0, and not both 0.
+        arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
     def __init__(self, alpha: float, beta: float | None = None, *arguments: Any, **options: Any) -> None:
@@ -414,16 +458,14 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
 
     @property
     def divergence(self) -> Divergence:  # type: ignore[override]
-        beta = 1.0 - self.alpha if self.beta is None else self.beta
-        check_range("alpha", self.alpha, 0.0, 1.0 if self.beta is None else math.inf)
-        check_range("beta", beta, 0.0, math.inf)
-        if self.alpha + beta == 0:
-            raise ValueError("alpha and beta must not both be 0.")
-        return Divergence.alpha_beta(self.alpha, beta)
+        if self.beta is not None:
+            return _alpha_beta(self.alpha, self.beta)
+        check_range("alpha", self.alpha, 0.0, 1.0)
+        return _alpha_beta(self.alpha, 1.0 - self.alpha)
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    """``beta (1 - cos(student's logits, teacher's logits))``.
+    """``beta (1 - cos(student's logits, teacher's logits))``. Other arguments as in :class:`DistillationLoss`.
 
     Args:
         beta: what the distance is multiplied by, at least 0.

@@ -44,9 +44,15 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         check_range("gamma", self.gamma, 0.0, 1.0)
         super().check_options()
         if self.temperature != 1.0:
-            raise ValueError("MiniLLM's rewards are of the distribution that wrote the completions: temperature 1.")
+            raise ValueError(
+                "MiniLLM's rewards are of the distribution that wrote the completions: temperature must be 1, got "
+                f"{self.temperature!r}."
+            )
         if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
-            raise ValueError("MiniLLM has no cross-entropy: weight_hard_loss and weight_soft_loss are 0 and 1.")
+            raise ValueError(
+                "MiniLLM has no cross-entropy: leave weight_hard_loss and weight_soft_loss at 0 and 1, got "
+                f"{self.weight_hard_loss!r} and {self.weight_soft_loss!r}."
+            )
 
     @property
     def reads_order(self) -> str | None:
@@ -70,10 +76,15 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
 
         Returns:
             The loss, and metrics: the mean exact divergence and the mean negative log-probability.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together, or a teacher that is none.
         """
         labels = self.labels(labels)
         if labels.dim() != 2:
-            raise ValueError(f"MiniLLM's rewards run along completions: labels are {tuple(labels.shape)}, not [B, T].")
+            raise ValueError(
+                f"MiniLLM's rewards run along completions: labels must be [B, T], got {tuple(labels.shape)}."
+            )
         if not isinstance(teacher, Teacher):
             raise TypeError(f"MiniLLM takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
         head = Head.of(weight, bias, self.transform)
@@ -92,12 +103,9 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             if old_logps is not None:
                 later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=MAX_EXPONENT).exp()
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
-        which, weights = (
-            self.divergence,
-            {"divergence": per_token * float(self.single_step), "logp": -per_token * later},
-        )
+        weights = {"divergence": per_token * float(self.single_step), "logp": -per_token * later}
         loss, statistics = linear_divergence_loss(
-            hidden_states, head, tokens, teacher, which, weights, options=self.options
+            hidden_states, head, tokens, teacher, self.divergence, weights, options=self.options
         )
         means = ((per_token * statistics.divergence).sum(), -(per_token * statistics.logp).sum())
         return loss, DistillationMetrics(*means)
@@ -110,6 +118,9 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
         rewards, mask: ``[B, T]``: ``log q - log p`` of each token, 0 where the mask (bool) is false.
         gamma: discount.
         length_normalization: whether to divide by the number of later tokens.
+
+    Returns:
+        ``[B, T]``, in the dtype of the rewards.
     """
     # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
     out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1

@@ -196,9 +196,8 @@ LOSS_TYPES = {
 class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool,
-    ``others`` are ``old_logps``, ``ref_logps``, ``sampling_logps`` and ``is_ratio``, in this order and by the names
-    that the caller knows them by. Other arguments as in :func:`grpo_loss`.
+    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool; other
+    arguments as in :func:`grpo_loss`.
 
     ``vocabulary_ranks`` ranks share the head's rows, and have the same completions. ``common_options`` are those of the
     loss, which all ranks of the group have in common.
@@ -212,8 +211,12 @@ class PolicyInputs:
         options: PolicyOptions,
         mask: Tensor,
         advantages: Tensor,
-        others: dict[str, Tensor | None],
-        num_items_in_batch: Tensor | float | None,
+        *,
+        old_logps: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
+        is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         group: dist.ProcessGroup | None = None,
         vocabulary_ranks: int = 1,
         common_options: Mapping[str, Any] | None = None,
@@ -225,11 +228,11 @@ class PolicyInputs:
         check_tensor("advantages", advantages)
         self.options, self.mask, self.group = options, mask, group
         self.advantages = masked("advantages", advantages, column=True)
-        *logps, is_ratio = others.items()
-        self.old_logps, self.ref_logps, self.sampling_logps = (masked(*named) for named in logps)
-        self.token_is_ratio = masked(*is_ratio, column=True)
+        self.old_logps, self.ref_logps = masked("old_logps", old_logps), masked("ref_logps", ref_logps)
+        self.sampling_logps = masked("sampling_logps", sampling_logps)
+        self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
-        self.is_ratio = per_token(*is_ratio, mask, column=True)
+        self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -381,8 +384,17 @@ def grpo_loss(
     check_tensor("mask", mask)
     if logps.dim() != 2 or logps.shape != mask.shape:
         raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
-    others = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps, "is_ratio": is_ratio}
-    inputs = PolicyInputs(PolicyOptions(**options), mask != 0, advantages, others, num_items_in_batch, group)
+    inputs = PolicyInputs(
+        PolicyOptions(**options),
+        mask != 0,
+        advantages,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        is_ratio=is_ratio,
+        num_items_in_batch=num_items_in_batch,
+        group=group,
+    )
     return coupled_loss(logps, inputs, acting)
 
 
@@ -408,6 +420,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
         entropy, mask: ``[B, T]``; the mask is bool.
         share: in (0, 1].
         copies: how many processes have the same tokens, as those that share a vocabulary do.
+
+    Returns:
+        ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
     if state.shapes_only:
         return mask

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import liger_losses
-from liger_losses.integrations.liger import chunked, divergences, linear, logits, models
+from liger_losses.integrations.liger import chunked, linear, logits, models, probabilities
 
 #: Modules of ``chunked_loss``, and the middle of the names that they define.
 _CHUNKED = {
@@ -26,9 +26,9 @@ _OPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("fused_linear_scaled_cross_entropy", "FusedLinearScaledCrossEntropyTP", linear.scaled_cross_entropy_tp),
     ("fused_linear_jsd", "FusedLinearJSD", linear.fused_linear_jsd),
     ("cross_entropy", "CrossEntropy", logits.apply_cross_entropy),
-    ("jsd", "JSD", divergences.mean_jsd),
-    ("kl_div", "KLDivLoss", divergences.kl_div),
-    ("tvd", "TVDLoss", divergences.total_variation),
+    ("jsd", "JSD", probabilities.mean_jsd),
+    ("kl_div", "KLDivLoss", probabilities.kl_div),
+    ("tvd", "TVDLoss", probabilities.total_variation),
 )
 #: Of ``liger_kernel.transformers``: the module that defines a name, the name, and what answers it. Names of functions
 #: are in ``functional``.
@@ -40,18 +40,18 @@ _TRANSFORMERS: tuple[tuple[str, str, Any], ...] = (
     ),
     ("cross_entropy", "LigerCrossEntropyLoss", logits.LigerCrossEntropyLoss),
     ("fused_linear_jsd", "LigerFusedLinearJSD", linear.LigerFusedLinearJSD),
-    ("jsd", "LigerJSD", divergences.LigerJSD),
-    ("kl_div", "LigerKLDIVLoss", divergences.LigerKLDIVLoss),
-    ("tvd", "LigerTVDLoss", divergences.LigerTVDLoss),
+    ("jsd", "LigerJSD", probabilities.LigerJSD),
+    ("kl_div", "LigerKLDIVLoss", probabilities.LigerKLDIVLoss),
+    ("tvd", "LigerTVDLoss", probabilities.LigerTVDLoss),
     ("grpo_loss", "triton_grpo_loss", logits.triton_grpo_loss),
     ("functional", "CrossEntropyOutput", liger_losses.CrossEntropyOutput),
     ("functional", "liger_fused_linear_cross_entropy", linear.fused_linear_cross_entropy),
     ("functional", "liger_fused_linear_scaled_cross_entropy_tp", linear.scaled_cross_entropy_tp),
     ("functional", "liger_fused_linear_jsd", linear.fused_linear_jsd),
     ("functional", "liger_cross_entropy", logits.cross_entropy),
-    ("functional", "liger_jsd", divergences.mean_jsd),
-    ("functional", "liger_kl_div", divergences.functional_kl_div),
-    ("functional", "liger_tvd", divergences.functional_tvd),
+    ("functional", "liger_jsd", probabilities.mean_jsd),
+    ("functional", "liger_kl_div", probabilities.functional_kl_div),
+    ("functional", "liger_tvd", probabilities.functional_tvd),
     ("monkey_patch", "_apply_liger_kernel", models.apply_to_type),
     ("monkey_patch", "_apply_liger_kernel_to_instance", models.apply_to_instance),
     ("auto_model", "AutoLigerKernelForCausalLM", models.AutoLigerKernelForCausalLM),

@@ -14,7 +14,7 @@ from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they re
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.quantized import lazy_quantized_linear
 from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
-from liger_losses.patching.lazy.traced import TracedLogits, is_one_graph, traced_linear
+from liger_losses.patching.lazy.traced_logits import TracedLogits, is_one_graph, traced_linear
 from liger_losses.patching.lazy.warning import allow_materialization
 
 __all__ = [

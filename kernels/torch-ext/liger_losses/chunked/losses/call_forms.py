@@ -307,7 +307,7 @@ def read_distillation(
         )
     if isinstance(fourth, AnyTeacher):
         if teacher is not None:
-            raise ValueError("the teacher was given twice.")
+            raise ValueError("the teacher was given twice: by position, and as teacher=; leave one out.")
         teacher, fourth = fourth, None
     if teacher is not None:
         if fourth is not None or fifth is not None or biases[1] is not None:

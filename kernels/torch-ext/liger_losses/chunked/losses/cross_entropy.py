@@ -93,6 +93,9 @@ def cross_entropy(
 
     Returns:
         :class:`CrossEntropyTerms`: tokens' terms, differentiable, and their derivatives; a list of K for lists.
+
+    Raises:
+        ValueError: lists of several lengths.
     """
     if isinstance(logps, (list, tuple)):
         tensors = {"mean_logps": mean_logps, "lse": lse, "label_weights": label_weights}
@@ -218,7 +221,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if isinstance(_input, LISTS) or isinstance(lin_weight, LISTS):
             return self._many_heads(lin_weight, _input, target, bias, num_items_in_batch, token_weights)
         if self.head_weights is not None or isinstance(self.shift, (list, tuple)):
-            raise ValueError("head_weights, and a shift of several numbers, go with lists of heads or hidden states.")
+            raise ValueError(
+                "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
+                "or one number as shift= and no head_weights=."
+            )
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
         token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
         statistics, metrics = self._names()
@@ -390,7 +396,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.ce_weight is not None:
             check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
         if num_items_in_batch is not None and self.reduction != "mean":
-            raise ValueError(f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}.")
+            raise ValueError(
+                f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}; leave it out."
+            )
         if token_weights is None:
             return None
         check_tensor("token_weights", token_weights)

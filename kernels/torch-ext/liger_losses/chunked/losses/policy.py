@@ -211,7 +211,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
-        objectives.per_token("ref_per_token_logps", ref_per_token_logps, mask)  # checked before any work
+        check_tensor("advantages", advantages)
+        of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}
+        of_tokens = {"ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps}
+        of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
+        for name, value in {**of_completions, **of_tokens}.items():  # checked before any work
+            objectives.per_token(name, value, mask, column=name in of_completions)
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         refs = None if ref_input is None else [ref_input]
         if support is not None and self.group is not None:
@@ -238,22 +243,18 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
         elif self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
-        others = {
-            "old_per_token_logps": old_per_token_logps,
-            "ref_per_token_logps": ref_per_token_logps,
-            "sampling_per_token_logps": sampling_per_token_logps,
-            "vllm_is_ratio": vllm_is_ratio,
-        }
-        policy_options = self.attributes_as(PolicyOptions)
         inputs = PolicyInputs(
-            policy_options,
+            self.attributes_as(PolicyOptions),
             mask,
             advantages,
-            others,
-            num_items_in_batch,
-            self.group,
-            head.vocabulary_ranks,
-            None if self.group is None else self.common_options,
+            old_logps=old_per_token_logps,
+            ref_logps=ref_per_token_logps,
+            sampling_logps=sampling_per_token_logps,
+            is_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+            group=self.group,
+            vocabulary_ranks=head.vocabulary_ranks,
+            common_options=None if self.group is None else self.common_options,
         )
         if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)

@@ -54,7 +54,14 @@ def cpo_loss(
 
     Args:
         chosen_logps, rejected_logps: ``[B]``: sums over tokens for ``sigmoid`` and ``hinge``, means for the others.
+        loss_type: one of the names above.
         beta, label_smoothing, gamma: as in the formulas; label smoothing for ``sigmoid``, ``simpo`` and ``alphapo``.
+
+    Returns:
+        ``[B]``, differentiable.
+
+    Raises:
+        ValueError: another ``loss_type``.
     """
     check_names([loss_type], _CPO_LOSSES, "loss_type")
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
@@ -68,6 +75,8 @@ def simpo_loss(
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, means over tokens.
+        beta, gamma: as in the formula.
+        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
     """
     return _CPO_LOSSES["simpo"](chosen_logps - rejected_logps, beta, label_smoothing, gamma)
 
@@ -81,6 +90,7 @@ def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
+        beta: weight of the term.
     """
     return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
 

@@ -47,7 +47,14 @@ def unpaired_loss(
         rewards: ``[B]``, ``beta * (log p - log p_ref)``.
         desirable: ``[B]`` bool: ``s = 1`` where true, ``-1`` elsewhere.
         shift: ``[]`` or ``[B]``, a constant that rewards are compared with.
+        loss_type: a name from :data:`LOSSES`.
         desirable_weight, undesirable_weight: the ``w`` of each kind.
+
+    Returns:
+        ``[B]``, differentiable by the rewards.
+
+    Raises:
+        ValueError: another ``loss_type``.
     """
     check_names([loss_type], LOSSES, "loss_type")
     losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
@@ -246,10 +253,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
-        head, completions = (
-            Head.of(weight, bias, self.transform),
-            call_forms.as_completions(kl_completions, "mismatched"),
-        )
+        head = Head.of(weight, bias, self.transform)
+        completions = call_forms.as_completions(kl_completions, "mismatched")
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
         ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_losses.kernels import linear_exp, linear_exp_hopper
+from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 
 hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or linear_exp_hopper.gluon is None,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or hopper_pipeline.gluon is None,
     reason="needs a GPU of compute capability 9.0, and Gluon",
 )
 EPILOGUES = {
@@ -132,9 +132,9 @@ def test_batch_invariant_sums_of_tiles(tokens):
 def test_other_calls_have_the_other_kernel(monkeypatch):
     """A soft-cap, rows that the tensor memory accelerator does not take, another GPU."""
     matrix = torch.empty(64, 64, dtype=torch.bfloat16)
-    monkeypatch.setattr(linear_exp_hopper, "_serves", linear_exp_hopper._serves.__wrapped__)
+    monkeypatch.setattr(hopper_pipeline, "_serves", hopper_pipeline._serves.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    if linear_exp_hopper.gluon is not None:
+    if hopper_pipeline.gluon is not None:
         tiles = hopper_tiles(matrix, matrix, Epilogue(), matrix)
         assert tiles[:2] == (1, 1)
         assert set(tiles.arguments) <= {*linear_exp_hopper.hopper_exponentials_kernel.arg_names, "num_warps"}
@@ -171,24 +171,14 @@ class Pointer(NamedTuple):
         self.values.view(-1)[self.at[mask]] = values[mask]
 
 
-class Staging(NamedTuple):
-    out: torch.Tensor
-    dtype: torch.dtype
-    kept: list
-
-    def store(self, values):
-        self.kept[:] = [values]
-
-
 class OnTheHost:
     """What the parts that multiply do to their tiles, one part after the other, by the kernel's own code on tensors."""
 
     def __init__(self, monkeypatch):
-        self.position, self.product = linear_exp_hopper._position.fn, None
-        nothing = SimpleNamespace(wait=self.nothing, arrive=self.nothing, store_wait=self.nothing)
+        self.product = None
         names = {
             "gl": SimpleNamespace(
-                float32=torch.float32, int32=torch.int32, to_tensor=int, static_range=range, minimum=min,
+                float32=torch.float32, int32=torch.int32, static_range=range, minimum=min,
                 NVMMADistributedLayout=self.nothing, SliceLayout=self.nothing,
                 program_id=lambda axis: self.program, num_programs=lambda axis: self.programs,
                 zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -199,10 +189,10 @@ class OnTheHost:
                 expand_dims=torch.unsqueeze, where=torch.where, exp2=torch.exp2, sum=torch.sum, max=torch.amax,
                 maximum=lambda values, least: values.clamp(min=least),
             ),
-            "_position": self.move, "_pieces": lambda z, *others: z.chunk(2, 1),
-            "_next": lambda stage, phase, stages: (stage, phase), "_previous": lambda stage, stages: stage,
-            "mbarrier": nothing, "tma": nothing, "fence_async_shared": self.nothing, "_store": self.store,
-            "warpgroup_mma": lambda a, b, z, **options: self.product, "warpgroup_mma_wait": lambda n, deps: deps[0],
+            "tile_position": self.move, "first_turn": lambda grid, part: (0, 0),
+            "multiply": lambda ring, grid, used, turn, part: (self.product, 0, used, turn),
+            "finish": lambda z, ring, stage: z.chunk(2, 1), "store_half": self.store,
+            "tma": SimpleNamespace(store_wait=self.nothing),
         }  # fmt: skip
         for name, value in names.items():
             monkeypatch.setattr(linear_exp_hopper, name, value)
@@ -212,57 +202,46 @@ class OnTheHost:
     def nothing(self, *arguments, **options):
         return self
 
-    index = permute = nothing
-
     def __getitem__(self, grid):
         self.programs = grid[0]
         return self.launch
 
-    def move(self, *arguments):
-        row_tile, column_tile = self.position(*arguments)
-        rows, columns = (matrix[tile * size :][:size] for matrix, tile, size in zip(
-            self.matrices, (row_tile, column_tile), self.shape[1:], strict=True
+    def move(self, tile, row_tiles, column_tiles, group):
+        in_group = group * column_tiles
+        first = tile // in_group * group
+        size = min(row_tiles - first, group)
+        row_tile, column_tile = first + tile % in_group % size, tile % in_group // size
+        rows, columns = (matrix[at * size :][:size] for matrix, at, size in zip(
+            self.matrices, (row_tile, column_tile), self.shape, strict=True
         ))  # fmt: skip
-        self.product = torch.zeros(self.shape[1:])
+        self.product = torch.zeros(self.shape)
         self.product[: len(rows), : len(columns)] = rows.float() @ columns.float().t()
         return row_tile, column_tile
 
-    def store(self, out, corner, staging):
-        target = staging.out[corner[0] :, corner[1] :][: self.shape[1], : self.shape[2] // 2]
-        target.copy_(staging.kept[0][: target.shape[0], : target.shape[1]])
+    def store(self, out, staging, value, first_row, first_column):
+        target = out[first_row:, first_column:][: self.shape[0], : self.shape[1] // 2]
+        target.copy_(value[: target.shape[0], : target.shape[1]])
 
     def launch(
         self, hidden, weight, out, tokens, vocab_size, hidden_size, bias, labels, offset, partial, logit_sums, moments,
         needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, **options,
     ):  # fmt: skip
-        self.matrices, self.shape = (hidden, weight), (1, BLOCK_N, BLOCK_V)
+        self.matrices, self.shape = (hidden, weight), (BLOCK_N, BLOCK_V)
         row_tiles, column_tiles = -(-tokens // BLOCK_N), -(-vocab_size // BLOCK_V)
         tiles = row_tiles * column_tiles * (1 if needed is None else int(needed))
         vectors = [None if v is None else Pointer(v) for v in (bias, labels, offset, partial, logit_sums, moments)]
         if transform.temperature is not None:
             transform = transform._replace(temperature=Pointer(transform.temperature))
+        ring = SimpleNamespace(hidden=SimpleNamespace(shape=(1, BLOCK_N)), weight=SimpleNamespace(shape=(1, BLOCK_V)))
+        grid = hopper_pipeline.Grid(tiles, 1, group, row_tiles, column_tiles, tokens, vocab_size)
+        arguments = linear_exp_hopper._Arguments(*vectors, transform, PROJECTIONS, SUMS_OF_TILES)
         for program in range(self.programs):
             self.program = program
             for part in range(2):
-                linear_exp_hopper._consume.fn(
-                    Buffers(1, BLOCK_N), Buffers(1, BLOCK_V), self, self, self,
-                    None if out is None else Staging(out, out.dtype, []), out, *vectors, transform, tiles, 1,
-                    group, row_tiles, column_tiles, tokens, vocab_size, PROJECTIONS, SUMS_OF_TILES, part,
-                )  # fmt: skip
+                linear_exp_hopper._consume.fn(ring, grid, out, None, arguments, part)
 
 
-class Buffers:
-    def __init__(self, *shape):
-        self.shape = shape
-
-    def index(self, stage):
-        return self
-
-    def permute(self, order):
-        return self
-
-
-@pytest.mark.skipif(not linear_exp_hopper.INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.skipif(not hopper_pipeline.INTERPRETED, reason="runs in Triton's interpreter")
 @pytest.mark.parametrize(
     ("row_tiles", "column_tiles", "programs", "group"),
     [(1, 9, 4, 8), (7, 24, 12, 6), (11, 8, 12, 8), (5, 24, 12, 4), (3, 5, 2, None), (2, 1, 4, None)],
@@ -328,7 +307,7 @@ def test_parts_of_an_h200_have_one_row_tile_of_each_group():
 
 def test_a_kernel_that_cannot_be_compiled(monkeypatch):
     """The other kernel runs, for the rest of the process; the first call warns and names the reason."""
-    if not linear_exp.tl or not linear_exp_hopper.INTERPRETED:
+    if not linear_exp.tl or not hopper_pipeline.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
     hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
     labels = torch.arange(5)
@@ -341,17 +320,17 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
         def launch(self, **arguments):
             raise AttributeError("Gluon has no such layout")
 
-    monkeypatch.setattr(linear_exp_hopper, "unusable", [])
-    monkeypatch.setattr(linear_exp_hopper, "_serves", cache(linear_exp_hopper._serves.__wrapped__))
+    monkeypatch.setattr(hopper_pipeline, "unusable", [])
+    monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(linear_exp_hopper, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
     monkeypatch.setattr(linear_exp, "AVAILABLE", True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
 
     def forget():
         warn_once.cache_clear()
-        linear_exp_hopper._serves.cache_clear()
-        linear_exp_hopper.unusable.clear()
+        hopper_pipeline._serves.cache_clear()
+        hopper_pipeline.unusable.clear()
 
     forget()
     with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
@@ -362,11 +341,11 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
         torch.testing.assert_close(values.logp, expected.logp)
     # A version of Triton whose descriptors are others; and one that lacks what the file imports.
     forget()
-    monkeypatch.setattr(linear_exp_hopper, "_descriptor", None)
+    monkeypatch.setattr(hopper_pipeline, "_descriptor", None)
     with pytest.warns(RuntimeWarning, match="TypeError"):
         assert hopper_tiles(hidden, weight, Epilogue(), None) is None
     forget()
-    linear_exp_hopper.unusable.append(ImportError("no gluon"))
+    hopper_pipeline.unusable.append(ImportError("no gluon"))
     with pytest.warns(RuntimeWarning, match="ImportError: no gluon"):
         assert hopper_tiles(hidden, weight, Epilogue(), None) is None
     forget()
@@ -376,16 +355,16 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
         def jit(function, **options):
             raise TypeError("jit() has no such option")
 
-    monkeypatch.setattr(linear_exp_hopper, "gluon", Broken)
-    assert linear_exp_hopper.gluon_jit(len, noinline=True) is len
-    assert "no such option" in str(linear_exp_hopper.unusable[0])
+    monkeypatch.setattr(hopper_pipeline, "gluon", Broken)
+    assert hopper_pipeline.gluon_jit(len, noinline=True) is len
+    assert "no such option" in str(hopper_pipeline.unusable[0])
 
 
 def test_the_choice_of_the_kernel(monkeypatch):
     """The kernel for Hopper runs where there is a launch for it, and else the other one."""
     hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
     launches = []
-    if not linear_exp.tl or not linear_exp_hopper.INTERPRETED:
+    if not linear_exp.tl or not hopper_pipeline.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
 
     class Kernel:

@@ -7,7 +7,7 @@ import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import divergence_block
-from liger_losses.kernels import linear_exp_hopper, linear_lse
+from liger_losses.kernels import hopper_pipeline, linear_lse
 from liger_losses.kernels._triton import tl, warn_once
 from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
@@ -79,14 +79,12 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
 
     hidden, weight = (torch.randn(n, 16, device="meta", dtype=torch.bfloat16) for n in (5, 40))
     call = torch.empty(5, device="meta"), hidden, weight, torch.empty(5, 40, device="meta")
-    monkeypatch.setattr(linear_exp_hopper, "unusable", [])
-    serves = cache(linear_exp_hopper._serves.__wrapped__)
-    for module in (linear_exp_hopper, linear_lse):
-        monkeypatch.setattr(module, "_serves", serves)
+    monkeypatch.setattr(hopper_pipeline, "unusable", [])
+    monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(linear_lse, "AVAILABLE", True)
-    monkeypatch.setattr(linear_lse, "_descriptor", lambda matrix, *size: matrix)
-    monkeypatch.setattr(linear_lse, where, Broken())
+    monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
+    monkeypatch.setattr(hopper_pipeline if where == "_descriptor" else linear_lse, where, Broken())
     warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
         assert [log_sum_exps_into(*call, backend="triton") for _ in range(2)] == [False, False]

@@ -20,17 +20,10 @@ from torch import Tensor
 
 from ..kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from ..kernels._triton import jit, tl, triton
+from ..kernels.hopper_pipeline import AVAILABLE, give_up
+from ..kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
 from ..kernels.label_rows import label_logits
-from ..kernels.linear_exp_hopper import (
-    _ROWS as _ROWS_OF_HOPPER,
-)
-from ..kernels.linear_exp_hopper import (
-    AVAILABLE,
-    give_up,
-    group_of_sums,
-    hopper_exponentials_kernel,
-    hopper_tiles,
-)
+from ..kernels.linear_exp_hopper import group_of_sums, hopper_exponentials_kernel, hopper_tiles
 from ..kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
 from ..kernels.logit_transform import (
     Epilogue,

@@ -65,25 +65,29 @@ def test_sums_of_tiles():
     torch.testing.assert_close(lse, z.flatten(0, 1).logsumexp(0))
 
 
+def check_rows(rows, columns, every_option, backend):
+    """In several parts, of which some have only logits of -inf; rows of a wider matrix."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    projected = 30 * torch.randn(rows, columns + 7, device=DEVICE, generator=g)[:, :columns]
+    epilogue, wide = Epilogue(), Epilogue()
+    if every_option:
+        bias = torch.randn(columns, device=DEVICE, generator=g)
+        bias[columns // 4 : columns * 3 // 4] = float("-inf")
+        transform = LogitTransform(torch.linspace(0.5, 2.0, rows, device=DEVICE), 1.2)
+        epilogue, wide = Epilogue(transform, bias), Epilogue(transform, bias.double())
+    lse = torch.full((rows + 4,), float("nan"), device=DEVICE)
+    row_log_sum_exps_into(lse[1:-3], projected, epilogue, backend=backend)
+    torch.testing.assert_close(lse[1:-3].double(), wide(projected.double()).logsumexp(1), rtol=1e-6, atol=3e-6)
+    assert lse.isnan().sum() == 4
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("every_option", [False, True])
 def test_rows_that_exist(every_option, backend, monkeypatch):
-    """In several parts, of which one has only logits of -inf; rows of a wider matrix."""
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(linear_lse, "_COLUMNS", 32)
-    g = torch.Generator(DEVICE).manual_seed(0)
-    projected = 30 * torch.randn(5, 110, device=DEVICE, generator=g)[:, :103]
-    epilogue, wide = Epilogue(), Epilogue()
-    if every_option:
-        bias = torch.randn(103, device=DEVICE, generator=g)
-        bias[30:70] = float("-inf")
-        transform = LogitTransform(torch.linspace(0.5, 2.0, 5, device=DEVICE), 1.2)
-        epilogue, wide = Epilogue(transform, bias), Epilogue(transform, bias.double())
-    lse = torch.full((9,), float("nan"), device=DEVICE)
-    row_log_sum_exps_into(lse[1:6], projected, epilogue, backend=backend)
-    torch.testing.assert_close(lse[1:6].double(), wide(projected.double()).logsumexp(1), rtol=1e-6, atol=3e-6)
-    assert lse[[0, 6, 7, 8]].isnan().all()
+    check_rows(5, 150, every_option, backend)
 
 
 @pytest.mark.parametrize("where", ["_descriptor", "_hopper_projections_kernel"])

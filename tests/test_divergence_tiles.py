@@ -22,16 +22,23 @@ from tests.test_distillation import divergence, formula
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Bytes in which tiles fit: several blocks of tokens, and several tiles of columns; and all columns of 4 tokens.
-SMALL = 60_000
+SMALL = 42_000
 
 
 # --- Parts of the vocabulary ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("programs", [8, 0])
 @pytest.mark.parametrize(
-    ("name", "hard"), [("forward KL", False), ("JSD", True), ("total variation", False), ("cosine", True)]
+    ("name", "hard", "backend", "programs"),
+    [
+        ("forward KL", False, "torch", 8),
+        ("forward KL", False, "triton", 8),
+        ("JSD", True, "triton", 8),
+        ("JSD", True, "triton", 0),
+        ("cosine", True, "torch", 8),
+        ("cosine", True, "triton", 8),
+        pytest.param("total variation", False, "triton", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_divergence_and_gradient_by_columns(name, hard, programs, backend, monkeypatch):
     """Of two slices of the vocabulary, against the same from all logits in float64; few rows are summed in parts."""
@@ -117,7 +124,7 @@ def in_tiles(monkeypatch, request):
     plan._make_plan.cache_clear()
 
 
-def models(dtype=torch.bfloat16, tokens=30, vocab=300, teacher_vocab=300, bias=False):
+def models(dtype=torch.bfloat16, tokens=19, vocab=200, teacher_vocab=200, bias=False):
     g = torch.Generator().manual_seed(0)
 
     def normal(*size, scale=0.3):
@@ -151,14 +158,14 @@ def double(tensors):
 CASES = {
     "JSD, soft-cap": ("JSD", {"bias": True}, {"softcap": 3.0, "logit_scale": 0.7}, 0.3),
     "forward KL, temperature, fp16": ("forward KL", {"dtype": torch.float16}, {"temperature": 2.0}, 0.3),
-    "reverse KL, a wider student": ("reverse KL", {"vocab": 350}, {}, 0.3),
+    "reverse KL, a wider student": ("reverse KL", {"vocab": 240}, {}, 0.3),
 }
 MORE = {
     "forward KL": ("forward KL", {}, {}, 0.0),
     "JSD, hard loss": ("JSD", {"bias": True}, {}, 0.3),
     "JSD, fp16": ("JSD", {"dtype": torch.float16}, {}, 0.3),
-    "reverse KL, a wider student, no hard loss": ("reverse KL", {"vocab": 350}, {}, 0.0),
-    "total variation, a wider teacher": ("total variation", {"teacher_vocab": 350}, {}, 0.0),
+    "reverse KL, a wider student, no hard loss": ("reverse KL", {"vocab": 240}, {}, 0.0),
+    "total variation, a wider teacher": ("total variation", {"teacher_vocab": 240}, {}, 0.0),
     "cosine": ("cosine", {}, {}, 0.0),
     "cosine, hard loss": ("cosine", {}, {"temperature": 2.0}, 0.3),
 }
@@ -190,9 +197,9 @@ def test_loss_and_gradients(case, in_tiles):
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [("reverse KL", True)]
-    + [pytest.param(*given, marks=pytest.mark.slow) for given in (("forward KL", True), ("cosine", True))]
-    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("forward KL", "reverse KL", "cosine")],
+    [("reverse KL", False)]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("forward KL", "cosine")]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("forward KL", "reverse KL", "cosine")],
 )
 def test_any_function_of_the_divergence(name, compiled, in_tiles):
     """Backward takes what forward saved; that of a compiled function computes it again."""
@@ -221,7 +228,7 @@ def test_any_function_of_the_divergence(name, compiled, in_tiles):
 @pytest.mark.parametrize("workspace", [SMALL, None], ids=["tiles", "rows"])
 def test_a_sum_of_log_probabilities(workspace, in_tiles):
     """Its gradients reach backward as one number with a stride of 0."""
-    student, labels, teacher = models(tokens=25 if workspace else 20)
+    student, labels, teacher = models(tokens=14)
     options = EngineOptions(workspace=workspace, backend="triton")
     found = linear_divergence(
         *student[:2], labels.clamp(min=0), Teacher(*teacher), divergence("forward KL"), logp=True, options=options
@@ -234,7 +241,7 @@ def test_a_sum_of_log_probabilities(workspace, in_tiles):
     assert bool(in_tiles) == bool(workspace)
 
 
-@pytest.mark.parametrize("frozen", [(0,), pytest.param((1,), marks=pytest.mark.slow), (0, 1)])
+@pytest.mark.parametrize("frozen", [(0,), *(pytest.param(f, marks=pytest.mark.slow) for f in ((1,), (0, 1)))])
 def test_what_needs_no_gradient_gets_none(frozen, in_tiles):
     student, labels, teacher = models()
     inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(student[:2])]

@@ -7,6 +7,7 @@ have, W those of the student that are computed, as in :mod:`liger_losses.chunked
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ...kernels.linear_exp import Exponentials, linear_exponentials
 from ...kernels.linear_grad import linear_softmax_gradient_into
 from ...kernels.linear_stats import linear_softmax_statistics
 from ...kernels.logit_transform import Epilogue
+from ...kernels.matmul import start_beside
 from ...kernels.softmax_grad import SoftmaxGradient
 
 
@@ -186,8 +188,12 @@ class DivergenceTiles(TwoModels):
         both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
         for columns in blocks(self.shared, self.call.plan.tile_columns):
             student, teacher = both[:, :, : columns.stop - columns.start]
-            self.student.projection.into(student, part.hidden, columns.start, columns.stop)
-            self.teacher.projection.into(teacher, hidden, columns.start, columns.stop)
+            of_teacher_into = partial(self.teacher.projection.into, teacher, hidden, columns.start, columns.stop)
+            wait = start_beside(hidden.device, of_teacher_into)
+            try:
+                self.student.projection.into(student, part.hidden, columns.start, columns.stop)
+            finally:
+                wait()
             yield (
                 columns,
                 Logits(student, lse, soft.columns(columns)),

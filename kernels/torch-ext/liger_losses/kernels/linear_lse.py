@@ -29,7 +29,7 @@ from ..kernels.hopper_pipeline import (
     set_up,
     store_half,
 )
-from ..kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_block
+from ..kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 try:
     from triton.experimental.gluon import language as gl
@@ -124,7 +124,9 @@ def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK
         inverse = inverse_temperature(transform, row, True, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    z = load_logits(projected + row * stride, bias, at, inside, transform, inverse)
+    z = tl.load(projected + row * stride + at, mask=inside, other=0.0)
+    if bias is not None or transform.factor is not None:
+        z = transform_block(z, bias, at, inside, transform, inverse)
     z = tl.where(inside, z, float("-inf"))
     top = tl.maximum(tl.max(z, 0), -3.0e38)  # finite, where all are -inf
     place = partial + tl.program_id(1) * tl.num_programs(0) + row

@@ -12,7 +12,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import divergence_tiles, plan
+from liger_losses.chunked.engine import divergence_block, divergence_tiles, plan
 from liger_losses.chunked.engine.call import Comparison, Query, make_call
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.logit_transform import Epilogue
@@ -113,6 +113,7 @@ def in_tiles(monkeypatch, request):
     for name in ("TILE", "HALF_TILE"):
         monkeypatch.setattr(plan, name, 4 if by_rows else 64)
     plan._make_plan.cache_clear()
+    monkeypatch.setattr(divergence_block, "_DEVICES_OF_LSE", (DEVICE,))
 
     def counted(self, *arguments):
         taken.append(arguments)

@@ -26,10 +26,10 @@ from ...kernels.logit_transform import Epilogue, LogitTransform
 from ...kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from ...kernels.softmax_stats import softmax_statistics
 
-#: Where :func:`log_sum_exps_into` may have a kernel.
+#: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
 _DEVICES_OF_LSE = ("cuda",)
 #: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
-#: kernel reads its product. (On an H200, 192 tokens, H 2048 and 4096, V 151936: 216 and 392 us, where tiles take 367 and 689.)
+#: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
 _FEW_ROWS = 2 * ROWS + ROWS // 2
 
 
@@ -149,14 +149,14 @@ class TwoModels(Block):
         epilogue: Epilogue,
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
-        alone, few = statistics.keys() == {"lse"}, len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
+        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
+        few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
         if not model.fused or (alone and few):
             model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
         weight, backend = model.projection.weight, self.call.backend
-        served = alone and hidden.device.type in _DEVICES_OF_LSE
-        if served and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
+        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
             return
         linear_exponentials(
             hidden,

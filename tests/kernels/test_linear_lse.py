@@ -9,7 +9,7 @@ from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import divergence_block
 from liger_losses.kernels import hopper_pipeline, linear_lse
 from liger_losses.kernels._triton import tl, warn_once
-from liger_losses.kernels.linear_lse import log_sum_exps_into
+from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from tests.kernels.test_linear_exp_hopper import hopper
 
@@ -65,6 +65,31 @@ def test_sums_of_tiles():
     torch.testing.assert_close(lse, z.flatten(0, 1).logsumexp(0))
 
 
+def check_rows(rows, columns, every_option, backend):
+    """In several parts, of which some have only logits of -inf; rows of a wider matrix."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    projected = 30 * torch.randn(rows, columns + 7, device=DEVICE, generator=g)[:, :columns]
+    epilogue, wide = Epilogue(), Epilogue()
+    if every_option:
+        bias = torch.randn(columns, device=DEVICE, generator=g)
+        bias[columns // 4 : columns * 3 // 4] = float("-inf")
+        transform = LogitTransform(torch.linspace(0.5, 2.0, rows, device=DEVICE), 1.2)
+        epilogue, wide = Epilogue(transform, bias), Epilogue(transform, bias.double())
+    lse = torch.full((rows + 4,), float("nan"), device=DEVICE)
+    row_log_sum_exps_into(lse[1:-3], projected, epilogue, backend=backend)
+    torch.testing.assert_close(lse[1:-3].double(), wide(projected.double()).logsumexp(1), rtol=1e-6, atol=3e-6)
+    assert lse.isnan().sum() == 4
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("every_option", [False, True])
+def test_rows_that_exist(every_option, backend, monkeypatch):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(linear_lse, "_COLUMNS", 32)
+    check_rows(5, 150, every_option, backend)
+
+
 @pytest.mark.parametrize("where", ["_descriptor", "_hopper_projections_kernel"])
 def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
     """It is not asked for again; the first call warns and names the reason."""
@@ -105,9 +130,9 @@ def test_losses_without_a_label_take_them(hard, monkeypatch):
     g = torch.Generator().manual_seed(0)
     hidden, weight, theirs, head = (
         torch.randn(*shape, generator=g).half().to(DEVICE).requires_grad_(i < 2)
-        for i, shape in enumerate([(40, 16), (72, 16), (40, 24), (72, 24)])
+        for i, shape in enumerate([(70, 16), (72, 16), (70, 24), (72, 24)])
     )
-    labels = torch.arange(40, device=DEVICE)
+    labels = torch.arange(70, device=DEVICE)
     loss = DistillationLoss(Divergence.forward_kl(), hard, 0.7, backend="triton")
     results = []
     for function in (lambda *given, **options: False, counted):

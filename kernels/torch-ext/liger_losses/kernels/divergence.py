@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels._tiles import processors
 from ..kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from ..kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
 from ..kernels.logit_transform import (
@@ -235,6 +236,8 @@ def series_argument(divergence: Divergence) -> KernelSeries:
 
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8
+#: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
+_PROGRAMS = 8
 
 
 def _divergence_triton(
@@ -257,14 +260,24 @@ def _divergence_triton(
         c.divergence, labels, *c[1:], temperature,
         None if sums is None else sums.h,
     )  # fmt: skip
-    launch = {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
+    block = min(_BLOCK, triton.next_power_of_2(columns))
+    launch = {"BLOCK": block, "num_warps": _WARPS}
     if divergence.form == "cosine":
         squares = (None, None) if sums is None or sums.squares is None else sums.squares
         _cosine_kernel[(rows,)](*common, *squares, **launch)
         return
     form, series = FORMS[divergence.form], series_argument(divergence)
-    lses = student.lse, teacher.lse
-    _divergence_kernel[(rows,)](*common, *lses, series, FORM=form.triton, BALANCED=form.balanced, **launch)
+    rest, launch = (student.lse, teacher.lse, series), {**launch, "FORM": form.triton, "BALANCED": form.balanced}
+    parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block)) if out is None else 1
+    if parts < 2:
+        _divergence_kernel[(rows, 1)](*common, *rest, **launch)
+        return
+    sums_of_parts = torch.empty(2, parts, rows, device=value.device)
+    common = sums_of_parts[0], *common[1:-1], None if sums is None else sums_of_parts[1]
+    _divergence_kernel[(rows, parts)](*common, *rest, **launch)
+    value.copy_(sums_of_parts[0].sum(0))
+    if sums is not None:
+        sums.h.copy_(sums_of_parts[1].sum(0))
 
 
 @jit
@@ -325,8 +338,11 @@ def _divergence_kernel(
 
     The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
     is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
+
+    Without a gradient, several programs may share a row: each writes the sums of its columns.
     """
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
     inverse = 1.0
@@ -336,7 +352,8 @@ def _divergence_kernel(
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
     if out is None or not (BALANCED or row_sums is not None):
-        for i in range(blocks):
+        of_part = tl.cdiv(blocks, tl.num_programs(1))
+        for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
@@ -344,9 +361,10 @@ def _divergence_kernel(
             f_sum += f
             h_sum += h
     total = tl.sum(h_sum, 0)
+    place = part * tl.num_programs(0) + row
     if out is None:
         if row_sums is not None:
-            tl.store(row_sums + row, total)
+            tl.store(row_sums + place, total)
     else:
         out += row * out_stride
         if row_sums is not None:
@@ -371,7 +389,7 @@ def _divergence_kernel(
                 grad = row_coef * (h - p * total)
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
-    tl.store(value + row, tl.sum(f_sum, 0))
+    tl.store(value + place, tl.sum(f_sum, 0))
 
 
 @jit

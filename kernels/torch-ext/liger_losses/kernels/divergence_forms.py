@@ -46,6 +46,11 @@ class Divergence:
     b: float = 0.0
     c: float = 0.0
 
+    @property
+    def balanced(self) -> bool:
+        """Whether ``sum_v h`` is 0 for all p and q: see :class:`Form`."""
+        return self.form in FORMS and FORMS[self.form].balanced
+
     @classmethod
     def forward_kl(cls) -> Divergence:
         """``KL(q || p) = sum q (log q - log p)``."""

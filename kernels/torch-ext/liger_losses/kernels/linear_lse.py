@@ -39,6 +39,8 @@ except ImportError:
 
 #: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
 _SUM_ROWS, _SUM_TILES = 8, 512
+#: Columns that a program adds up of a row that exists.
+_COLUMNS = 4096
 
 
 def log_sum_exps_into(
@@ -84,10 +86,60 @@ def log_sum_exps_into(
     except Exception as error:
         give_up(error)
         return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
+    _sum_tiles(lse, partial)
+    return True
+
+
+def row_log_sum_exps_into(
+    lse: Tensor, projected: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
+) -> None:
+    """``lse_n = log sum_v exp(z_nv)`` of the logits ``z = epilogue(projected)``; several programs share a row.
+
+    Args:
+        lse: ``[N]`` fp32, the tensor to write them into.
+        projected: ``[N, V]`` fp32, rows contiguous.
+        epilogue: from projections to logits.
+        backend: ``torch`` holds all logits once more; ``triton`` holds none.
+    """
+    if backend == "torch":
+        lse.copy_(epilogue(projected).logsumexp(1))
+        return
+    rows, columns = projected.shape
+    if not rows:
+        return
+    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    partial = torch.empty(2, triton.cdiv(columns, block), rows, device=projected.device)
+    _row_sums_kernel[(rows, partial.shape[1])](
+        partial, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel(), BLOCK=block
+    )
+    _sum_tiles(lse, partial)
+
+
+@jit(do_not_specialize_on_alignment=["partial"])
+def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK: tl.constexpr):
+    """Of a block of a row: the maximum of its logits, and the sum of exponentials relative to it."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, row, True, 0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    z = tl.load(projected + row * stride + at, mask=inside, other=0.0)
+    if bias is not None or transform.factor is not None:
+        z = transform_block(z, bias, at, inside, transform, inverse)
+    z = tl.where(inside, z, float("-inf"))
+    top = tl.maximum(tl.max(z, 0), -3.0e38)  # finite, where all are -inf
+    place = partial + tl.program_id(1) * tl.num_programs(0) + row
+    tl.store(place, top)
+    tl.store(place + tl.num_programs(1) * tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
+
+
+def _sum_tiles(lse: Tensor, partial: Tensor) -> None:
+    """The log-sum-exps of rows, from ``partial [2, column tiles, tokens]``."""
+    _, column_tiles, tokens = partial.shape
     _sum_tiles_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
         lse, partial, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
     )
-    return True
 
 
 @jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse"])

@@ -376,7 +376,7 @@ class _Draft:
         _, _, _, compute_dtype, vocab_size = self.checked
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
         temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
-        teacher_hidden_bytes, fused_divergence = 0, False
+        teacher_hidden_bytes, divergence_tiles = 0, False
         at_once = self.dequantized_bytes > 0
         dequantized = 0 if at_once or head.quantized is None else head.dequantized_row_bytes(operand)
         if query.comparison is not None:
@@ -386,7 +386,7 @@ class _Draft:
                 dequantized += teacher.head.dequantized_row_bytes(operand)
             if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
                 # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-                fused_divergence = can_fuse(teacher.head, operand, self.backend, at_once)
+                divergence_tiles = can_fuse(teacher.head, operand, self.backend, at_once)
                 if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
                     teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
         work = Workload(
@@ -406,7 +406,7 @@ class _Draft:
             ranks=1 if head.shard is None else len(head.shard.sizes),
             device_memory=self.memory,
             teacher_hidden_bytes=teacher_hidden_bytes,
-            fused_divergence=fused_divergence,
+            divergence_tiles=divergence_tiles,
             dequantized_row_bytes=dequantized,
             dequantized_bytes=self.dequantized_bytes,
         )

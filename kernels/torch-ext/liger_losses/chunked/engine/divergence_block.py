@@ -6,7 +6,7 @@ the student that are computed: all of them where its log-probabilities are asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +19,18 @@ from ...chunked.engine.head import Projection, can_fuse
 from ...chunked.engine.plan import blocks, padded
 from ...chunked.engine.teachers import TeacherLogits
 from ...kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
-from ...kernels.divergence_forms import FORMS
+from ...kernels.hopper_pipeline import ROWS
 from ...kernels.linear_exp import Exponentials, linear_exponentials
-from ...kernels.linear_lse import log_sum_exps_into
+from ...kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from ...kernels.logit_transform import Epilogue, LogitTransform
 from ...kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from ...kernels.softmax_stats import softmax_statistics
 
-#: Where :func:`log_sum_exps_into` may have a kernel.
+#: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
 _DEVICES_OF_LSE = ("cuda",)
+#: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
+#: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
+_FEW_ROWS = 2 * ROWS + ROWS // 2
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,99 @@ class TwoModels(Block):
         tokens = self.call.tokens
         return tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
 
+    @staticmethod
+    def parts_of(part: Part, size: int) -> Iterator[tuple[slice, Part]]:
+        """``size`` or fewer tokens of the part at a time, and where in the part they are."""
+        for at in blocks(len(part.hidden), size):
+            rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
+            yield at, Part(rows, part.hidden[at], {n: value[at] for n, value in part.values.items()}, part.epilogue)
+
+    def logits_of(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
+        """Both models' logits in the shared columns, of some tokens; and the student's statistics.
+
+        Args:
+            part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
+            student_logits: ``[R, W]`` fp32, for the student's projections.
+            teacher_logits: ``[R, V]`` fp32, for the teacher's.
+        """
+        call, (rows, hidden, values, own_epilogue) = self.call, part
+        soft_epilogue, teacher_epilogue = self.soft_epilogues(rows)
+        labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
+        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
+        found = {name: value for name, value in values.items() if name in ("lse", "logp")}
+        first_epilogue = own_epilogue if self.separate else soft_epilogue
+        first_labels = labels if "logp" in found else shared_labels
+        self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
+        if self.separate:
+            lse = values["soft_lse"] if "soft_lse" in values else torch.empty_like(lse)
+            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
+        if "entropy" in values:
+            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
+        teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
+        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
+        if call.shard is not None and self.opened.owned is not None:
+            soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
+            of_student = [soft, found] if self.separate else [soft | found]
+            self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
+        return Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
+
+    def _compute_teacher_logits(
+        self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
+    ) -> None:
+        """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
+        tokens, teacher = self.call.tokens, self.comparison.teacher
+        if self.teacher is not None:
+            self._compute_logits(out, {"lse": lse}, self.teacher, self.teacher_hidden(rows), labels, epilogue)
+            return
+        assert isinstance(teacher, TeacherLogits)
+        (index,) = tokens.indices
+        positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
+        out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
+        self._compute_statistics({"lse": lse}, out, labels, epilogue)
+
+    def _compute_logits(
+        self,
+        out: Tensor,
+        statistics: Mapping[str, Tensor],
+        model: _Model,
+        hidden: Tensor,
+        labels: Tensor,
+        epilogue: Epilogue,
+    ) -> None:
+        """A model's projections into ``out``, and the statistics of its logits."""
+        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
+        few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
+        if not model.fused or (alone and few):
+            model.projection.into(out, hidden, 0, out.shape[1])
+            self._compute_statistics(statistics, out, labels, epilogue)
+            return
+        weight, backend = model.projection.weight, self.call.backend
+        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
+            return
+        linear_exponentials(
+            hidden,
+            weight,
+            labels,
+            out,
+            epilogue,
+            found=Exponentials.into(statistics),
+            projections=True,
+            backend=backend,
+        )
+
+    def _compute_statistics(
+        self, statistics: Mapping[str, Tensor], projected: Tensor, labels: Tensor, epilogue: Epilogue
+    ) -> None:
+        """Statistics of projections that exist, written into the tensors given."""
+        plan, backend = self.call.plan, self.call.backend
+        names = frozenset(statistics)
+        if names == {"lse"} and backend == "triton":
+            row_log_sum_exps_into(statistics["lse"], projected, epilogue, backend=backend)
+            return
+        computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)
+        for name, value in statistics.items():
+            value.copy_(computed[name])
+
 
 def has_two_softmaxes(call: Call) -> bool:
     """Whether the hard loss and the divergence are of different softmaxes of the student."""
@@ -117,10 +213,7 @@ class DivergenceBlock(TwoModels):
                 self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=self.call.work.logits_dtype)
         if self.grad_bias is not None:
             self.grad_bias.zero_()
-        for at in blocks(len(part.hidden), self.call.plan.part_rows):
-            rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
-            values = {name: value[at] for name, value in part.values.items()}
-            smaller = Part(rows, part.hidden[at], values, part.epilogue)
+        for at, smaller in self.parts_of(part, self.call.plan.part_rows):
             if upstream is None or self.gradient is None:
                 self._fill_part(smaller)
             else:
@@ -145,40 +238,22 @@ class DivergenceBlock(TwoModels):
 
     def _fill_part(self, part: Part, upstream: Upstream | None = None, out: Tensor | None = None) -> None:
         """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
-        call, (rows, hidden, values, own_epilogue) = self.call, part
-        soft_epilogue, teacher_epilogue = self.soft_epilogues(rows)
-        labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
+        call, (rows, hidden, values, _) = self.call, part
         student_logits, teacher_logits = (logits[: len(hidden)] for logits in self.logits)
-        student_logits, shared_logits = student_logits[:, : self.vocab_size], student_logits[:, : self.shared]
-        teacher_logits = teacher_logits[:, : self.shared]
-        hard_lse = lse = values["lse"]
-        found = {name: value for name, value in values.items() if name in ("lse", "logp")}
-        first_epilogue = own_epilogue if self.separate else soft_epilogue
-        first_labels = labels if "logp" in found else shared_labels
-        self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
-        if self.separate:
-            lse = torch.empty_like(hard_lse)
-            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
-        if "entropy" in values:
-            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
-        teacher_lse = torch.empty_like(lse)
-        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
+        student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
+        student, teacher = self.logits_of(part, student_logits, teacher_logits[:, : self.shared])
+        labels = self.opened.labels[rows]
         if call.shard is not None and self.opened.owned is not None:
-            soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
-            of_student = [soft, found] if self.separate else [soft | found]
-            self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
             labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
         coefficients, g = None, None
         if upstream is not None:
             g, soft_g = upstream.get("logp"), upstream.get("divergence")
-            soft_g = torch.zeros_like(lse) if soft_g is None else soft_g
+            soft_g = torch.zeros_like(hard_lse) if soft_g is None else soft_g
             coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         with_bias = self.grad_bias is not None and out is not None
         target = student_logits if with_bias else out
-        value = values["divergence"] if "divergence" in values else torch.empty_like(lse)
-        student = Logits(shared_logits, lse, soft_epilogue)
-        teacher = Logits(teacher_logits, teacher_lse, teacher_epilogue)
+        value = values["divergence"] if "divergence" in values else torch.empty_like(hard_lse)
         self._divergence(
             value, student, teacher, None if target is None else target[:, : self.shared], coefficients, labels
         )
@@ -210,19 +285,18 @@ class DivergenceBlock(TwoModels):
         sums = RowSums(torch.zeros_like(value))
         if divergence.form == "cosine":
             sums = sums._replace(squares=call.shard.sum_(square_sums(student, teacher, **options)))
-        balanced = divergence.form in FORMS and FORMS[divergence.form].balanced
-        if out is None or not balanced:
+        if out is None or not divergence.balanced:
             divergence_into(value, student, teacher, divergence, sums=sums, **options)
             both = call.shard.sum_(torch.stack([value, sums.h]))
             value.copy_(both[0])
             sums = sums._replace(h=both[1])
         if out is not None:
-            part_value = value if balanced else torch.empty_like(value)
+            part_value = value if divergence.balanced else torch.empty_like(value)
             divergence_into(
                 part_value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums,
                 **options,
             )  # fmt: skip
-            if balanced:
+            if divergence.balanced:
                 call.shard.sum_(value)
 
     def _write_extra_gradient(
@@ -245,56 +319,3 @@ class DivergenceBlock(TwoModels):
             scratch=call.plan.scratch,
             backend=call.backend,
         )
-
-    def _compute_teacher_logits(
-        self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
-    ) -> None:
-        """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
-        tokens, teacher = self.call.tokens, self.comparison.teacher
-        if self.teacher is not None:
-            self._compute_logits(out, {"lse": lse}, self.teacher, self.teacher_hidden(rows), labels, epilogue)
-            return
-        assert isinstance(teacher, TeacherLogits)
-        (index,) = tokens.indices
-        positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
-        out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
-        self._compute_statistics({"lse": lse}, out, labels, epilogue)
-
-    def _compute_logits(
-        self,
-        out: Tensor,
-        statistics: Mapping[str, Tensor],
-        model: _Model,
-        hidden: Tensor,
-        labels: Tensor,
-        epilogue: Epilogue,
-    ) -> None:
-        """A model's projections into ``out``, and the statistics of its logits."""
-        if not model.fused:
-            model.projection.into(out, hidden, 0, out.shape[1])
-            self._compute_statistics(statistics, out, labels, epilogue)
-            return
-        weight, backend = model.projection.weight, self.call.backend
-        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
-        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
-            return
-        linear_exponentials(
-            hidden,
-            weight,
-            labels,
-            out,
-            epilogue,
-            found=Exponentials.into(statistics),
-            projections=True,
-            backend=backend,
-        )
-
-    def _compute_statistics(
-        self, statistics: Mapping[str, Tensor], projected: Tensor, labels: Tensor, epilogue: Epilogue
-    ) -> None:
-        """Statistics of projections that exist, written into the tensors given."""
-        plan, backend = self.call.plan, self.call.backend
-        names = frozenset(statistics)
-        computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)
-        for name, value in statistics.items():
-            value.copy_(computed[name])

@@ -46,13 +46,13 @@ MAX_EXPONENTIAL_BLOCKS = 32
 MIN_BLOCK_OUTPUTS = 2**20
 
 #: With a teacher: the default number of tokens whose gradients share a product, the parts that their logits are
-#: computed in, the default workspace, and the tokens and columns of a kernel's tile.
+#: computed in, the default workspace, and the tokens and columns of a product's tile.
 TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
-TILE, TILE_COLUMNS = 128, 256
+TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
-#: part reads both heads, and the kernel on its logits has one program per token.
+#: part reads both heads, and every few parts read and write grad_weight.
 MIN_PART = 256
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
@@ -132,7 +132,7 @@ class Workload:
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
     teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
-    fused_divergence: bool = False  # with a teacher, whether tiles can do without the student's logits
+    divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
     dequantized_row_bytes: int = 0  # of rows of both models while they are dequantized, where some are at a time
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     slabs: bool = False  # whether all tokens of a block pass each slab of rows that is dequantized
@@ -146,7 +146,7 @@ class Workload:
     def tile_hidden_bytes(self) -> int:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
-        fused = self.fused or self.fused_divergence
+        fused = self.fused or self.divergence_tiles
         return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
 
     @cached_property
@@ -199,7 +199,7 @@ class Plan:
     """Sizes of the blocks."""
 
     rows: int  # tokens in a block of whole rows (the statistics pass, the one-pass strategies)
-    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time
+    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time; 0: none, as few would fit
     tile_rows: int  # tokens in a tile of the gradient pass
     tile_columns: int  # columns of the vocabulary in such a tile
     scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
@@ -209,7 +209,7 @@ class Plan:
     few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
     few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
-    tiled: bool = False  # with a teacher, whether tiles of the vocabulary do without the student's logits
+    tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
     slab: int = 0  # rows of a quantized head that all tokens of a block pass, one slab after another; 0 for none
 
 
@@ -273,13 +273,13 @@ def _make_plan(
     budget, tokens = _budget(work, bound, by_default, usual, memory), work.tokens
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
-    tiled = work.fused_divergence and chunk_size is None and part < min(MIN_PART, tokens)
+    tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
     if work.slabs:
         rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
         return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
     if tiled:
-        rows = part = tile_rows
+        rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     else:
         rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
@@ -288,7 +288,7 @@ def _make_plan(
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=_even(rows, max(1, min(part, rows))) if teacher else rows,
+        part_rows=part if tiled else _even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
         tile_columns=min(tile_columns, padded(work.vocab_size)),
         scratch=budget.scratch,
@@ -331,7 +331,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     """Divide the call's own workspace, the user's default, or that of the workload and the device."""
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    numbers = 32 if work.fused or work.fused_divergence else 16
+    numbers = 32 if work.fused or work.divergence_tiles else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
     casts = work.operand_dtype != work.weight_dtype or work.dequantized_row_bytes > 0
@@ -374,9 +374,20 @@ def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tup
     if work.fused and by_default:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
-    if tiled:  # a half-precision gradient beside the teacher's projections, and sums of the kernels' programs
-        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + item
+    if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs
+        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + 2 * item
     return size, work.tile_hidden_bytes, operand if work.fused else item
+
+
+def _rows_of_logits(work: Workload, size: int, rows: int) -> int:
+    """Where gradients are computed in tiles, the number of tokens whose logits of both models ``size`` bytes hold.
+
+    0 if reading the heads for each of them would take longer than multiplying by the heads again.
+    """
+    gathered = rows * 2 * work.hidden_size * work.operand_dtype.itemsize * work.gathers
+    sums = padded(work.vocab_size) // 16  # of the exponentials in each tile
+    most = (size - gathered) // (work.part_bytes + sums)
+    return rows if most >= rows else most // HALF_TILE * HALF_TILE if most >= TILE else 0
 
 
 def _whole_tiles(rows: int) -> int:
@@ -401,7 +412,7 @@ def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, 
 
 
 def _full_waves(rows: int, columns: int, programs: int) -> int:
-    """At most ``columns``, in whole tiles of a kernel, of which the last ones leave the fewest programs idle."""
+    """At most ``columns``, in whole tiles of a product, of which the last ones leave the fewest programs idle."""
     row_tiles, most = -(-rows // TILE), columns // TILE_COLUMNS
 
     def waste(column_tiles: int) -> float:

@@ -44,7 +44,7 @@ oldest: pyproject.toml requirements-tested.txt
 		-e ".[test]"
 
 test-zero: zero
-	OMP_NUM_THREADS=1 .venv/zero/bin/python -m pytest -q -n 2 -rs tests/test_zero.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv/zero/bin/python -m pytest -q -n 2 -rs tests/trl/test_zero.py $(ARGS)
 
 zero: .venv/zero/ready
 

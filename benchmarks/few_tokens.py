@@ -8,29 +8,17 @@ import torch
 from torch import Tensor
 
 import liger_losses
-from benchmarks.entries import (
-    GEMMS,
-    Benchmark,
-    Provider,
-    Shape,
-    bare_gemms,
+from benchmarks.cross_entropy import (
     compiled_cross_entropy,
-    dpo_inputs,
     liger_cross_entropy,
-    liger_dpo,
-    needs_cuda,
     our_cross_entropy,
-    our_dpo,
-    our_logps,
     plain_cross_entropy,
-    plain_dpo,
-    plain_logps,
-    token_inputs,
     trl_cross_entropy,
-    trl_dpo,
-    trl_logps,
 )
+from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, bare_gemms, needs_cuda, token_inputs
+from benchmarks.logps import our_logps, plain_logps, trl_logps
 from benchmarks.measure import Call
+from benchmarks.preference import dpo_inputs, liger_dpo, our_dpo, plain_dpo, trl_dpo
 
 
 def captured(provider: Provider) -> Provider:

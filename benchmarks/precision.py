@@ -10,18 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.entries import (
-    LARGE,
-    Provider,
-    Shape,
-    TokenInputs,
-    liger_cross_entropy,
-    needs_cuda,
-    our_cross_entropy,
-    plain_cross_entropy,
-    token_inputs,
-    trl_cross_entropy,
-)
+from benchmarks.cross_entropy import liger_cross_entropy, our_cross_entropy, plain_cross_entropy, trl_cross_entropy
+from benchmarks.entries import LARGE, Provider, Shape, TokenInputs, needs_cuda, token_inputs
 from benchmarks.measure import NotRun, environment, release
 from benchmarks.run import sizes
 

@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import distillation, entries, few_tokens, many_heads, support
+from benchmarks import cross_entropy, distillation, few_tokens, logps, many_heads, policy, preference, support
 from benchmarks.entries import Benchmark, Shape
 from benchmarks.measure import Call, MiB, NotRun, environment, extra_bytes, milliseconds, release
 
 BENCHMARKS = (
-    *entries.BENCHMARKS,
+    *cross_entropy.BENCHMARKS,
+    *logps.BENCHMARKS,
+    *preference.BENCHMARKS,
+    *policy.BENCHMARKS,
     *few_tokens.BENCHMARKS,
     *distillation.BENCHMARKS,
     *support.BENCHMARKS,

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 import liger_losses
-from benchmarks.entries import (
-    GEMMS,
-    Benchmark,
-    Provider,
-    Shape,
-    TokenInputs,
-    bare_gemms,
-    needs_cuda,
-    our_logps,
-    token_inputs,
-)
+from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, TokenInputs, bare_gemms, needs_cuda, token_inputs
+from benchmarks.logps import our_logps
 from benchmarks.measure import Call
 
 #: The most columns of a token; some places in the second half are padding.

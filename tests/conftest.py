@@ -2,7 +2,18 @@
 
 import os
 
+import pytest
 import torch
+
+# Files that tests share: where an assert fails in one, pytest shows the values.
+folders = ("benchmarks.coverage", "tests.chunked", "tests.integrations", "tests.kernels", "tests.patching", "tests.trl")
+pytest.register_assert_rewrite(*folders)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")

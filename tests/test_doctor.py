@@ -1,6 +1,5 @@
 """The report on an installation."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -17,12 +16,6 @@ from liger_losses.patching.report import Entry, PatchReport
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def run(*arguments, **variables):
-    command = [sys.executable, "-m", "liger_losses.doctor", *map(str, arguments)]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False, env=environment)
-
-
 @pytest.fixture
 def config(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -37,22 +30,24 @@ def config(tmp_path):
     return tmp_path
 
 
-def test_an_installation_without_a_model():
-    done = run(COLUMNS="60")
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
+def test_an_installation_without_a_model(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    for line in printed.splitlines():
         assert len(line) <= 60 or " " not in line.strip()  # a link is not broken
-    *_, end = done.stdout.partition("What to do")
+    *_, end = printed.partition("What to do")
     assert re.findall(r"^  (\d)\. ", end, re.MULTILINE) == ["1", "2", "3"]
-    assert f"torch         {torch.__version__}" in done.stdout
-    assert f"liger_losses  {liger_losses.__version__}" in done.stdout
-    assert "LIGER_LOSSES_BACKEND is " in done.stdout
-    assert "CPU, " in done.stdout
-    assert "patch() on" not in done.stdout
+    assert f"torch         {torch.__version__}" in printed
+    assert f"liger_losses  {liger_losses.__version__}" in printed
+    assert "LIGER_LOSSES_BACKEND is " in printed
+    assert "CPU, " in printed
+    assert "patch() on" not in printed
 
 
 def test_a_model_by_its_configuration(config):
-    done = run(config)
+    command = [sys.executable, "-m", "liger_losses.doctor", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "LlamaForCausalLM" in done.stdout
     assert "model.layers.*.mlp" in done.stdout

@@ -1,0 +1,537 @@
+"""Several hidden states and heads in one call: as the sum of single calls, without their sum of gradients or memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from liger_losses import (
+    EngineOptions,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LogitTransform,
+    functional,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine import many_heads, ops
+from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from tests.chunked.engine.test_head import interpreted
+from tests.chunked.losses.test_cross_entropy import plain_cross_entropy
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
+
+K, H, V, SHAPE = 3, 24, 131, (2, 11)
+WEIGHTS = [1.0, 0.8, 0.64]
+#: Of K targets, which hidden states and which head each has.
+WIRINGS = {
+    "one head": ([0, 1, 2], [0, 0, 0]),
+    "own heads": ([0, 1, 2], [0, 1, 2]),
+    "one hidden state": ([0, 0, 0], [0, 1, 2]),
+    "two of one head": ([0, 1, 0], [0, 1, 0]),
+}
+
+
+def targets(wiring, dtype=torch.float32, bias=False):
+    """Hidden states, heads and biases, all distinct ones; and those of each target."""
+    made = [problem(0, H, V, dtype=dtype, shape=SHAPE, bias=bias, seed=seed) for seed in range(K)]
+    states, heads = WIRINGS[wiring]
+    hidden, weights, biases = ([m[i] for m in made] for i in (0, 1, 3))
+    used = [hidden[i] for i in sorted({*states})], [weights[i] for i in sorted({*heads})]
+    used_biases = [biases[i] for i in sorted({*heads})] if bias else []
+    each = [hidden[i] for i in states], [weights[i] for i in heads], [biases[i] for i in heads]
+    return [*used[0], *used[1], *used_biases], each, made[0][2]
+
+
+def plain_sum(each, labels, build, calls, reduction="mean"):
+    """The definition, and each head's part of it without ``WEIGHTS``."""
+    parts = [
+        plain_cross_entropy(hidden.flatten(0, -2), weight, part.flatten(), bias, build, call, reduction)
+        for hidden, weight, bias, part, call in zip(*each, labels, calls, strict=True)
+    ]
+    return sum(w * part for w, part in zip(WEIGHTS, parts, strict=True)), parts
+
+
+def wired(leaves, each, exact_leaves):
+    """What each target has, from other tensors in the place of ``leaves``."""
+    to = {id(a): b for a, b in zip(leaves, exact_leaves, strict=True)}
+    return [[None if t is None else to[id(t)] for t in part] for part in each]
+
+
+OPTIONS = [
+    {},
+    {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0},
+    {"use_token_scaling": True, "lse_square_scale": 1e-2, "token_weights": True},
+    {"num_items_in_batch": True, "temperature": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("wiring", list(WIRINGS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_equals_the_definition(dtype, wiring, options):
+    leaves, each, labels = targets(wiring, dtype, bias="ce_weight" in options)
+    shifted = [shift_labels(labels, -100, k + 1) for k in range(K)]
+    g = torch.Generator().manual_seed(5)
+    build, call = dict(options), {}
+    if build.get("ce_weight"):
+        build["ce_weight"] = (torch.rand(V, generator=g, dtype=torch.float64) + 0.5).to(dtype)
+    if build.pop("token_weights", False):
+        call["token_weights"] = [torch.rand(SHAPE, generator=g, dtype=torch.float64).to(dtype) for _ in range(K)]
+    if build.pop("num_items_in_batch", False):
+        call["num_items_in_batch"] = [7, 5, 3]
+    loss_module = LigerFusedLinearCrossEntropyLoss(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
+    loss, metrics = loss_module(each[1], each[0], labels, each[2], **call)
+
+    def calls(cast):
+        flat = {n: [cast(x).flatten() if torch.is_tensor(x) else x for x in v] for n, v in call.items()}
+        return [{n: v[k] for n, v in flat.items()} for k in range(K)]
+
+    exact_leaves = double(*leaves)
+    wide = {n: x.double() if torch.is_tensor(x) else x for n, x in build.items()}
+    exact, exact_parts = plain_sum(wired(leaves, each, exact_leaves), shifted, wide, calls(lambda x: x.double()))
+    plain, plain_parts = plain_sum(each, shifted, build, calls(lambda x: x))
+    floor = 1e-12 if dtype == torch.float64 else None
+    assert_as_exact_as_plain(loss, plain, exact, "loss", floor=floor)
+    for k in range(K):
+        assert_as_exact_as_plain(metrics.losses[k], plain_parts[k], exact_parts[k], "a head's loss", floor=floor)
+    assert not metrics.losses.requires_grad
+    found = torch.autograd.grad(loss * 0.5, leaves)
+    others = torch.autograd.grad(plain * 0.5, leaves), torch.autograd.grad(exact * 0.5, exact_leaves)
+    for a, p, e in zip(found, *others, strict=True):
+        assert_as_exact_as_plain(a, p, e, "gradient", floor=floor)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("wiring", ["one head", "own heads"])
+def test_other_reductions(wiring, reduction):
+    leaves, each, labels = targets(wiring)
+    shifted = [shift_labels(labels, -100, k) for k in range(K)]
+    loss_module = LigerFusedLinearCrossEntropyLoss(reduction=reduction, shift=[0, 1, 2], head_weights=WEIGHTS)
+    loss, metrics = loss_module(each[1], each[0], labels)
+    plain, parts = plain_sum(each, shifted, {}, [{}] * K, reduction)
+    if reduction == "none":
+        assert [part.shape for part in loss] == [SHAPE] * K
+        torch.testing.assert_close(metrics.losses, torch.stack([part.sum() for part in parts]))
+        for k in range(K):
+            torch.testing.assert_close(loss[k].flatten(), WEIGHTS[k] * parts[k])
+        g = torch.linspace(0.5, 1.5, labels.numel())
+        loss, plain = sum((part.flatten() * g).sum() for part in loss), (plain * g).sum()
+    torch.testing.assert_close(loss, plain)
+    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(plain, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@interpreted
+@pytest.mark.parametrize("wiring", ["one head", "one hidden state"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_triton(dtype, wiring):
+    leaves, each, labels = targets(wiring, dtype)
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, backend="triton")
+    loss, _ = loss_module(each[1], each[0], labels)
+    shifted, exact_leaves = [shift_labels(labels, -100, k + 1) for k in range(K)], double(*leaves)
+    exact, _ = plain_sum(wired(leaves, each, exact_leaves), shifted, {}, [{}] * K)
+    plain, _ = plain_sum(each, shifted, {}, [{}] * K)
+    assert_as_exact_as_plain(loss, plain, exact, "loss")
+    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
+    for a, p, e in zip(*grads, strict=True):
+        assert_as_exact_as_plain(a, p, e, "gradient")
+
+
+@pytest.mark.parametrize("wiring", list(WIRINGS))
+def test_log_probabilities_and_statistics(wiring):
+    leaves, each, labels = targets(wiring)
+    found = linear_logps(each[0], each[1], labels, shift=[1, 2, 3], entropy=True, softcap=3.0)
+    g, ours, plain = torch.linspace(0.5, 1.5, labels.numel()).view(SHAPE), 0.0, 0.0
+    for k in range(K):
+        exact = plain_statistics(each[0][k], each[1][k], shift_labels(labels, -100, k + 1), softcap=3.0)
+        for name in ("logp", "entropy"):
+            torch.testing.assert_close(getattr(found[k], name), exact[name], atol=1e-6, rtol=1e-5)
+            ours, plain = ours + (getattr(found[k], name) * g).sum(), plain + (exact[name] * g).sum()
+    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    logps = linear_logps(each[0], each[1], labels, shift=[1, 2, 3], softcap=3.0)
+    again = linear_statistics(
+        each[0],
+        each[1],
+        [shift_labels(labels, -100, k + 1) for k in range(K)],
+        metrics="argmax",
+        transform=LogitTransform(softcap=3.0),
+    )
+    for k in range(K):
+        assert torch.equal(logps[k], found[k].logp)
+        assert torch.equal(again[k].logp, found[k].logp)
+        assert again[k].argmax.dtype == torch.int64
+
+
+@pytest.mark.parametrize("wiring", ["one head", "own heads"])
+def test_a_temperature_per_token(wiring):
+    leaves, each, labels = targets(wiring)
+    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(SHAPE)
+    found = linear_logps(each[0], each[1], labels, temperature=temperature)
+    single = [linear_logps(*pair, labels, temperature=temperature) for pair in zip(*each[:2], strict=True)]
+    pairs = zip(*(torch.autograd.grad(torch.stack(x).sum(), leaves) for x in (found, single)), strict=True)
+    for a, b in [*zip(found, single, strict=True), *pairs]:
+        torch.testing.assert_close(a, b)
+
+
+def test_a_head_of_several_targets_is_one_stream(monkeypatch):
+    """And the host waits for the device once for all heads."""
+    streams, selections = [], []
+    stream, select = many_heads.Stream, Tokens.select
+    monkeypatch.setattr(
+        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+    )
+    monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
+    for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
+        _, each, labels = targets(wiring)
+        layers = {id(weight): nn.Linear(H, V, bias=False) for weight in each[1]}
+        heads = [Head.of(layers[id(weight)]) for weight in each[1]]  # an object each
+        LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])(heads, each[0], labels)
+        assert [len(call.tokens.shapes) for call in streams] == expected
+        assert len(selections) == 1
+        streams.clear()
+        selections.clear()
+
+
+def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
+    monkeypatch.setattr(many_heads, "Stream", None)
+    _, (hidden, weights, _), labels = targets("own heads")
+    outside = labels.masked_fill(labels == -100, 0) + V - 1
+    loss = LigerFusedLinearCrossEntropyLoss()
+    for call, error, words in (
+        (lambda: loss(weights, hidden, [labels, labels, outside]), ValueError, r"labels must be in \[0, 131\)"),
+        (lambda: loss(weights, hidden[:2], labels), ValueError, "2 of hidden states, 3 of heads"),
+        (lambda: loss([], hidden, labels), ValueError, "0 of heads"),
+        (lambda: loss(weights, [*hidden[:2], hidden[2][..., :5]], labels), ValueError, r"must be \[\.\.\., 24\]"),
+        (lambda: loss(weights, hidden, [labels, labels, labels.float()]), TypeError, "int64"),
+        (lambda: loss(weights, hidden, labels, token_weights=[labels]), ValueError, "1 of token_weights"),
+        (lambda: loss(weights, hidden, labels, token_weights=labels[0]), ValueError, "one value per label"),
+        (lambda: loss(weights, hidden, labels, num_items_in_batch=-1), ValueError, "num_items_in_batch"),
+        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[1, 2])(weights, hidden, labels), ValueError, "2 of shift"),
+        (
+            lambda: LigerFusedLinearCrossEntropyLoss(shift=[1])(weights[0], hidden[0], labels),
+            ValueError,
+            "are for K heads: give a list",
+        ),
+        (
+            lambda: LigerFusedLinearCrossEntropyLoss(head_weights=[1.0])(weights, hidden, labels),
+            ValueError,
+            "1 of head_",
+        ),
+        (lambda: LigerFusedLinearCrossEntropyLoss(head_weights=0.8), TypeError, "a list of one number for each"),
+        (lambda: LigerFusedLinearCrossEntropyLoss(head_weights=[-1.0]), ValueError, "must lie in"),
+        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[1, -1]), ValueError, "must not be negative"),
+        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[0.5]), TypeError, "shift must be a number of positions"),
+        (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
+        (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "goes with lists of hidden"),
+        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= goes with one"),
+        (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
+        (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+@pytest.mark.parametrize("wiring", ["one head", "own heads", "one hidden state"])
+def test_memory_does_not_grow_with_heads(wiring):
+    """Beyond inputs and outputs."""
+    n, h, v = 128, 32, 2000
+
+    def extra(count):
+        states = 1 if wiring == "one hidden state" else count
+        made = [torch.randn(n, h, requires_grad=True) for _ in range(states)]
+        weights = [torch.randn(v, h, requires_grad=True) for _ in range(1 if wiring == "one head" else count)]
+        labels = [torch.randint(v, (n,)) for _ in range(count)]
+        loss_module = LigerFusedLinearCrossEntropyLoss(chunk_size=32)
+        hidden = made if states > 1 else made[0]
+        heads = weights if len(weights) > 1 else weights[0]
+        if count == 1:
+            hidden, heads, labels = [hidden], [heads], labels
+
+        def call():
+            loss, _ = loss_module(heads, hidden, labels)
+            return torch.autograd.grad(loss, [*made, *weights])
+
+        outputs = sum(grad.nbytes for grad in call())
+        return peak_bytes(call) - outputs
+
+    one, many = extra(1), extra(6)
+    assert many <= one + 3 * n * h * 4, (one, many)
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
+def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
+    """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
+    n, h, v, count = 64, 16, 1000, 8
+    hidden = [torch.randn(n, h, dtype=dtype, requires_grad=True) for _ in range(count)]
+    heads = [torch.randn(v, h, dtype=dtype, requires_grad=True) for _ in range(count)]
+    labels = [torch.randint(v, (n,)) for _ in range(count)]
+    leaves = [*hidden, *heads]
+
+    def gradients(losses):
+        loss = losses[0] if reduction == "mean" else torch.stack(losses[0]).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    one = n * v * 4 + 2**16  # the logits of one head
+    loss_module = LigerFusedLinearCrossEntropyLoss(reduction=reduction, workspace=3 * one)
+    found = gradients(loss_module(heads, hidden, labels))
+    outputs = sum(grad.nbytes for grad in found)
+    assert peak_bytes(lambda: gradients(loss_module(heads, hidden, labels))) - outputs <= 3 * one
+    plain_losses = [
+        nn.functional.cross_entropy(a.float() @ w.float().T, y, reduction=reduction)
+        for a, w, y in zip(hidden, heads, labels, strict=True)
+    ]
+    plain = gradients([sum(plain_losses) if reduction == "mean" else plain_losses])
+    for a, b in zip(found, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
+    """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
+    streams, stream = [], many_heads.Stream
+    for module in (many_heads, ops):
+        monkeypatch.setattr(
+            module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        )
+    g = torch.Generator().manual_seed(0)
+    counts = [20, 40, 30, 90, 100, 10]
+    hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
+    weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
+    labels = [torch.randint(V, (n,), generator=g) for n in counts]
+    leaves, scales = [weight, *hidden], [torch.rand(n, generator=g) for n in counts]
+
+    def token_loss(statistics, labels, scales):
+        return -scales * statistics.logp
+
+    def call(**options):
+        inputs = {"scales": scales}
+        return linear_token_loss(
+            hidden, weight, labels, token_loss, token_inputs=inputs, options=EngineOptions(**options)
+        )
+
+    loss, found = call(chunk_size=10)  # of which 8 are added up in half precision
+    assert [call.tokens.counts for call in streams] == [(90, 100), (20, 40), (30,), (10,)]
+    assert [call.strategy for call in streams] == ["two_pass", "one_pass", "one_pass", "one_pass"]
+
+    def reference(leaves):
+        weight, *hidden = leaves
+        parts = zip(scales, hidden, labels, strict=True)
+        each = [(s, nn.functional.cross_entropy(x @ weight.T, y, reduction="none")) for s, x, y in parts]
+        return sum((s * ce).sum() for s, ce in each), each
+
+    exact_leaves = double(*leaves)
+    (exact, parts), (plain, _) = reference(exact_leaves), reference(leaves)
+    assert_as_exact_as_plain(loss, plain, exact, "loss")
+    for statistics, (_, ce) in zip(found, parts, strict=True):
+        torch.testing.assert_close(statistics.logp.double(), -ce.detach(), atol=1e-5, rtol=1e-5)
+    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
+    for a, p, e in zip(*grads, strict=True):
+        assert_as_exact_as_plain(a, p, e, "gradient")
+    streams.clear()
+    call(chunk_size=10, workspace=2**20)
+    assert [call.strategy for call in streams] == ["two_pass"], "a second gradient of the weight is no workspace"
+
+
+def test_frozen_parts():
+    leaves, _, labels = targets("own heads")
+    hidden, weights = leaves[:K], leaves[K:]
+    frozen = [t.detach() for t in weights]
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
+    whole = torch.autograd.grad(loss_module(weights, hidden, labels)[0], leaves)
+    for a, b in zip(torch.autograd.grad(loss_module(frozen, hidden, labels)[0], hidden), whole[:K], strict=True):
+        torch.testing.assert_close(a, b)
+    states = [t.detach() for t in hidden]
+    mixed = [weights[0], frozen[1], weights[2]]
+    found = torch.autograd.grad(loss_module(mixed, states, labels)[0], [weights[0], weights[2]])
+    torch.testing.assert_close(found, (whole[K], whole[K + 2]))
+    loss, _ = loss_module(frozen, states, labels)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, loss_module(weights, hidden, labels)[0].detach())
+
+
+@pytest.mark.parametrize("wiring", ["one head", "one hidden state"])
+def test_backward_again(wiring):
+    leaves, each, labels = targets(wiring)
+    loss, _ = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])(each[1], each[0], labels)
+    first = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(3 * loss, leaves, retain_graph=True), first, strict=True):
+        torch.testing.assert_close(2 * a, 3 * b)
+    with torch.no_grad():
+        each[1][-1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_else_it_returns():
+    _, (hidden, weights, _), labels = targets("own heads")
+    out = LigerFusedLinearCrossEntropyLoss(
+        lse_square_scale=0.1,
+        shift=[1, 2, 3],
+        head_weights=[1.0, 0.0, 0.5],
+        return_z_loss=True,
+        return_token_accuracy=True,
+        return_predicted_tokens=True,
+    )
+    loss, metrics = out(nn.ModuleList([linear(weight) for weight in weights]), hidden, labels)
+    single = [
+        LigerFusedLinearCrossEntropyLoss(
+            lse_square_scale=0.1, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True
+        )(weights[k], hidden[k], shift_labels(labels, -100, k + 1))
+        for k in range(K)
+    ]
+    torch.testing.assert_close(metrics.losses, torch.stack([s.loss for s in single]).detach())
+    torch.testing.assert_close(loss, single[0].loss + 0.5 * single[2].loss)
+    torch.testing.assert_close(metrics.z_losses, torch.stack([s.z_loss for s in single]))
+    torch.testing.assert_close(metrics.token_accuracies, torch.stack([s.token_accuracy for s in single]))
+    for k in range(K):
+        assert torch.equal(metrics.predicted_tokens[k], single[k].predicted_tokens)
+    assert not any(t.requires_grad for t in (metrics.losses, metrics.z_losses, metrics.token_accuracies))
+
+
+def linear(weight):
+    layer = nn.Linear(H, len(weight), bias=False)
+    layer.weight = nn.Parameter(weight.detach())
+    return layer
+
+
+def test_everything_is_masked_or_compact_is_off():
+    leaves, each, labels = targets("own heads")
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
+    expected = loss_module(each[1], each[0], labels)
+    loss_module.compact = False
+    torch.testing.assert_close(loss_module(each[1], each[0], labels), expected)
+    for loss_module.compact in (False, True):
+        none = [labels, labels, torch.full_like(labels, -100)]
+        loss, metrics = loss_module(each[1], each[0], none)
+        assert metrics.losses[2] == 0
+        *_, weight_gradient = torch.autograd.grad(loss, leaves)
+        assert not weight_gradient.any()
+
+
+def test_heads_of_different_vocabularies():
+    """A draft model with a vocabulary of its own."""
+    (hidden, weight, labels, _), (draft, small, _, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
+    draft_labels = torch.where(labels < 9, labels, -100)
+    loss, metrics = LigerFusedLinearCrossEntropyLoss()([weight, small], [hidden, draft], [labels, draft_labels])
+    single = LigerFusedLinearCrossEntropyLoss()
+    expected = single(weight, hidden, labels), single(small, draft, draft_labels)
+    torch.testing.assert_close(metrics.losses, torch.stack(expected).detach())
+    torch.testing.assert_close(loss, sum(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_any_token_loss(dtype):
+    """Also where it takes two passes."""
+    leaves, each, labels = targets("two of one head", dtype)
+    weights = [torch.rand(SHAPE) for _ in range(K)]
+
+    def focal(statistics, labels, weights):
+        p = statistics.logp.exp()
+        return -weights * (1 - p) ** 2 * statistics.logp
+
+    options = EngineOptions(chunk_size=7)
+    loss, found = linear_token_loss(each[0], each[1], labels, focal, token_inputs={"weights": weights}, options=options)
+    parts = [
+        linear_token_loss(*(part[k] for part in each[:2]), labels, focal, token_inputs={"weights": weights[k]})
+        for k in range(K)
+    ]
+    torch.testing.assert_close(loss, sum(part for part, _ in parts))
+    for k in range(K):
+        torch.testing.assert_close(found[k].logp, parts[k][1].logp)
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == torch.float16 else {}
+    pairs = torch.autograd.grad(loss, leaves), torch.autograd.grad(sum(part for part, _ in parts), leaves)
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])
+def test_token_inputs_of_any_name(name):
+    _, (hidden, weights, _), labels = targets("own heads")
+    scale = torch.rand(SHAPE)
+    loss, found = linear_token_loss(
+        hidden, weights, labels, lambda values, labels, **given: -given[name] * values.logp, token_inputs={name: scale}
+    )
+    torch.testing.assert_close(loss, -sum((scale * values.logp).sum() for values in found))
+
+
+def test_token_inputs_of_another_target():
+    """Their sizes add up, but each must fit its own target."""
+    hidden, weight, labels = [torch.randn(2, n, H) for n in (5, 7)], torch.randn(V, H), torch.zeros(2, 7).long()
+    labels = [labels[:, :5], labels]
+
+    def call(*given):
+        return linear_token_loss(hidden, weight, labels, lambda values, _, u: u, token_inputs={"u": list(given)})
+
+    for given in ([torch.ones(2, 7), torch.ones(2, 5)], [torch.ones(2, 5), torch.ones(())]):
+        with pytest.raises(ValueError, match="u has shape .* there is one value for each label"):
+            call(*given)
+    with pytest.raises(TypeError, match="u must be a tensor, got NoneType"):
+        call(torch.ones(2, 5), None)
+    with pytest.raises(ValueError, match=r"1 of token_inputs\['u'\]"):
+        call(torch.ones(2, 5))
+
+
+def test_the_pure_function_of_lists():
+    logps, lse = [-torch.rand(n) for n in (3, 5)], [torch.rand(n) for n in (3, 5)]
+    scales = [torch.tensor(0.5), torch.tensor(2.0)]
+    found = functional.cross_entropy(logps, lse=lse, lse_square_scale=0.1, ce_scale=scales)
+    for k in range(2):
+        single = functional.cross_entropy(logps[k], lse=lse[k], lse_square_scale=0.1, ce_scale=scales[k])
+        assert all(torch.equal(a, b) for a, b in zip(found[k][:2], single[:2], strict=True))
+    with pytest.raises(ValueError, match="2 of logps, 1 of lse"):
+        functional.cross_entropy(logps, lse=lse[:1])
+
+
+def test_in_a_compiled_function():
+    mean, none = (
+        LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, reduction=reduction)
+        for reduction in ("mean", "none")
+    )
+    leaves, _, labels = targets("one hidden state")
+
+    def function(hidden, *heads):
+        loss, metrics = mean(list(heads), torch.tanh(hidden), labels)
+        first, second, third = none(list(heads), hidden, labels)[0]
+        logps = linear_logps([hidden, hidden], heads[0], labels, shift=[1, 2])
+        return loss + (first - 2 * second + 3 * third).sum() + (logps[0] * logps[1]).sum(), metrics.losses
+
+    expected, expected_metrics = function(*leaves)
+    found, metrics = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(metrics, expected_metrics)
+    for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_repeated_head_in_a_compiled_function(monkeypatch):
+    """It is one stream there too."""
+    streams = []
+    stream = many_heads.Stream
+    monkeypatch.setattr(
+        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+    )
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
+    (first, second, third, weight, *_), _, labels = targets("own heads")
+    layer = linear(weight)
+
+    def function(first, second, third):
+        return loss_module([layer] * 3, [first, second, torch.sin(third)], labels)[0]
+
+    expected = torch.autograd.grad(function(first, second, third), [layer.weight, third])
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(first, second, third)
+    assert [len(call.tokens.shapes) for call in streams] == [3, 3]
+    for a, b in zip(torch.autograd.grad(found, [layer.weight, third]), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("positions", [0, 1, 4, 11, 20])
+def test_labels_from_later_positions(positions):
+    labels = torch.arange(22).view(SHAPE)
+    shifted = shift_labels(labels, -100, positions)
+    assert torch.equal(shifted[:, : 11 - positions], labels[:, positions:]) or positions > 11
+    assert (shifted[:, max(11 - positions, 0) :] == -100).all()
+    hidden, weight = torch.randn(*SHAPE, 8), torch.randn(22, 8)
+    found = linear_logps(hidden, weight, labels, shift=positions)
+    assert torch.equal(found, linear_logps(hidden, weight, shifted))
+    found = LigerFusedLinearCrossEntropyLoss(shift=positions)(weight, hidden, labels)
+    torch.testing.assert_close(found, LigerFusedLinearCrossEntropyLoss()(weight, hidden, shifted))

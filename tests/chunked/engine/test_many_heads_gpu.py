@@ -1,0 +1,87 @@
+"""Many heads on a GPU: as exact as plain PyTorch, in the memory of one head, with one synchronization."""
+
+import pytest
+import torch
+
+from liger_losses import LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.engine.tokens import shift_labels
+from tests.chunked.engine.test_many_heads import WEIGHTS, K, plain_sum, wired
+from tests.reference import assert_as_exact_as_plain, double
+
+pytestmark = pytest.mark.gpu
+WIRINGS = {"one head": (K, 1), "own heads": (K, K), "one hidden state": (1, K)}
+
+
+def tensors(wiring, dtype, shape, h, v, masked=0.3):
+    """Distinct tensors, those of each target, and labels."""
+    g = torch.Generator("cuda").manual_seed(0)
+    states, heads = WIRINGS[wiring]
+    hidden = [torch.randn(*shape, h, generator=g, device="cuda").to(dtype).requires_grad_() for _ in range(states)]
+    weights = [
+        (torch.randn(v, h, generator=g, device="cuda") * 2 / h**0.5).to(dtype).requires_grad_() for _ in range(heads)
+    ]
+    labels = torch.randint(v, shape, generator=g, device="cuda")
+    labels[torch.rand(shape, generator=g, device="cuda") < masked] = -100
+    each = hidden * (K // states), weights * (K // heads), [None] * K
+    return [*hidden, *weights], each, labels
+
+
+@pytest.mark.parametrize("wiring", list(WIRINGS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_as_exact_as_plain_pytorch(dtype, wiring):
+    leaves, each, labels = tensors(wiring, dtype, (3, 401), 264, 5021)
+    shifted = [shift_labels(labels, -100, k + 1) for k in range(K)]
+    exact_leaves = double(*leaves)
+    exact, exact_parts = plain_sum(wired(leaves, each, exact_leaves), shifted, {}, [{}] * K)
+    plain, plain_parts = plain_sum(each, shifted, {}, [{}] * K)
+    others = torch.autograd.grad(plain, leaves), torch.autograd.grad(exact, exact_leaves)
+    for chunk_size in (None, 256):
+        loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=chunk_size)
+        loss, metrics = loss_module(each[1], each[0], labels)
+        assert_as_exact_as_plain(loss, plain, exact, "loss")
+        for k in range(K):
+            assert_as_exact_as_plain(metrics.losses[k], plain_parts[k], exact_parts[k], "a head's loss")
+        for a, p, e in zip(torch.autograd.grad(loss, leaves), *others, strict=True):
+            assert_as_exact_as_plain(a, p, e, "gradient")
+
+
+@pytest.mark.parametrize("wiring", list(WIRINGS))
+def test_memory_does_not_grow_with_heads(wiring):
+    n, h, v = 4096, 1024, 50304
+
+    def extra(count):
+        _, (hidden, weights, _), labels = tensors(wiring, torch.bfloat16, (n,), h, v)
+        hidden, weights = hidden[:count], weights[:count]
+        leaves = list({id(t): t for t in (*hidden, *weights)}.values())
+        loss_module = LigerFusedLinearCrossEntropyLoss(shift=list(range(1, count + 1)), workspace=2**26)
+
+        def call():
+            return torch.autograd.grad(loss_module(weights, hidden, labels)[0], leaves)
+
+        outputs = sum(grad.nbytes for grad in call())
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = call()
+        peak = torch.cuda.max_memory_allocated() - before - outputs
+        del found
+        return peak
+
+    one, many = extra(1), extra(K)
+    # One more tensor of hidden states where they are shared; statistics, labels and weights of each token.
+    assert many <= one + n * h * 2 + K * n * 200, (one, many)
+
+
+@pytest.mark.parametrize("wiring", list(WIRINGS))
+def test_the_host_never_waits_without_compaction(wiring):
+    leaves, each, labels = tensors(wiring, torch.bfloat16, (512,), 64, 1024)
+    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, compact=False)
+    torch.autograd.grad(loss_module(each[1], each[0], labels)[0], leaves)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, _ = loss_module(each[1], each[0], labels)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    compact, _ = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS)(each[1], each[0], labels)
+    torch.testing.assert_close(loss, compact)

@@ -1,0 +1,315 @@
+"""Compiled functions that call losses and operations: results, gradients and states as without torch.compile."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from liger_losses import (
+    AdaptiveEntropy,
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+)
+from liger_losses.chunked.engine import operators
+from tests.chunked.engine.compiled import (
+    CE,
+    DEVICE,
+    HALF,
+    LENGTHS,
+    LOSSES,
+    OPERATIONS,
+    TOLERANCE,
+    B,
+    H,
+    V,
+    assert_same,
+    batch,
+    check,
+    compiled,
+    distillation,
+    flat,
+    gradients,
+    layer,
+    marked,
+    masked,
+    pairs,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(loss):
+    if isinstance(getattr(loss, "entropy_coef", None), AdaptiveEntropy):
+        loss.entropy_coef.step()
+
+
+def of_any_length(d):
+    """A batch for which torch.compile traces its length as a symbol at once."""
+    for name in ("h", "other", "y", "logps"):
+        torch._dynamo.mark_dynamic(d[name], 1)
+    return d
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    """One graph for many lengths, and for calls without any token. A loss's own state changes as it does eagerly."""
+    build, call = LOSSES[name]
+    head, ours, theirs = layer(), build(), build()
+    function, counter = compiled(lambda d: call(ours, head, d))
+    for d in (of_any_length(batch(5)), masked(batch(5)), batch(6), batch(8)):
+        check(function, lambda d: call(theirs, head, d), [d], head.parameters())
+        step(ours), step(theirs)
+        assert str(ours.state_dict()) == str(theirs.state_dict())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    call, head = OPERATIONS[name], layer()
+    function, counter = compiled(lambda d: call(head, d))
+    batches = of_any_length(batch(5)), masked(batch(5)), batch(6), batch(8)
+    check(function, lambda d: call(head, d), batches, head.parameters())
+    assert counter.frame_count == 1
+
+
+class Several(nn.Module):
+    """One loss of each kind, called one after another: one graph has all."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.losses = nn.ModuleList([LOSSES[name][0]() for name in names])
+        self.calls = [LOSSES[name][1] for name in names]
+
+    def forward(self, head, d):
+        return [call(loss, head, d) for loss, call in zip(self.losses, self.calls, strict=True)]
+
+
+KINDS = ("cross entropy, options", "BCO", "GRPO", "JSD", "user's loss")
+
+
+def test_without_gradients():
+    """One graph for the first length, one for all others."""
+    head, ours, theirs = layer(), Several(*KINDS), Several(*KINDS)
+
+    def call_all(losses, d):
+        return [*losses(head, d), *[call(head, d) for call in OPERATIONS.values()]]
+
+    function, counter = compiled(lambda d: call_all(ours, d), "eager")
+    with torch.no_grad():
+        for length in LENGTHS:
+            assert_same(function(batch(length)), call_all(theirs, batch(length)))
+    assert counter.frame_count == 2
+
+
+#: The dtype of hidden states (and of the head, but under autocast), that of autocast, and the loss scale.
+DTYPES = {
+    "bf16": (torch.bfloat16, None, 1.0),
+    "fp16": (torch.float16, None, 2.0**10),
+    "bf16 autocast": (torch.bfloat16, torch.bfloat16, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(name):
+    """One graph for two lengths; gradients of fp16 are multiplied by the loss scale before they are rounded."""
+    dtype, autocast, scale = DTYPES[name]
+    head, ours, theirs = layer(torch.float32 if autocast else dtype), Several(*KINDS), Several(*KINDS)
+
+    def call_all(losses, d):
+        with torch.autocast(DEVICE, dtype=autocast, enabled=autocast is not None):
+            return [*losses(head, d), *[OPERATIONS[name](head, d) for name in ("logps", "divergence", "token loss")]]
+
+    function, counter = compiled(lambda d: call_all(ours, d), "eager")
+    batches = of_any_length(batch(5, dtype=dtype)), batch(7, dtype=dtype)
+    check(function, lambda d: call_all(theirs, d), batches, head.parameters(), HALF, scale)
+    assert counter.frame_count == 1
+
+
+def test_fp16_gradients_do_not_underflow():
+    head, d, loss = layer(torch.float16), batch(6, dtype=torch.float16), CE()
+    d["h"] = (d["h"].detach() * 1e-2).requires_grad_()
+    function, counter = compiled(lambda d: loss(head, d["h"], d["y"]) * 1e-4)
+    found, expected = (
+        gradients(f(d) * 2.0**14, (d["h"], *head.parameters()))
+        for f in (function, lambda d: loss(head, d["h"], d["y"]) * 1e-4)
+    )
+    assert counter.frame_count == 1
+    for a, b in zip(found, expected, strict=True):
+        assert int((b != 0).sum()) == b.numel() or b is expected[0]
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("trained", ["hidden states", "weight", "bias"])
+def test_frozen_parts(trained):
+    """Gradients are those of what requires one."""
+    head, ours, theirs = layer(), Several(*KINDS), Several(*KINDS)
+    head.weight.requires_grad_(trained == "weight")
+    head.bias.requires_grad_(trained == "bias")
+
+    def call_all(losses, d):
+        h = d["h"] if trained == "hidden states" else d["h"].detach()
+        d = {**d, "h": h}
+        return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
+
+    function, counter = compiled(lambda d: call_all(ours, d))
+    with mock.patch.object(operators, "_leaves", wraps=operators._leaves) as leaves:
+        check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
+    assert counter.frame_count == 1
+    # Nothing else is differentiated.
+    shapes = {tuple(call.args[0][i].shape) for call in leaves.call_args_list for i in call.args[1]}
+    parts = {"weight": (V, H), "bias": (V,)}
+    assert shapes == {parts[trained]} if trained in parts else shapes and not shapes & set(parts.values())
+
+
+@pytest.mark.parametrize("shape", [(B, 0), (0, 5)])
+def test_empty_batches(shape):
+    rows, length = shape
+    head, names = layer(), KINDS if rows else ("cross entropy, options", "JSD", "user's loss")
+    ours, theirs = Several(*names), Several(*names)
+
+    def call_all(losses, d):
+        return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
+
+    function, counter = compiled(lambda d: call_all(ours, d))
+    batches = [batch(length, rows), batch(length, rows)]
+    check(function, lambda d: call_all(theirs, d), batches, head.parameters())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@torch._functorch.config.patch(donated_buffer=False)  # torch.compile's condition for retain_graph=True
+def test_several_backwards_and_losses_in_any_order(dtype):
+    """Two calls before a backward that runs twice. In fp16, each backward makes the call again."""
+    names = "cross entropy", "BCO", "JSD, Liger's form"
+    head, ours, theirs = layer(dtype), Several(*names), Several(*names)
+    function, counter = compiled(lambda d: sum(tensor.sum() for tensor in flat(ours(head, d)) if tensor.requires_grad))
+    results = []
+    for call in (function, lambda d: sum(tensor.sum() for tensor in flat(theirs(head, d)) if tensor.requires_grad)):
+        one, other = batch(5, dtype=dtype), batch(7, dtype=dtype)
+        first, second = call(one), call(other)
+        head.zero_grad()
+        (2 * first).backward(retain_graph=True)
+        (second / 3 + first).backward(retain_graph=True)
+        second.backward()
+        results.append([one["h"].grad, other["h"].grad, head.weight.grad, head.bias.grad])
+    assert counter.frame_count == 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **(TOLERANCE if dtype == torch.float32 else HALF))
+    assert str(ours.state_dict()) == str(theirs.state_dict())
+    assert int(ours.losses[1].batches) == 2
+
+
+def test_the_running_mean_changes_once_for_each_call():
+    """Not while it is traced, nor when a backward in fp16 makes the call again. Training and evaluation take turns."""
+    head, loss = layer(torch.float16), LigerFusedLinearBCOLoss(use_ref_model=False)
+    function, counter = compiled(lambda d: marked(loss, head, d))
+    for number, length in enumerate((5, 6, 8, 5), start=1):
+        result = function(batch(length, dtype=torch.float16))
+        assert int(loss.batches) == number
+        gradients(result, head.parameters())
+        with torch.no_grad():
+            loss.eval()
+            function(batch(length, dtype=torch.float16))
+            loss.train()
+        assert int(loss.batches) == number
+    assert counter.frame_count == 4  # of two modes
+    assert torch.isfinite(loss.running_shift)
+
+
+def test_numbers_that_change():
+    """Arguments that are numbers: a change is compiled once, not for each value."""
+    head, ce, kto, grpo = layer(), CE(), LigerFusedLinearKTOLoss(use_ref_model=False), LigerFusedLinearGRPOLoss(0.0)
+
+    def call_all(d, count, kl):
+        mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
+        return (
+            ce(head, d["h"], d["y"], num_items_in_batch=count),
+            grpo(d["h"], head, ids, mask, d["signs"], num_items_in_batch=count),
+            kto(head, (d["h"], d["y"]), preference_labels=d["signs"] > 0, kl=kl),
+        )
+
+    function, counter = compiled(call_all)
+    d = batch(6)
+    for number in range(2, 9):
+        check(
+            lambda d: function(d, number, number / 7),  # noqa: B023
+            lambda d: call_all(d, number, number / 7),  # noqa: B023
+            [d],
+            head.parameters(),
+        )
+    assert counter.frame_count <= 2
+    count = torch.tensor(9, device=DEVICE)
+    assert_same(function(d, count, 0.3), call_all(d, count, 0.3))
+
+
+def test_attributes_that_change():
+    """Each is read at the next call; a value that an attribute had already compiles nothing."""
+    head, loss, d = layer(), LigerFusedLinearDPOLoss(beta=0.1), batch(6)
+    function, counter = compiled(lambda d: pairs(loss, head, d), "eager")
+    before = function(d)[0].item()
+    for name, value in (("beta", 0.7), ("loss_type", ["ipo"]), ("softcap", 2.0), ("use_ref_model", False)):
+        setattr(loss, name, value)
+        assert_same(function(d), pairs(loss, head, d))
+        assert function(d)[0].item() != before
+        before = function(d)[0].item()
+    graphs = counter.frame_count
+    assert 2 <= graphs <= 5
+    loss.beta = 0.7
+    function(d)
+    assert counter.frame_count == graphs
+    loss.eval()
+    assert_same(function(d), pairs(loss, head, d))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
+def test_copies_of_losses(copied):
+    """A copy is another loss, with options and a state of its own, in functions that were compiled for the first."""
+    head, loss, d = layer(), LigerFusedLinearBCOLoss(beta=0.1, use_ref_model=False), batch(6)
+    function, counter = compiled(lambda loss, d: marked(loss, head, d), "eager")
+    function(loss, d)
+    other = copied(loss)
+    other.beta = 0.9
+    expected = marked(copied(other), head, d)
+    assert_same(function(other, d), expected)
+    assert (int(loss.batches), int(other.batches)) == (1, 2)
+    assert counter.frame_count == 2
+    del loss
+    expected = marked(copied(other), head, d)
+    assert_same(function(other, d), expected)
+
+
+def test_losses_of_one_class_are_told_apart():
+    """Two losses whose calls are alike, and one that replaces another which is gone."""
+    head, d = layer(), batch(6)
+    one, other = (LigerFusedLinearJSDLoss(beta=beta) for beta in (0.1, 0.9))
+    function, counter = compiled(lambda d: (distillation(one, head, d), distillation(other, head, d)))
+    assert_same(function(d), (distillation(one, head, d), distillation(other, head, d)))
+    one = LigerFusedLinearJSDLoss(beta=0.5)
+    assert_same(function(d), (distillation(one, head, d), distillation(other, head, d)))
+    assert counter.frame_count == 2
+
+
+def test_errors_say_what_is_wrong():
+    head, ce = layer(), CE()
+    with pytest.raises(Exception, match="labels"):
+        compiled(lambda d: ce(head, d["h"][:, 1:], d["y"]))[0](batch(6))
+
+
+@pytest.mark.slow
+def test_inductor():
+    head, loss, plain = layer(), LigerFusedLinearJSDLoss(beta=0.3), LigerFusedLinearJSDLoss(beta=0.3)
+    function, counter = compiled(lambda d: distillation(loss, head, {**d, "h": torch.tanh(d["h"])}), "inductor")
+    batches = of_any_length(batch(5)), batch(7)
+    check(function, lambda d: distillation(plain, head, {**d, "h": torch.tanh(d["h"])}), batches, head.parameters())
+    assert counter.frame_count == 1

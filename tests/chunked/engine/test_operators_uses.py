@@ -1,0 +1,293 @@
+"""Uses of losses and patched models in compiled functions that are not a plain call of a loss."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import liger_losses
+from benchmarks.coverage.model_zoo import VOCABULARY
+from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, PreferenceLoss
+from liger_losses.chunked.engine.operators import losses
+from liger_losses.kernels.tracing import without_values
+from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+class _Scaled(LigerFusedLinearCrossEntropyLoss):
+    """Cross-entropy times a parameter, in a ``forward`` of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *arguments, **keywords):
+        return self.scale * super().forward(*arguments, **keywords)
+
+
+class _ScaledPairs(PreferenceLoss):
+    """A loss on pairs with a parameter, which its base class calls."""
+
+    def __init__(self):
+        super().__init__(beta=0.1, use_ref_model=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def pair_loss(self, pairs):
+        return (self.scale * (pairs.chosen_logps - pairs.rejected_logps) - 1).square()
+
+
+class _Doubled(LigerFusedLinearCrossEntropyLoss):
+    def __call__(self, hidden_states, head, labels):
+        return 2 * super().__call__(head, hidden_states, labels)
+
+
+class _Named(LigerFusedLinearCrossEntropyLoss):
+    def forward(self, *arguments):
+        return {"loss": super().forward(*arguments), "tokens": arguments[-1].numel()}
+
+
+class _Hooked(LigerFusedLinearCrossEntropyLoss):
+    """Cross-entropy with hooks that change what it gets and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, args: (args[0], args[1] * 0.5, *args[2:]))
+        self.register_forward_hook(lambda module, args, loss: 2 * loss)
+
+
+def _head_and_batch(tokens=5):
+    torch.manual_seed(tokens)
+    head = nn.Linear(8, 13)
+    labels = torch.randint(13, (4, tokens))
+    labels[0, 2:] = -100
+    return head, torch.randn(4, tokens, 8, requires_grad=True), labels
+
+
+def _results(function, loss, head, hidden_states, labels):
+    """Loss and gradients."""
+    parameters = [hidden_states, *head.parameters(), *loss.parameters()]
+    found = function(head, hidden_states, labels)
+    found = found["loss"] if isinstance(found, dict) else found[0] if isinstance(found, tuple) else found
+    return [found.detach(), *torch.autograd.grad(found, parameters)]
+
+
+@pytest.mark.parametrize("make", [_Scaled, _ScaledPairs, _Named, _Hooked], ids=lambda make: make.__name__)
+def test_losses_of_users_own(make):
+    loss = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
+    for tokens in (5, 6):
+        inputs = _head_and_batch(tokens)
+        torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
+
+
+def test_an_overridden_call_runs_once():
+    loss = _Doubled()
+    head, hidden_states, labels = _head_and_batch()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden_states, head, labels), loss(hidden_states, head, labels))
+
+
+@pytest.mark.parametrize("how", ["torch.compile(loss)", "loss.compile()", "loss.forward"])
+def test_a_loss_alone_is_compiled(how):
+    loss = LigerFusedLinearDPOLoss(use_ref_model=False)
+    plain, inputs = copy.deepcopy(loss), _head_and_batch()
+    torch._dynamo.reset()
+    options = {"backend": "aot_eager", "fullgraph": True}
+    if how == "loss.compile()":
+        loss.compile(**options)
+        compiled = loss
+    else:
+        compiled = torch.compile(loss if how == "torch.compile(loss)" else loss.forward, **options)
+    torch.testing.assert_close(_results(compiled, loss, *inputs), _results(plain, plain, *inputs))
+
+
+def test_a_loss_made_in_the_compiled_function():
+    def function(head, hidden_states, labels):
+        return LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(head, hidden_states, labels)
+
+    inputs = _head_and_batch()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(function, backend="eager")(*inputs), function(*inputs))
+
+
+def test_options_that_change_do_not_compile_again():
+    loss, inputs = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.01), _head_and_batch()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend=counter, fullgraph=True)
+    for step in range(10):
+        loss.label_smoothing = (step + 1) / 20
+        loss.train(step % 2 == 0)
+        torch.testing.assert_close(compiled(*inputs), loss(*inputs))
+    assert counter.frame_count == 1
+    loss.label_smoothing, loss.reduction = 0.0, "none"
+    assert compiled(*inputs).shape == (4, 5)
+
+
+def test_dtypes_that_alternate():
+    """fp16 gradients are computed in backward, others with the loss: each graph knows which it is."""
+    loss = LigerFusedLinearCrossEntropyLoss()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        head, hidden_states, labels = _head_and_batch()
+        inputs = head.to(dtype), hidden_states.detach().to(dtype).requires_grad_(), labels
+        torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_graph_for_all_lengths(reduction):
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *inputs: loss(*inputs).sum(), backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (5, 6, 7):
+        compiled(*_head_and_batch(tokens)).backward()
+    assert counter.frame_count == 1
+
+
+def test_names_in_graphs_on_disk():
+    """A graph of another process is found by the names in it: those of losses with other options differ."""
+    names = [
+        make()._name_for_operators.split(" ", 2)[2]
+        for make in (
+            LigerFusedLinearCrossEntropyLoss,
+            LigerFusedLinearCrossEntropyLoss,
+            lambda: LigerFusedLinearCrossEntropyLoss(reduction="none"),
+            _Scaled,
+            _Scaled,
+        )
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
+
+
+def test_a_loss_that_is_gone_before_backward():
+    def function(head, hidden_states, labels):
+        return LigerFusedLinearCrossEntropyLoss(reduction="none")(head, hidden_states, labels).sum()
+
+    torch._dynamo.reset()
+    gc.collect()  # losses of other tests
+    inputs, before = _head_and_batch(), set(losses)
+    hidden_states = inputs[1].requires_grad_()
+    found = torch.compile(function, backend="aot_eager")(*inputs)
+    kept = [losses[name] for name in set(losses) - before]
+    if kept:  # with torch 2.15, it is still there
+        (gradient,) = torch.autograd.grad(found, hidden_states)
+        torch.testing.assert_close(gradient, torch.autograd.grad(function(*inputs), hidden_states)[0])
+    else:
+        with pytest.raises(RuntimeError, match="was deleted before the backward of a compiled function"):
+            torch.autograd.grad(found, hidden_states)
+
+
+def test_shapes_that_another_thread_asks_for():
+    """While one thread traces a loss for its shapes, another one's loss has values."""
+    loss, inputs, found = LigerFusedLinearCrossEntropyLoss(), _head_and_batch(), []
+    with without_values():
+        thread = threading.Thread(target=lambda: found.append(loss(*inputs)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], loss(*inputs))
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def _llama(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+
+
+def test_lazy_logits_are_forced_in_one_thread_alone():
+    model = _llama().eval()
+    liger_losses.patch(model)
+    found = []
+
+    def generate():
+        with torch.no_grad():
+            found.append(model(input_ids=torch.ones(1, 1, dtype=torch.int64)).logits)
+
+    with force_lazy_head():
+        thread = threading.Thread(target=generate)
+        thread.start()
+        thread.join()
+    assert type(found[0]) is torch.Tensor
+
+
+ADAPTERS = {
+    "lora on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "trainable tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2]}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_the_head(name):
+    """One graph with the loss, with the loss and the gradients of the model without the patch."""
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[name])
+    plain = peft.get_peft_model(_llama(tie_word_embeddings=name == "trainable tokens"), config)
+    model = copy.deepcopy(plain)
+    liger_losses.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids = torch.randint(VOCABULARY, (2, 6))
+    results = []
+    for function, parameters in ((compiled, model.parameters()), (plain, plain.parameters())):
+        loss = function(input_ids=ids, labels=ids).loss
+        results.append([loss.detach(), *torch.autograd.grad(loss, [p for p in parameters if p.requires_grad])])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+class _Shifted(nn.Module):
+    """A model that applies an operation to its logits before its loss."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.lm_head, self.operation = nn.Linear(8, 13), operation
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, hidden_states, labels):
+        logits = self.operation(self.lm_head(hidden_states))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values of lazy logits")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda z: 1 - z,
+        lambda z: -z,
+        lambda z: z.where(z > 0, 0.0),
+        lambda z: torch.cat([z, z], 1)[:, : z.shape[1]],
+        lambda z: torch.stack(list(z)),
+    ],
+    ids=["from one", "negative", "comparison", "list of logits", "iteration"],
+)
+def test_operations_on_logits_in_the_models_forward(operation):
+    model = _Shifted(operation)
+    _, hidden_states, labels = _head_and_batch()
+    expected = model(hidden_states, labels)
+    make_head_lazy(model)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(hidden_states, labels)
+    torch.testing.assert_close(found, expected)

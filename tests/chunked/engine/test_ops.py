@@ -1,0 +1,222 @@
+"""Statistics and losses of tokens: their derivatives by every strategy, and their dtypes."""
+
+import itertools
+
+import pytest
+import torch
+
+from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from tests.chunked.engine.test_stream import OPTIONS, TRANSFORM, gradients, weighted
+from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transform", [{}, TRANSFORM])
+def test_gradcheck_of_all_statistics(strategy, bias, transform):
+    hidden, weight, labels, b = problem(5, 4, 11, dtype=torch.float64, bias=bias)
+
+    def function(*inputs):
+        found = linear_statistics(
+            inputs[0],
+            inputs[1],
+            labels,
+            NAMES,
+            bias=inputs[2] if bias else None,
+            transform=LogitTransform(**transform),
+            options=OPTIONS[strategy],
+        )
+        return tuple(getattr(found, name) for name in NAMES)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, b) if bias else (hidden, weight))
+
+
+@pytest.mark.parametrize("statistic", NAMES)
+def test_gradcheck_of_the_frozen_head(statistic):
+    hidden, weight, labels, _ = problem(5, 4, 11, dtype=torch.float64)
+    weight.requires_grad_(False)
+    options = EngineOptions(strategy="frozen_head", chunk_size=2)
+
+    def function(h):
+        return getattr(linear_statistics(h, weight, labels, (statistic,), options=options), statistic)
+
+    assert torch.autograd.gradcheck(function, (hidden,))
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("transform", [{}, TRANSFORM])
+def test_gradcheck_of_selected_columns(strategy, compact, transform):
+    """Some of them twice in a row, some the label's own."""
+    hidden, weight, labels, b = problem(7, 4, 11, dtype=torch.float64, bias=True)
+    columns = torch.tensor([[3, 3, 0, 10], [1, 2, 3, 4], [5, 5, 5, 0]])[torch.arange(7) % 3].clone()
+    columns[:, -1] = labels.clamp(min=0)
+    options = EngineOptions(**{**vars(OPTIONS[strategy]), "compact": compact})
+
+    def function(*inputs):
+        found = linear_statistics(
+            inputs[0],
+            inputs[1],
+            labels,
+            ("selected_logps", "logp"),
+            metrics=("entropy",),
+            selected=columns,
+            bias=inputs[2],
+            transform=LogitTransform(**transform),
+            options=options,
+        )
+        return found.selected_logps, found.logp
+
+    logits = LogitTransform(**transform)(hidden @ weight.T, b)
+    expected = logits.log_softmax(-1).gather(1, columns) * (labels != -100)[:, None]
+    torch.testing.assert_close(function(hidden, weight, b)[0], expected)
+    assert torch.autograd.gradcheck(function, (hidden, weight, b))
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_columns_may_be_given_without_their_statistic(strategy):
+    hidden, weight, labels, _ = problem(7, 4, 11)
+    columns = torch.zeros(7, 2, dtype=torch.int64)
+    given, plain = (
+        linear_statistics(hidden, weight, labels, selected=c, options=OPTIONS[strategy]) for c in (columns, None)
+    )
+    torch.testing.assert_close(given.logp, plain.logp)
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+def test_metrics_change_no_gradient(strategy):
+    """The log-sum-exp too, which backward reads."""
+    hidden, weight, labels, _ = problem(13)
+    with_metrics, alone = (
+        linear_statistics(hidden, weight, labels, metrics=names, options=OPTIONS[strategy])
+        for names in (("lse", "entropy", "argmax"), ())
+    )
+    for a, b in zip(*(gradients(found.logp.sum(), (hidden, weight)) for found in (with_metrics, alone)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_derivatives_that_come_along_replace_autograd():
+    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
+    built = []
+
+    def by_autograd(s, labels):
+        return s.logp * s.logp + 0.3 * s.lse
+
+    def given(s, labels):
+        with torch.no_grad():
+            built.append(len(labels))
+            return by_autograd(s, labels), {"logp": 2 * s.logp, "lse": torch.full_like(s.lse, 0.3)}
+
+    losses = []
+    for token_loss in (by_autograd, given):
+        for extra in ({}, {"compact": False}, {"strategy": "two_pass"}, {"strategy": "two_pass", "compact": False}):
+            options = EngineOptions(chunk_size=4, **extra)
+            loss, _ = linear_token_loss(hidden, weight, labels, token_loss, ("logp", "lse"), options=options)
+            losses.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert built
+    for other in losses[1:]:
+        for a, b in zip(losses[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_gradcheck_of_the_one_pass_loss(chunk_size):
+    hidden, weight, labels, b = problem(5, 4, 11, dtype=torch.float64, bias=True)
+    factor = torch.rand(5, dtype=torch.float64)
+
+    def token_loss(s, labels, factor):
+        return factor * (s.logp.exp() + s.entropy * s.lse + s.mean_logp.square() * s.log_sum_sq_probs)
+
+    def function(h, w, b):
+        return linear_token_loss(
+            h,
+            w,
+            labels,
+            token_loss,
+            ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs"),
+            token_inputs={"factor": factor},
+            bias=b,
+            transform=LogitTransform(**TRANSFORM),
+            options=EngineOptions(chunk_size=chunk_size, strategy="one_pass"),
+        )[0]
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, b))
+
+
+@pytest.mark.parametrize("strategy", ["one_pass", "resident", "two_pass"])
+def test_triton_backend_equals_torch(strategy):
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("tests/chunked/engine/test_stream_gpu.py runs the kernels on the GPU")
+    hidden, weight, labels, bias = problem(37, 16, 203, bias=True)
+    results = []
+    for backend in ("torch", "triton"):
+        options = EngineOptions(strategy=strategy, backend=backend, chunk_size=None if strategy == "resident" else 8)
+        common = {"bias": bias, "transform": LogitTransform(**TRANSFORM), "options": options}
+        if strategy == "one_pass":
+            loss, _ = linear_token_loss(
+                hidden, weight, labels, lambda s, y: s.logp * s.entropy, ("logp", "entropy"), **common
+            )
+        else:
+            loss = weighted(v for v in linear_statistics(hidden, weight, labels, NAMES, **common) if v is not None)
+        results.append((loss, *gradients(loss, (hidden, weight, bias))))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_of_different_dtypes_under_autocast():
+    (a, weight, y, _), (b, _, z, _) = problem(seed=1), problem(seed=2)
+    weight.requires_grad_(False)
+    half = a.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_statistics([half, b], weight, [y, z])
+        alone = linear_statistics(b, weight, z, options=EngineOptions(strategy="two_pass"))
+    torch.testing.assert_close(
+        gradients(mixed[1].logp.sum(), (b,)), gradients(alone.logp.sum(), (b,)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast(hidden_dtype):
+    hidden, weight, labels, bias = problem(31, 16, 67, bias=True)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    exact_in = double(hidden, weight, bias)
+    exact = plain_statistics(exact_in[0], exact_in[1], labels, exact_in[2])["logp"]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_logps(hidden, weight, labels, bias=bias)
+        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, bias=bias)
+        plain = plain_statistics(hidden, weight, labels, bias)["logp"]
+    assert ours.dtype == torch.float32
+    assert_as_exact_as_plain(ours, plain, exact, "logp")
+    expected = gradients(exact.sum(), exact_in)
+    for value in (ours.sum(), loss):
+        for g, p, e in zip(
+            gradients(value, (hidden, weight, bias)),
+            gradients(plain.sum(), (hidden, weight, bias)) if value is loss else itertools.repeat(None),
+            expected,
+            strict=False,
+        ):
+            if p is not None:
+                assert g.dtype == p.dtype
+                assert_as_exact_as_plain(g, p, e, "gradient")
+
+
+def test_half_precision_inputs_give_fp32_statistics():
+    for dtype in (torch.float16, torch.bfloat16):
+        hidden, weight, labels, _ = problem(dtype=dtype)
+        assert linear_logps(hidden, weight, labels).dtype == torch.float32
+        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)
+        assert loss.dtype == torch.float32
+        assert loss.shape == ()
+    hidden, weight, labels, _ = problem(dtype=torch.float64)
+    assert linear_logps(hidden, weight, labels).dtype == torch.float64
+
+
+def test_fp16_gradients_survive_a_loss_scale():
+    # Mean over many tokens: each token's gradient is far below fp16's smallest number until it is scaled.
+    hidden, weight, labels, _ = problem(512, 16, 4096, dtype=torch.float16, masked=0.0)
+    exact_in = double(hidden, weight)
+    exact = gradients(-plain_statistics(*exact_in, labels)["logp"].sum() / 1e6 * 65536, exact_in)
+    loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: -s.logp / 1e6)
+    plain = gradients(-plain_statistics(hidden, weight, labels)["logp"].sum() / 1e6 * 65536, (hidden, weight))
+    for g, p, e in zip(gradients(loss * 65536, (hidden, weight)), plain, exact, strict=True):
+        assert_as_exact_as_plain(g, p, e)

@@ -1,0 +1,140 @@
+"""Work and memory of a call: only the products that are needed, within the workspace."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.plan import Workload, make_plan
+from tests.chunked.engine.test_stream import gradients, weighted
+from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_many_tiles_and_weight_chunks(dtype, needs):
+    """Tokens and vocabulary both cut into tiles, and (in half precision on a CPU) tiles into chunks of the weight."""
+    hidden, weight, labels, bias = problem(300, 24, 3001, dtype=dtype, bias=True)
+    for tensor, need in zip((hidden, weight), needs, strict=True):
+        tensor.requires_grad_(need)
+    workspace = 200_000
+    work = Workload(
+        tokens=int((labels != -100).sum()),
+        hidden_size=24,
+        vocab_size=3001,
+        operand_dtype=torch.float32,
+        weight_dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    plan = make_plan(work, workspace=workspace)
+    assert plan.tile_columns < 3001 / 4
+    assert plan.tile_rows < 200
+    assert dtype == torch.float32 or plan.weight_chunk < plan.tile_columns
+    options = EngineOptions(workspace=workspace, strategy="two_pass")
+    transform = {"softcap": 9.0}
+    found = linear_statistics(
+        hidden, weight, labels, NAMES[:3], bias=bias, transform=LogitTransform(**transform), options=options
+    )
+    exact_in = double(hidden, weight, bias)
+    exact = plain_statistics(exact_in[0], exact_in[1], labels, exact_in[2], **transform)
+    plain = plain_statistics(hidden, weight, labels, bias, **transform)
+    leaves = (hidden, weight, bias)
+    for what, a, p, e in zip(
+        [n for n, need in zip(("hidden", "weight"), needs, strict=True) if need] + ["bias"],
+        gradients(weighted(found[:3]), leaves),
+        gradients(weighted(plain[n] for n in NAMES[:3]), leaves),
+        gradients(weighted(exact[n] for n in NAMES[:3]), exact_in),
+        strict=True,
+    ):
+        assert_as_exact_as_plain(a, p, e, f"grad_{what}")
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "strategy", "factor"),
+    [
+        ((), None, 6),
+        ((), "two_pass", 8),
+        (("weight",), None, 4),
+        (("weight",), "resident", 4),
+        (("weight",), "two_pass", 6),
+        (("hidden",), "resident", 4),
+        (("hidden", "weight"), None, 2),
+    ],
+)
+def test_products_that_are_taken(frozen, strategy, factor):
+    n, h, v = 64, 16, 128
+    hidden, weight, labels, _ = problem(2 * n, h, v, masked=0.0)
+    labels[::2] = -100  # half of the tokens must cost nothing
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        tensor.requires_grad_(name not in frozen)
+    options = EngineOptions(strategy=strategy)
+
+    def coupled():
+        loss = linear_statistics(hidden, weight, labels, options=options).logp.sum().square()
+        if loss.requires_grad:
+            loss.backward()
+
+    assert flops(coupled) == factor * n * h * v
+
+    def separable():
+        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)
+        if loss.requires_grad:
+            loss.backward()
+
+    assert flops(separable) == (6 - 2 * len(frozen)) * n * h * v
+
+
+def test_no_grad_computes_no_gradient():
+    n, h, v = 64, 16, 128
+    hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert flops(lambda: linear_logps(hidden, weight, labels)) == 2 * n * h * v
+            assert flops(lambda: linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)) == 2 * n * h * v
+            assert not linear_logps(hidden, weight, labels).requires_grad
+
+
+def test_peak_memory_is_flat_in_the_length_and_under_the_workspace():
+    h, v, workspace = 32, 8192, 8 * 2**20
+    peaks = []
+    for n in (512, 4096, 16384):
+        hidden, weight, labels, _ = problem(n, h, v, masked=0.5)
+        outputs = sum(t.numel() * t.element_size() for t in (hidden, weight))
+        for options in (
+            EngineOptions(workspace=workspace),
+            EngineOptions(workspace=workspace, strategy="two_pass"),
+        ):
+
+            def coupled(options=options, hidden=hidden, weight=weight, labels=labels):
+                logps = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
+                return torch.autograd.grad((logps.logp + logps.entropy).sum(), (hidden, weight))
+
+            def separable(hidden=hidden, weight=weight, labels=labels):
+                loss, _ = linear_token_loss(
+                    hidden, weight, labels, lambda s, y: s.logp, options=EngineOptions(workspace=workspace)
+                )
+                return torch.autograd.grad(loss, (hidden, weight))
+
+            peaks.append(max(peak_bytes(coupled), peak_bytes(separable)) - outputs)
+    assert max(peaks) <= workspace, peaks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_peak_memory_in_other_dtypes(dtype):
+    workspace = 12 * 2**20
+    hidden, weight, labels, bias = problem(3000, 64, 8192, dtype=dtype, masked=0.2, bias=True)
+    outputs = sum(t.numel() * t.element_size() for t in (hidden, weight, bias))
+
+    def run():
+        options = EngineOptions(workspace=workspace)
+        transform = LogitTransform(softcap=10.0)
+        found = linear_statistics(hidden, weight, labels, NAMES, bias=bias, transform=transform, options=options)
+        return torch.autograd.grad(weighted(v for v in found if v is not None), (hidden, weight, bias))
+
+    assert peak_bytes(run) - outputs <= workspace

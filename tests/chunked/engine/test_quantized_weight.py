@@ -1,0 +1,288 @@
+"""Quantized heads: exact against the dequantized weight in float64, in bounded memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_losses import (
+    Divergence,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LogitTransform,
+    QuantizedWeight,
+    Teacher,
+    TokenSupport,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+    register_quantized_weight,
+)
+from liger_losses.chunked.engine import EngineOptions
+from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.chunked.engine.plan import STRATEGIES
+from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
+from tests.quantized_layers import LAYERS, Int8Weight, PackedLinear, dequantized
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
+
+V, H = 120, 40  # rows of 40 start inside of blocks of 64
+SLOW = pytest.mark.slow
+
+
+def linear(dtype=torch.float32, bias=False, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(H, V, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_of_quantized_layers(name, dtype):
+    layer = LAYERS[name](linear(dtype, bias=True))
+    hidden, _, labels, _ = problem(60, H, V, dtype=dtype)
+    weight = dequantized(layer).detach()
+
+    def plain(h, w, b):
+        return F.cross_entropy((h @ w.t() + b).to(torch.promote_types(torch.float32, h.dtype)), labels)
+
+    bias = layer.bias.detach().to(dtype).requires_grad_()
+    layer.bias = nn.Parameter(bias)
+    loss = LigerFusedLinearCrossEntropyLoss(workspace=200_000)(Head.of(layer), hidden, labels)
+    loss.backward()
+    x, w, b = double(hidden, weight, bias)
+    expected = torch.autograd.grad(plain(x, w, b), (x, b))
+    rounded = torch.autograd.grad(plain(hidden, weight.to(dtype), bias), (hidden, bias))
+    assert_as_exact_as_plain(loss, plain(hidden, weight.to(dtype), bias), plain(x, w, b))
+    for ours, theirs, exact in zip((hidden.grad, layer.bias.grad), rounded, expected, strict=True):
+        assert_as_exact_as_plain(ours, theirs, exact)
+    assert all(p.grad is None for p in layer.parameters() if p is not layer.bias)
+
+
+STREAMED = [name for name in STRATEGIES if name not in ("statistics", "one_pass")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy"),
+    [*(("torch", name) for name in STREAMED), ("triton", "two_pass")]
+    + [pytest.param("triton", name, marks=pytest.mark.slow) for name in STREAMED if name != "two_pass"],
+)
+def test_statistics_in_every_strategy(backend, strategy):
+    hidden, weight, labels, _ = problem(50, H, V, scale=2.0)
+    quantized = Int8Weight(weight)
+    head = Head(quantized, None, LogitTransform(0.8, 1.2, 5.0))
+    names = ("entropy",) if strategy == "frozen_head" else ("logp", "entropy", "mean_logp")
+    options = EngineOptions(strategy=strategy, backend=backend, workspace=None if strategy == "resident" else 150_000)
+    found = linear_statistics(hidden, head, labels, names, options=options)
+    exact_hidden, exact_weight = double(hidden, quantized.rows(0, V))
+    exact = plain_statistics(exact_hidden, exact_weight, labels, temperature=0.8, logit_scale=1.2, softcap=5.0)
+    upstream = [torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in range(len(names))]
+    (ours,) = torch.autograd.grad([getattr(found, name) for name in names], hidden, upstream)
+    (theirs,) = torch.autograd.grad([exact[name] for name in names], exact_hidden, [g.double() for g in upstream])
+    assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)
+    assert relative_error(ours, theirs) < 2e-6
+
+
+def lora(rank=4, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rank, H), (V, rank)))
+    return (a * 0.2).requires_grad_(), (b * 0.2).requires_grad_()
+
+
+def test_temperatures_of_tokens():
+    hidden, weight, labels, _ = problem(50, H, V)
+    quantized, temperature = Int8Weight(weight), torch.linspace(0.5, 2, 50)
+    found = linear_logps(hidden, Head(quantized), labels, temperature=temperature, chunk_size=16)
+    (gradient,) = torch.autograd.grad(found.sum(), hidden)
+    x, w = double(hidden, quantized.rows(0, V))
+    exact = -F.cross_entropy(x @ w.t() / temperature.double()[:, None], labels, reduction="none")
+    assert relative_error(found, exact) < 1e-6
+    assert relative_error(gradient, *torch.autograd.grad(exact.sum(), x)) < 2e-6
+    teacher, options = Teacher(hidden.detach() * 1.5, Head(quantized)), EngineOptions(chunk_size=16)
+    how = {"temperature": temperature, "options": options}
+    found = linear_divergence(hidden, Head(quantized), labels, teacher, Divergence.forward_kl(), **how).divergence
+    p, q = ((s @ w.t() / temperature.double()[:, None]).log_softmax(-1) for s in (x, 1.5 * x))
+    assert relative_error(found, (q.exp() * (q - p)).sum(-1) * (labels >= 0)) < 1e-5
+
+
+@pytest.mark.parametrize("base", ["quantized", "plain"])
+def test_many_heads(base):
+    """One weight under two adapters and under none, of which the last has two targets."""
+    states = [problem(30, H, V, seed=i)[0] for i in range(4)]
+    _, weight, labels, _ = problem(30, H, V)
+    quantized, (a, b), (c, d) = Int8Weight(weight), lora(), lora(2, 5)
+    shared = quantized if base == "quantized" else weight
+    plain = Head(shared)
+    heads = [plain, Head(shared, adapters=(LowRank(a, b, 0.7),)), plain, Head(shared, adapters=(LowRank(c, d),))]
+    rows = quantized.rows(0, V) if base == "quantized" else weight.detach()
+    parts, x, w = (*states, a, b, c, d), double(*states), rows.double()
+    e, f, g, h = double(a, b, c, d)
+    weights = [w, w + 0.7 * f @ e, w, w + h @ g]
+    exact = [F.cross_entropy(one @ rows.t(), labels, reduction="sum") for one, rows in zip(x, weights, strict=True)]
+    expected = torch.autograd.grad(sum(exact), (*x, e, f, g, h))
+    options = EngineOptions(workspace=150_000)
+    for loss in (
+        -sum(part.sum() for part in linear_logps(states, heads, labels, workspace=150_000)),
+        linear_token_loss(states, heads, labels, lambda found, labels: -found.logp, options=options)[0],
+    ):
+        assert relative_error(loss, sum(exact)) < 1e-6
+        for ours, theirs in zip(torch.autograd.grad(loss, parts), expected, strict=True):
+            assert relative_error(ours, theirs) < 2e-6
+    with pytest.raises(ValueError, match="to fit the weight"):
+        linear_logps([state[:, :30] for state in states], heads, labels)
+
+
+def test_preferences_and_distillation():
+    hidden, weight, labels, _ = problem(scale=0.5, shape=(4, 20), h=H, v=V, masked=0.1)
+    quantized = Int8Weight(weight)
+    rows, reference = quantized.rows(0, V), Int8Weight(torch.randn(V, H))
+    dpo = LigerFusedLinearDPOLoss(workspace=400_000)
+    states = hidden.detach() * 1.1
+    loss, _ = dpo(Head(quantized), hidden, labels, None, states, Head(reference))
+    expected, _ = LigerFusedLinearDPOLoss()(rows, hidden, labels, None, states, reference.rows(0, V))
+    assert relative_error(loss, expected) < 1e-5
+    found = torch.autograd.grad(loss, hidden) + torch.autograd.grad(expected, hidden)
+    assert relative_error(*found) < 1e-4
+    for student, teacher in ((Head(quantized), reference.rows(0, V)), (rows, Head(reference))):
+        results = []
+        for loss_function, s, t in (
+            (LigerFusedLinearJSDLoss(workspace=400_000), student, teacher),
+            (LigerFusedLinearJSDLoss(), rows, reference.rows(0, V)),
+        ):
+            loss, _ = loss_function(s, hidden, labels, Teacher(states, t))
+            results.append((loss, *torch.autograd.grad(loss, hidden)))
+        assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
+    itself = Teacher(hidden.detach(), rows)
+    found = linear_divergence(hidden, Head(quantized), labels, itself, Divergence.forward_kl())
+    assert found.divergence.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "losses",
+    ["cross-entropy", "teacher", *(pytest.param(n, marks=SLOW) for n in ("log-probabilities", "distillation"))],
+)
+def test_the_weight_never_exists_as_a_whole(losses):
+    """All that a call allocates is less than the weight in floating point."""
+    size, columns, tokens = 64, 20_000, 24
+    torch.manual_seed(0)
+    quantized, whole = Int8Weight(torch.randn(columns, size)), columns * size * 4
+    hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(columns, (tokens,))
+    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
+    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // (4 if "-" in losses else 2)
+    teacher = Teacher(hidden.detach(), Head(quantized))
+    narrow = torch.randn(columns, 2)  # a small student's
+
+    def call():
+        if losses == "cross-entropy":
+            loss = LigerFusedLinearCrossEntropyLoss(workspace=workspace)(head, hidden, labels)
+        elif losses in ("distillation", "teacher"):
+            student = head if losses == "distillation" else narrow
+            states = hidden if losses == "distillation" else hidden[:, :2]
+            loss, _ = LigerFusedLinearJSDLoss(workspace=workspace)(student, states, labels, teacher)
+        else:
+            loss = linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum()
+        loss.backward()
+
+    peak = peak_bytes(call)
+    assert 1 < quantized.most <= columns // 8
+    assert peak < workspace * 1.2 + 2 * b.numel() * 4  # and the adapter's gradient
+
+
+def test_a_type_of_ones_own():
+    class Halves(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.register_buffer("halves", weight.detach().to(torch.float16))
+            self.bias = None
+
+    class Rows(QuantizedWeight):
+        def __init__(self, layer):
+            super().__init__(tuple(layer.halves.shape), torch.float32, layer.halves.device)
+            self.layer = layer
+
+        def rows(self, start, stop):
+            return self.layer.halves[start:stop].float()
+
+    hidden, weight, labels, _ = problem(20, H, V)
+    layer = Halves(weight)
+    with pytest.raises(TypeError, match="Halves, which is no nn.Linear; .*register_quantized_weight"):
+        linear_logps(hidden, layer, labels)
+    register_quantized_weight(Halves, Rows)
+    try:
+        expected = linear_logps(hidden, layer.halves.float(), labels)
+        torch.testing.assert_close(linear_logps(hidden, layer, labels), expected)
+    finally:
+        del _FINDERS[Halves]
+
+
+def test_hidden_states_of_any_dtype_and_autocast():
+    quantized = Int8Weight(torch.randn(V, H))
+    labels = torch.randint(V, (30,))
+    states = torch.randn(30, H, dtype=torch.float64)
+    exact = (states @ quantized.rows(0, V).double().t()).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    for dtype, bound in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        found = linear_logps(states.to(dtype), Head(quantized), labels)
+        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert relative_error(found, exact) < bound
+    a, b = lora(3)
+    head = Head(quantized, adapters=(LowRank(a, b * 0),))
+    hidden = states.to(torch.bfloat16).requires_grad_()
+    linear_logps(hidden, head, labels).sum().backward()  # adapters in fp32, as PEFT has them
+    assert b.grad is not None
+    assert b.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_logps(states.float(), head, labels)
+    assert relative_error(found, exact) < 1e-2
+
+
+def test_what_is_refused(monkeypatch):
+    hidden, weight, labels, _ = problem(20, H, V)
+    head = Head(Int8Weight(weight))
+    with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
+        linear_logps(hidden[:, :30], head, labels)
+    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
+        linear_logps(hidden, head, labels, support=TokenSupport(labels[:, None]))
+    with pytest.raises(ValueError, match="batch_invariant takes a quantized head that is dequantized as a whole"):
+        linear_logps(hidden, Head(Int8Weight(weight), batch_invariant=True), labels, workspace=30_000)
+    adapter = LowRank(*lora())
+    with pytest.raises(ValueError, match="batch_invariant takes a head without adapters"):
+        linear_logps(hidden, Head(weight, batch_invariant=True, adapters=(adapter,)), labels)
+    with pytest.raises(
+        ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
+    ):
+        linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
+    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
+        linear_logps(hidden, Head(weight, adapters=(adapter,)), labels, support=TokenSupport(labels[:, None]))
+    monkeypatch.setattr("liger_losses.chunked.losses.policy.linear_support_statistics", None)
+    ids, states = labels.clamp(min=0).view(2, 10), hidden.view(2, 10, H)
+    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
+        LigerFusedLinearGRPOLoss(beta=0.1)(
+            states, head, ids, torch.ones_like(ids), torch.ones(2), ref_input=states.detach(), ref_weight=weight,
+            support=TokenSupport(ids[..., None]),
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="ProcessGroup"):
+        Head(Int8Weight(weight), group="tp")
+    with pytest.raises(TypeError, match="merge them"):
+        Teacher(hidden, Head(weight, adapters=(adapter,))).head  # noqa: B018
+    layer = PackedLinear(linear())
+    layer.qweight.add_(1)  # another format, or a damaged one
+    layer.forward = lambda hidden: hidden @ linear().weight.t()
+    with pytest.raises(TypeError, match="what it computes is not what its packed weight says"):
+        Head.of(layer)
+    with pytest.raises(TypeError, match="a type"):
+        register_quantized_weight(3, print)
+    with pytest.raises(ValueError, match="vocab_size, hidden_size"):
+        QuantizedWeight((3,), torch.float32, "cpu")
+    assert find_quantized(weight) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["packed 4 bit", *(pytest.param(n, marks=SLOW) for n in ("torchao int8", "bitsandbytes nf4, nested"))]
+)
+def test_a_compiled_function_ends_its_graph(name):
+    layer, loss_function = LAYERS[name](linear()), LigerFusedLinearCrossEntropyLoss()
+    hidden, _, labels, _ = problem(20, H, V)
+    compiled = torch.compile(lambda hidden: loss_function(layer, hidden * 2, labels), backend="eager")
+    assert torch.equal(compiled(hidden), loss_function(layer, hidden * 2, labels))

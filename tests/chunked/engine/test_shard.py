@@ -1,0 +1,511 @@
+"""Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
+
+import faulthandler
+import functools
+import gc
+import itertools
+import os
+import random
+import types
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from liger_losses import (
+    Divergence,
+    EngineOptions,
+    Head,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LogitTransform,
+    Teacher,
+    TokenSupport,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+    workspace,
+)
+from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.chunked.engine.shard import VocabularyShard
+from liger_losses.integrations import nemo_rl, skyrl
+from liger_losses.integrations.megatron import OutputOptions, output_processor
+from liger_losses.integrations.verl import linear_cross_entropy
+from tests.chunked.engine.shared_vocabulary import (
+    CE,
+    CUTS,
+    HIDDEN,
+    VARIANTS,
+    VOCAB,
+    WORLD,
+    Part,
+    all_cases,
+    batch,
+    case_of,
+    compare,
+    flat,
+    raising,
+    run,
+    support,
+)
+from tests.quantized_layers import Int8Weight
+from tests.reference import NAMES, problem, relative_error
+
+
+def random_shapes(parts):
+    draw = random.Random(0)
+    for i in range(12):
+        ranks = dist.get_world_size()
+        vocab = draw.randint(ranks, 90)
+        ends = sorted(draw.sample(range(1, vocab), ranks - 1))
+        sizes = [b - a for a, b in itertools.pairwise([0, *ends, vocab])]
+        d = batch(
+            rows=draw.randint(1, 4),
+            length=draw.randint(1, 30),
+            hidden_size=draw.randint(1, 40),
+            vocab_size=vocab,
+            seed=i,
+        )
+        options = EngineOptions(compact=draw.random() < 0.5, chunk_size=draw.choice([None, 1, 7]))
+        names = draw.sample(NAMES, draw.randint(1, 4))
+        variant = draw.choice(list(VARIANTS.values()))
+
+        def call(head, ref, d, names=names, options=options):
+            return linear_statistics(d["h"], head, d["y"], names, metrics=["argmax"], options=options)
+
+        with raising(f"{names} with {options}, {variant}, {sizes}"):
+            compare(call, d, variant, Part.of(dist.group.WORLD, sizes))
+
+
+def triton(head, ref, d):
+    return {"backend": "triton" if d["h"].dtype == torch.bfloat16 else "torch"}
+
+
+def of_kernels(loss, **options):
+    """A distillation loss."""
+    return lambda head, ref, d: loss(**triton(head, ref, d), **options)(head, d["h"], d["y"], Teacher(d["other"], ref))
+
+
+#: Calls in half precision, through the Triton kernels.
+KERNELS = {
+    "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
+    "logps, entropy": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, **triton(head, ref, d)),
+    "JSD": of_kernels(LigerFusedLinearJSDLoss),
+    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(
+        head, d["h"].mT.contiguous().mT, d["y"]
+    ),
+    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d)),
+    "logps, two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d), chunk_size=4),
+    "argmax": lambda head, ref, d: linear_statistics(
+        d["h"],
+        head,
+        d["y"],
+        "logp",
+        metrics=("argmax", "mean_logp"),
+        options=EngineOptions(**triton(head, ref, d)),
+    ),
+    "KL": of_kernels(LigerFusedLinearKLLoss),
+    "cosine": of_kernels(LigerFusedLinearCosineSimilarityLoss),
+}
+
+
+def half_precision(parts, names=tuple(KERNELS)[:3], kinds=("plain",)):
+    """The Triton kernels, against float64."""
+    d = batch(torch.bfloat16)
+    d["h"][0, 0] *= 80  # a label so unlikely that exponentials relative to it overflow
+    d["y"][0, 0] = int((d["h"][0, 0] @ d["weight"].t()).argmin())
+    exact = {name: value.double() if value.dtype == torch.bfloat16 else value for name, value in d.items()}
+    for cut, kind, name in itertools.product(parts, kinds, names):
+        with raising(f"{name}, {kind}, {cut}, bf16"):
+            part = parts[cut]
+            found, grads = run(KERNELS[name], d, VARIANTS[kind], part)
+            expected, expected_grads = run(KERNELS[name], exact, VARIANTS[kind])
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                if a.is_floating_point():
+                    assert relative_error(a, b) < 1e-3, f"result {i}"
+            for i, (a, b) in enumerate(zip(grads, expected_grads, strict=True)):
+                assert relative_error(a if i == 0 else gathered(a, part.group), b) < 1e-2, f"gradient {i}"
+
+
+def gathered(rows, group):
+    """The rows of all ranks."""
+    found = [None] * group.size()
+    dist.all_gather_object(found, rows, group=group)
+    return torch.cat([part.to(rows.device) for part in found])
+
+
+def dtensors(parts):
+    """Weights [Shard(0)], and hidden states that are replicated or sharded along the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    d, variant = batch(), VARIANTS["bias"]
+    for name, placement in itertools.product(
+        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns"), (Replicate(), Shard(1))
+    ):
+        call = case_of(name)
+        expected, expected_grads = run(call, d, variant)
+        hidden, other = (distribute_tensor(d[key], mesh, [placement]) for key in ("h", "other"))
+        hidden.requires_grad_()
+        weight, bias, ref = (distribute_tensor(d[key], mesh, [Shard(0)]) for key in ("weight", "bias", "ref_weight"))
+        for leaf in (weight, bias):
+            leaf.requires_grad_()
+        with raising(f"{name}, DTensors, {placement}"):
+            found = flat(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+            outputs = [tensor for tensor in found if tensor.requires_grad]
+            upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
+            grads = torch.autograd.grad(outputs, (hidden, weight, bias), upstream)
+            placements = [Partial() if placement == Replicate() else placement], [Shard(0)], [Shard(0)]
+            for grad, at, b in zip(grads, placements, expected_grads, strict=True):
+                assert list(grad.placements) == at, (grad.placements, at)
+                torch.testing.assert_close(grad.full_tensor(), b)
+    with raising("compiled"):
+        loss, head, rows = CE(), Head(weight, bias), (weight.to_local(), bias.to_local())
+        for given in (head, Head(*rows, group=mesh.get_group())):
+            compiled = torch.compile(lambda h, given=given: loss(given, h, d["y"]).sum(), backend="eager")
+            states = hidden if given is head else d["h"]
+            torch.testing.assert_close(compiled(states), loss(d["weight"], d["h"], d["y"], bias=d["bias"]))
+    with pytest.raises(TypeError, match=r"plain tensor.*group=weight.device_mesh.get_group.*full_tensor"):
+        linear_logps(d["h"], weight, d["y"], bias=bias)
+    with pytest.raises(TypeError, match="the weight is a DTensor and bias is not"):
+        Head(weight, d["bias"])
+    with pytest.raises(ValueError, match="Shard\\(dim=1\\)"):
+        Head(distribute_tensor(d["weight"], mesh, [Shard(1)]))
+    with pytest.raises(TypeError, match="hidden_states is a DTensor"):
+        linear_logps(hidden, d["weight"], d["y"])
+
+
+def errors(parts):
+    """Every rank raises; none waits for another."""
+    rank, d = dist.get_rank(), batch()
+    part = parts["four"]
+    rows, group = part.rows, part.group
+    weight, bias, hidden, labels = d["weight"], d["bias"], d["h"], d["y"]
+    head = Head(weight[rows], group=group)
+
+    def expect(one, others, call, only=1):
+        """What the rank ``only`` gets, and what the others get."""
+        with (
+            raising(f"error {one!r}"),
+            pytest.raises((ValueError, RuntimeError, TypeError), match=one if rank == only else others),
+        ):
+            call()
+
+    same = "they differ"
+    expect(same, same, lambda: linear_logps(hidden[: 2 + (rank == 1)], head, labels[: 2 + (rank == 1)]))
+    fewer = labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, fewer))
+    expect(same, same, lambda: linear_logps(hidden, head, labels, chunk_size=2 + rank))
+    expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
+    expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
+    expect(
+        "must not be empty", "rank 1 .* raised", lambda: Head(weight[:0] if rank == 1 else weight[rows], group=group)
+    )
+    expect("labels must be in", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels + 100 * (rank == 1)))
+    expect(
+        "one entry per hidden state", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels[: 4 - (rank == 1)])
+    )
+    other_labels = labels.flip(0) if rank == 1 else labels
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, other_labels))
+    wrong = support(d).ids.clone()
+    wrong[..., 1] = VOCAB if rank == 1 else -1
+    expect(
+        r"ids must be in \[0, 30\)",
+        "rank 1 .* raised",
+        lambda: linear_logps(hidden, head, labels, support=TokenSupport(wrong)),
+    )
+    given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
+    # Column 29 is of the first token on one rank, of the second on the other.
+    offsets = torch.arange(labels.numel() + 1) + 1
+    offsets[0], offsets[1] = 0, 2 if rank == 1 else 1
+    ids = labels.flatten().clamp(min=0)
+    ids = torch.cat([ids[:1], ids.new_tensor([29]), ids[1:]])
+    ragged = TokenSupport(ids, offsets, add_label=True)
+    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=ragged))
+    at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
+    expect(
+        "selected columns must be",
+        "selected columns must be",
+        lambda: linear_statistics(hidden, head, labels, "selected_logps", selected=at_vocabulary),
+    )
+    teacher = Teacher(d["other"], Head(d["ref_weight"][rows], group=group))
+    forms = Divergence.reverse_kl(), Divergence.forward_kl()
+    expect(same, same, lambda: linear_divergence(hidden, head, labels, teacher, forms[rank == 1]))
+    expect(same, same, lambda: linear_logps(hidden, head, labels, temperature=1.0 + rank))
+    expect("ce_weight must be", "ce_weight must be", lambda: CE(weight[rows, 0])(head, hidden, labels))
+    expect("must be a torch.distributed", "must be a torch.distributed", lambda: Head(weight[rows], group="tp"))
+    teacher = Teacher(d["other"], Head(weight[rows], group=group))
+    expect(
+        "share both", "share both", lambda: linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
+    )
+    other = Part.of(group, (8, 2, 12, 8)).rows
+    teacher = Teacher(d["other"], Head(weight[other], group=group))
+    alike = "must share their common" if rank in (0, 1) else "rank 0 .* raised"
+    expect(alike, alike, lambda: linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()))
+    small = Teacher(d["other"], weight[:20])
+    expect(
+        "has some of these",
+        "rank 3 .* raised",
+        lambda: linear_divergence(hidden, head, labels, small, Divergence.forward_kl()),
+        only=3,
+    )
+    # Tokens that are selected beforehand have the same labels at other positions, or as masked tokens.
+    first, last = torch.full((2, 6), -100), torch.full((2, 6), -100)
+    first[:, 0], last[:, -1] = 3, 3
+    rejected = hidden[:2] + 1
+    for options in ({}, {"compact": False}):
+        dpo = LigerFusedLinearDPOLoss(use_ref_model=False, **options)
+        placed = last if rank == 1 else first
+        call = functools.partial(dpo, head, (hidden[:2], placed), (rejected, first))
+        expect("labels differ", "labels differ", call)
+    zeros = torch.zeros(2, 6, dtype=torch.int64)
+    masked = zeros.masked_fill(torch.arange(6) == rank, -100)
+    dpo = LigerFusedLinearDPOLoss(use_ref_model=False, compact=False)
+    expect("labels differ", "labels differ", lambda: dpo(head, (hidden[:2], masked), (rejected, zeros)))
+    picked = torch.arange(12).view(2, 6, 1) + 2 * (rank == 1)
+    expect(
+        "labels differ",
+        "labels differ",
+        lambda: linear_statistics(hidden[:2], head, first + 0, "selected_logps", selected=picked),
+    )
+    half = hidden.half() if rank == 1 else hidden.bfloat16()
+    single = Head(weight[rows].float(), group=group)
+    with torch.autocast("cpu", torch.bfloat16):
+        expect(same, same, lambda: linear_logps(half, single, labels))
+    apart = head.with_partial_gradients() if rank == 1 else head
+    expect(same, same, lambda: linear_logps(hidden, apart, labels))
+    expect(same, same, lambda: linear_logps(hidden, apart, labels, support=support(d)))
+    expect(same, same, lambda: linear_logps(hidden, head, labels.clamp(min=0), ignore_index=-100 - rank))
+    c = torch.ones(VOCAB, dtype=torch.float64) if rank == 1 else None
+    expect(same, same, lambda: linear_statistics(hidden, head, labels, "mean_logp", class_weight=c))
+
+    def separable(statistics, labels):
+        return statistics.logp
+
+    of_losses = linear_token_loss if rank == 1 else linear_statistics
+    arguments = (separable, "logp") if rank == 1 else ("logp",)
+    expect(same, same, lambda: of_losses(hidden, head, labels, *arguments))
+    transposed = Head(weight[rows].t().contiguous().t() if rank == 1 else weight[rows], group=group)
+    teacher = Teacher(d["other"][..., : 8 + (rank == 1)], Head(d["ref_weight"][:, : 8 + (rank == 1)].contiguous()))
+    expect(same, same, lambda: linear_divergence(hidden, head, labels, teacher, forms[0]))
+    whole = linear_logps(hidden, weight, labels)
+    torch.testing.assert_close(linear_logps(hidden, transposed, labels), whole)
+    torch.testing.assert_close(linear_logps(hidden, head, labels), whole)
+
+
+def errors_of_labels(parts):
+    """On GPUs, labels are checked while the ranks' facts are on their way."""
+    d, (part, *_) = batch(), parts.values()
+    head, other = Head(d["weight"][part.rows], group=part.group), dist.get_rank() == 1
+    words = "labels must be in" if other else "labels differ|rank 1 .* raised"
+    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], "labels differ")):
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            linear_logps(d["h"], head, labels)
+    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
+
+
+def one_part(parts):
+    half_precision(dict(list(parts.items())[:1]))
+
+
+def order_of_names(parts):
+    """Each process has an order of its own for the names in a set; what the ranks exchange must not depend on it."""
+    d, rows = batch(), parts["four"].rows
+    shard = Head(d["weight"][rows], group=dist.group.WORLD).shard
+    logits = d["h"].flatten(0, 1) @ d["weight"].t()
+    values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
+    names = sorted(values, reverse=dist.get_rank() % 2 == 1)
+    merged = {name: values[name].clone() for name in names}
+    shard.merge_(d["y"].flatten(), merged)
+    torch.testing.assert_close(merged["lse"], logits.logsumexp(1))
+    torch.testing.assert_close(merged["mean_logit"], logits.mean(1))
+
+
+def devices(parts):
+    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error where it is read."""
+    rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
+    rows = parts["four"].rows
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("liger_losses.chunked.engine.plan.default_workspace", lambda *work: 8000)
+        patched.setattr("liger_losses.chunked.engine.call.device_memory", lambda device: 2**24 if rank == 1 else 0)
+        head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
+        for _ in range(2):  # the second time, nothing is exchanged
+            logps = linear_logps(d["h"], head, d["y"])
+        torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
+        patched.setattr(VocabularyShard, "gather", lambda shard, values: torch.tensor([[5], [6]]))
+        memories = [head.shard.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
+        assert memories == [0, 5]  # of each type of device
+        patched.undo()
+        with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
+            linear_logps(d["h"], head, d["y"])
+        with workspace(9000 + (rank == 1)):
+            linear_logps(d["h"], head, d["y"], workspace=9000)
+
+
+def all_kernels(parts):
+    half_precision(parts, KERNELS, VARIANTS)
+
+
+def partial_gradients(parts):
+    """What verl and Megatron sum themselves: each rank's part of the hidden states' gradients."""
+    d = batch()
+    hidden, labels = d["h"].detach().requires_grad_(), d["y"].clamp(min=0)
+    expected = linear_statistics(hidden, d["weight"], labels, ("logp", "entropy"), transform=LogitTransform(0.7))
+    upstream = torch.arange(1.0, 1 + labels.numel()).cos().view_as(labels).to(hidden)
+    (whole,) = torch.autograd.grad([expected.logp, expected.entropy], hidden, [upstream, -upstream])
+    for name, part in parts.items():
+        rows = d["weight"][part.rows].detach().requires_grad_()
+        group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
+        whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
+        context = OutputOptions(0.7, entropy=True)
+        with raising(name):
+            found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
+            (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
+            torch.testing.assert_close(
+                torch.stack(found), torch.stack([v.flatten() for v in expected if v is not None])
+            )
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, whole)
+            head = Head(rows, group=part.group)
+            kept = TokenSupport(torch.stack([labels, (labels + 1) % len(d["weight"])], -1))
+            each = [linear_logps(hidden, h, labels, support=kept) for h in (head, head.with_partial_gradients())]
+            summed, own = (torch.autograd.grad(logps, hidden, upstream)[0] for logps in each)
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, summed)
+            layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
+            shared_head = {"output_layer": layer, "output_weight": None}
+            for arguments in (whole_head, shared_head):
+                logps, entropy = output_processor(
+                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **arguments
+                )
+                torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
+                (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
+                torch.testing.assert_close(own, whole)
+
+
+def quantized(parts):
+    """Quantized heads with adapters, and of a teacher: dequantized as a whole, and for each block of tokens."""
+    d = batch(torch.float32)
+    hidden, low = d["h"].requires_grad_(), torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
+    high = torch.randn(VOCAB, 2, generator=torch.Generator().manual_seed(2)) / 4
+    whole, whole_teacher = Int8Weight(d["weight"]), Int8Weight(d["ref_weight"])
+
+    def compute(rows, group):
+        a, b = low.clone().requires_grad_(), high[rows].clone().requires_grad_()
+        weight, other = (one.part(*rows.indices(VOCAB)[:2]) for one in (whole, whole_teacher))
+        found = linear_statistics(
+            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], ("logp", "entropy")
+        )
+        teacher = Teacher(d["other"], Head(other, group=group))
+        divergence = linear_divergence(hidden, Head(weight, group=group), d["y"], teacher, Divergence.reverse_kl())
+        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum()
+        return value.detach(), *torch.autograd.grad(value, (hidden, a, b))
+
+    for name, part in parts.items():
+        *expected, grad_b = compute(slice(None), None)
+        for at_once in (True, False):
+            with pytest.MonkeyPatch.context() as patched, raising(f"{name}, {at_once}"):
+                if not at_once:
+                    patched.setattr("liger_losses.chunked.engine.head.fits_dequantized", lambda *size: False)
+                for ours, theirs in zip(compute(part.rows, part.group), (*expected, grad_b[part.rows]), strict=True):
+                    assert relative_error(ours, theirs) < 1e-5
+
+
+def heads_of_frameworks(parts):
+    """SkyRL's and NeMo-RL's, which share the sequence too, against the whole head."""
+    for part in parts.values():
+        hidden, weight, labels, _ = problem(shape=(8, 2), masked=0.0)  # [S, B]
+        upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
+        expected = linear_logps(hidden, weight, labels)
+        grads = torch.autograd.grad(expected, (hidden, weight), upstream)
+        rank, ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
+        cuts = [round(61 * i / ranks) for i in range(ranks + 1)]
+        mine = slice(cuts[rank], cuts[rank + 1])
+        rows = weight.detach()[mine].requires_grad_()
+        share = (mine.start, mine.stop, 4, part.group)
+        for ours in (hidden.detach().chunk(ranks)[rank].requires_grad_(), hidden):
+            if ours is hidden:
+                states = hidden.transpose(0, 1)
+                logps = skyrl.fused_lm_head_logprob("torch", states, rows, labels.t(), *share, False)
+            else:
+                logps = nemo_rl.hidden_states_to_logprobs(ours, labels.t(), rows, *share)
+            torch.testing.assert_close(logps, expected.t())
+            grad_hidden, grad_rows = torch.autograd.grad(logps, (ours, rows), upstream.t())
+            if ours is hidden:  # Megatron sums these
+                dist.all_reduce(grad_hidden, group=part.group)
+            torch.testing.assert_close(grad_rows, grads[1][mine])
+            torch.testing.assert_close(grad_hidden, grads[0] if ours is hidden else grads[0].chunk(ranks)[rank])
+
+
+CHECKS = (
+    all_cases,
+    random_shapes,
+    one_part,
+    dtensors,
+    errors,
+    order_of_names,
+    devices,
+    partial_gradients,
+    heads_of_frameworks,
+    quantized,
+)
+
+
+def work(rank, rendezvous, checks):
+    faulthandler.enable()
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
+    )
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    cut = ("two even", "two uneven")[rank // 2]
+    parts = {"four": Part.of(dist.group.WORLD, CUTS["four"]), cut: Part.of(pairs[rank // 2], CUTS[cut])}
+    for check in checks:
+        with raising(check.__name__):
+            check(parts)
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_shared_vocabulary_on_four_processes(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    mp.spawn(work, (tmp_path / "rendezvous", CHECKS), nprocs=WORLD)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_all_kernels_on_four_processes(tmp_path):
+    mp.spawn(work, (tmp_path / "rendezvous", (all_kernels,)), nprocs=WORLD)
+
+
+def work_on_gpu(rank, rendezvous):
+    faulthandler.enable()
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
+    for check in (all_cases, random_shapes, errors_of_labels):
+        with raising(check.__name__):
+            check(parts)
+    # Compiling all variants takes minutes.
+    for (cut, part), kind in zip(parts.items(), ("plain", "soft-cap and scale"), strict=True):
+        half_precision({cut: part}, KERNELS, (kind,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_shared_vocabulary_on_two_gpus(tmp_path):
+    mp.spawn(work_on_gpu, (tmp_path / "rendezvous",), nprocs=2)

@@ -1,0 +1,100 @@
+"""Teachers: their logits, functions, top entries, and vocabularies of another size."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses import (
+    DistillationLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+)
+from tests.chunked.losses.test_distillation import BACKENDS, DIVERGENCES, V, divergence, plain, problem
+
+
+@pytest.mark.parametrize("sizes", [(V, V + 27), (V + 27, V)])
+@pytest.mark.parametrize(("name", "temperature"), [("forward KL", 1.0), ("JSD", 2.0), ("cosine", 1.0)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_vocabularies(name, temperature, sizes, backend):
+    """Extra columns carry no probability in the divergence; the hard loss is over all columns of the student."""
+    dtype, close = (torch.float64, (1e-9, 1e-10)) if backend == "torch" else (torch.float32, (1e-4, 1e-5))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    tensors = problem(dtype, vocab=sizes[0], teacher_vocab=sizes[1])
+    hidden, weight, bias, labels, *teacher = (t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors)
+    assert sizes[0] == V or (labels >= V).any()
+    inputs = (hidden, weight, bias)
+    for options in ({}, {"logit_scale": 0.7, "softcap": 3.0}) if name == "JSD" else ({},):
+        settings = {"temperature": temperature, "backend": backend, **options}
+        for hard in (0.0, 0.5):
+            loss = DistillationLoss(divergence(name), hard, 0.5, **settings)
+            value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
+            logits = F.linear(hidden, weight, bias)
+            student = (
+                (3 * (logits * 0.7 / 3).tanh() if options else logits),
+                torch.eye(sizes[0], dtype=dtype, device=device),
+                None,
+            )
+            expected = plain(name, *student, labels, *teacher, hard, 0.5, temperature)
+            torch.testing.assert_close(value, expected, rtol=close[0], atol=1e-12)
+            grads = torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(a, b, rtol=max(close[0], 1e-8), atol=close[1])
+
+
+def test_teachers_logits_and_functions():
+    hidden, weight, bias, labels, *teacher = problem()
+    logits = F.linear(*teacher)
+    asked = []
+
+    def function(positions):
+        asked.append(positions)
+        return logits.flatten(0, 1)[positions]
+
+    teachers = (Teacher(*teacher), TeacherLogits(logits), TeacherLogits(function, columns=V))
+    loss = LigerFusedLinearJSDLoss(workspace=100_000)
+    results = [torch.autograd.grad(loss(weight, hidden, labels, t, bias=bias)[0], (hidden, weight)) for t in teachers]
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+    assert torch.equal(torch.cat(asked), (labels != -100).flatten().nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("hard", [0.0, 0.5])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_sparse_teachers(name, tail, hard, temperature):
+    hidden, weight, bias, labels, *teacher = problem()
+    logps, indices = (F.linear(*teacher) / temperature).log_softmax(-1).topk(7)
+    given = TeacherTopK(logps, indices, tail=tail)
+    loss = DistillationLoss(divergence(name), hard, 1.0, temperature=temperature, workspace=100_000)
+    value, metrics = loss(weight, hidden, labels, given, bias=bias)
+    logits = F.linear(hidden, weight, bias)
+    log_p, log_q = (logits / temperature).log_softmax(-1).gather(-1, indices), logps
+    if tail == "renormalize":
+        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    else:
+        log_p, log_q = (torch.cat([t, (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for t in (log_p, log_q))
+    mask = labels != -100
+    soft = torch.where(mask, DIVERGENCES[name][1](log_p, log_q), 0.0).sum() / mask.sum()
+    ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / mask.sum()
+    torch.testing.assert_close(value, soft + hard * ce, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(metrics.soft_loss, soft.detach(), rtol=1e-8, atol=1e-11)
+    inputs = (hidden, weight, bias)
+    expected = torch.autograd.grad(soft + hard * ce, inputs)
+    for a, b in zip(torch.autograd.grad(value, inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def test_all_columns_are_the_dense_teacher():
+    hidden, weight, bias, labels, *teacher = problem(torch.float32)
+    logps, indices = F.linear(*teacher).log_softmax(-1).topk(V)
+    results = []
+    for given in (TeacherTopK(logps, indices), Teacher(*teacher)):
+        loss, _ = LigerFusedLinearKLLoss(0.5, 0.5, compact=False)(weight, hidden, labels, given, bias=bias)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,397 @@
+"""Distillation against its definitions in float64, and against Liger and TRL."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses import (
+    DistillationLoss,
+    Divergence,
+    EngineOptions,
+    Head,
+    LigerFusedLinearAlphaBetaLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
+    LigerFusedLinearMiniLLMLoss,
+    LigerFusedLinearReverseKLLoss,
+    LigerFusedLinearTVDLoss,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    linear_divergence,
+    linear_divergence_loss,
+)
+from liger_losses.chunked.losses.distillation import JSD_CONVENTIONS
+from tests.reference import assert_as_exact_as_plain, relative_error, rounding
+
+BACKENDS = ("torch", "triton")
+B, T, HS, HT, V = 3, 11, 16, 24, 101
+
+
+def kl(a, b):
+    """``KL(a || b)`` of log-probabilities."""
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def mixed(weight, log_q, log_p):
+    return torch.logsumexp(torch.stack([log_q + math.log(weight), log_p + math.log1p(-weight)]), 0)
+
+
+def jsd(beta, convention):
+    def formula(log_p, log_q):
+        m = mixed(beta, log_q, log_p)
+        of_teacher, of_student = JSD_CONVENTIONS[convention](beta)
+        return of_teacher * kl(log_q, m) + of_student * kl(log_p, m)
+
+    return formula
+
+
+def alpha_beta(a, b):
+    def formula(log_p, log_q):
+        s = a + b
+        if a == 0:
+            terms = ((b * log_p).exp() * (b * (log_p - log_q) - 1) + (b * log_q).exp()) / b**2
+        elif b == 0:
+            terms = ((a * log_p).exp() - (a * log_q).exp() * (1 + a * (log_p - log_q))) / a**2
+        else:
+            terms = (a / s * (s * log_q).exp() + b / s * (s * log_p).exp() - (a * log_q + b * log_p).exp()) / (a * b)
+        return terms.sum(-1)
+
+    return formula
+
+
+#: A divergence, and the textbook's formula of (log p, log q).
+DIVERGENCES = {
+    "forward KL": (Divergence.forward_kl(), lambda p, q: kl(q, p)),
+    "reverse KL": (Divergence.reverse_kl(), kl),
+    "JSD": (Divergence.mixture(0.5, 0.5, 0.5), jsd(0.5, "gkd")),
+    "JSD 0.1": (Divergence.mixture(0.1, 0.1, 0.9), jsd(0.1, "gkd")),
+    "interpolated JSD 0.3": (Divergence.mixture(0.3, 0.7, 0.3), jsd(0.3, "interpolated")),
+    "skewed KL": (Divergence.mixture(0.1, 1.0, 0.0), lambda p, q: kl(q, mixed(0.1, q, p))),
+    "skewed reverse KL": (Divergence.mixture(0.9, 0.0, 1.0), lambda p, q: kl(p, mixed(0.9, q, p))),
+    "total variation": (Divergence.total_variation(), lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2),
+    "alpha-beta 0.2 0.7": (Divergence.alpha_beta(0.2, 0.7), alpha_beta(0.2, 0.7)),
+    "alpha-beta 1.2 0.8": (Divergence.alpha_beta(1.2, 0.8), alpha_beta(1.2, 0.8)),
+    "alpha-beta 0 0.5": (Divergence.alpha_beta(0, 0.5), alpha_beta(0, 0.5)),
+    "alpha-beta 0.5 0": (Divergence.alpha_beta(0.5, 0), alpha_beta(0.5, 0)),
+}
+
+
+def formula(name, student, teacher):
+    """The divergence ``[...]`` of logits."""
+    if name == "cosine":
+        return 1 - F.cosine_similarity(student, teacher, dim=-1)
+    return DIVERGENCES[name][1](student.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def divergence(name):
+    return Divergence.cosine() if name == "cosine" else DIVERGENCES[name][0]
+
+
+NAMES = ["cosine", *DIVERGENCES]
+
+
+def problem(dtype=torch.float64, distance=1.0, vocab=V, teacher_vocab=V, bias=True):
+    g = torch.Generator().manual_seed(1)
+
+    def normal(*size):
+        return torch.randn(*size, generator=g, dtype=torch.float64)
+
+    hidden, weight = normal(B, T, HS), normal(vocab, HS) * 0.4
+    labels = torch.randint(vocab, (B, T), generator=g)
+    labels[torch.rand(B, T, generator=g) < 0.3] = -100
+    teacher_hidden, teacher_weight = normal(B, T, HT), normal(teacher_vocab, HT) * 0.4
+    tensors = [hidden, weight, teacher_hidden, teacher_weight, normal(vocab), normal(teacher_vocab)]
+    hidden, weight, teacher_hidden, teacher_weight, b, tb = (t.to(dtype) for t in tensors)
+    student = [t.requires_grad_() for t in (hidden, weight, b)]
+    return *student, labels, teacher_hidden, teacher_weight, tb
+
+
+def plain(name, hidden, weight, bias, labels, teacher_hidden, teacher_weight, teacher_bias, hard, soft, temperature):
+    """Logits in the inputs' dtype, everything after in fp32 or better, as a user would write it."""
+    columns = min(len(weight), len(teacher_weight))
+    wide = torch.promote_types(torch.float32, hidden.dtype)
+    student = F.linear(hidden, weight, bias).to(wide)
+    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)[..., :columns].to(wide)
+    # The cross-entropy is the student's own: the teacher's vocabulary has no part in it.
+    ce = F.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum")
+    student, mask = student[..., :columns], labels != -100
+    d = torch.where(mask, formula(name, student / temperature, teacher / temperature), 0.0).sum()
+    return (hard * ce + soft * d) / mask.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("name", ["forward KL", "reverse KL", "JSD", "cosine", "alpha-beta 0.2 0.7"])
+def test_loss_and_gradients(name, temperature, dtype):
+    given = problem(dtype)
+    hidden, weight, bias, labels, teacher_hidden, teacher_weight, teacher_bias = given
+    inputs = [hidden, weight, bias]
+    exact_in = [t if t.dtype == torch.int64 else t.detach().double().requires_grad_(t.requires_grad) for t in given]
+    settings = (0.3, 0.7, temperature)
+    expected = plain(name, *exact_in, *settings)
+    expected_grads = torch.autograd.grad(expected, exact_in[:3])
+    rough = plain(name, *given, *settings)
+    rough_grads = torch.autograd.grad(rough, inputs)
+    teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias)
+    for options in ({}, {"workspace": 100_000}, {"compact": False}, {"chunk_size": 5}):
+        loss = DistillationLoss(divergence(name), 0.3, 0.7, temperature=temperature, **options)
+        value, metrics = loss(weight, hidden, labels, teacher, bias=bias)
+        grads = torch.autograd.grad(value, inputs, retain_graph=True)
+        again = torch.autograd.grad(value, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert relative_error(value, expected) < max(2 * relative_error(rough, expected), 1e-6)
+        for ours, rounded, exact in zip(grads, rough_grads, expected_grads, strict=True):
+            # fp64 sums come in another order.
+            assert_as_exact_as_plain(ours, rounded, exact, floor=1e-14 if dtype == torch.float64 else None)
+        torch.testing.assert_close(
+            0.3 * metrics.hard_loss + 0.7 * metrics.soft_loss, value.detach(), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_divergence_in_float64(name):
+    hidden, weight, bias, labels, *teacher = problem()
+    value, _ = DistillationLoss(divergence(name), 0.0, 1.0)(weight, hidden, labels, Teacher(*teacher), bias=bias)
+    expected = plain(name, hidden, weight, bias, labels, *teacher, 0.0, 1.0, 1.0)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    inputs = (hidden, weight, bias)
+    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
+    """The student has more columns than the teacher, and some tokens' labels are among these."""
+    hidden, weight, bias, labels, *teacher = problem(vocab=V + 27)
+    logps, indices = F.linear(teacher[0], *teacher[1:]).log_softmax(-1).topk(V)
+    mask, head = labels != -100, Head(weight, bias)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias)[mask], labels[mask])
+    found = [
+        LigerFusedLinearKLLoss()(head, hidden, labels, given)[1]
+        for given in (Teacher(*teacher), TeacherTopK(logps, indices, tail="renormalize"))
+    ]
+    for metrics in found:
+        torch.testing.assert_close(metrics.hard_loss, expected)
+    torch.testing.assert_close(found[0].soft_loss, found[1].soft_loss)
+    both = linear_divergence(hidden, head, labels, Teacher(*teacher), Divergence.forward_kl(), logp=True)
+    torch.testing.assert_close(-both.logp[mask].mean(), expected)
+    (grad,) = torch.autograd.grad(both.divergence.sum(), weight, retain_graph=True)
+    assert not grad[V:].any()
+    torch.testing.assert_close(*(torch.autograd.grad(x, weight)[0] for x in (both.logp.sum(), -expected * mask.sum())))
+
+
+def test_differentiable_divergences_for_any_loss():
+    hidden, weight, bias, labels, *teacher = problem()
+    found = linear_divergence(
+        hidden, weight, labels, Teacher(*teacher), Divergence.reverse_kl(), logp=True, bias=bias, temperature=1.5
+    )
+    mask = labels != -100
+    student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
+    d = torch.where(mask, formula("reverse KL", student / 1.5, theirs / 1.5), 0.0)
+    logp = student.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
+    torch.testing.assert_close(found.divergence, d)
+    torch.testing.assert_close(found.logp, logp)
+    inputs = (hidden, weight, bias)
+    ours = torch.autograd.grad((found.divergence.square() - 0.3 * found.logp).sum(), inputs)
+    for a, b in zip(ours, torch.autograd.grad((d.square() - 0.3 * logp).sum(), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    with torch.no_grad():
+        alone = linear_divergence(hidden, weight, labels, Teacher(*teacher), Divergence.reverse_kl(), bias=bias)
+        assert not alone.divergence.requires_grad
+
+
+@pytest.mark.parametrize(
+    "options", [{"logit_scale": 0.7}, {"softcap": 3.0}, {"softcap": 3.0, "logit_scale": 0.7}], ids=str
+)
+def test_transforms_of_both_models(options):
+    hidden, weight, bias, labels, *teacher = problem()
+    theirs = {"softcap": 2.0, "logit_scale": 1.1}
+    loss = LigerFusedLinearJSDLoss(temperature=1.7, temperature_squared=True, **options)
+    value, _ = loss(weight, hidden, labels, Teacher(*teacher, **theirs), bias=bias)
+
+    def logits(projected, logit_scale=1.0, softcap=None):
+        scaled = projected * logit_scale
+        return scaled if softcap is None else softcap * (scaled / softcap).tanh()
+
+    student, theirs = logits(F.linear(hidden, weight, bias), **options), logits(F.linear(*teacher), **theirs)
+    mask = labels != -100
+    soft = torch.where(mask, formula("JSD", student / 1.7, theirs / 1.7), 0.0).sum() * 1.7**2
+    expected = (soft + F.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum")) / 2 / mask.sum()
+    torch.testing.assert_close(value, expected)
+    inputs = (hidden, weight, bias)
+    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])
+def test_what_needs_no_gradient_gets_none(frozen):
+    given = problem()
+    inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(given[:3])]
+    value, _ = LigerFusedLinearJSDLoss()(inputs[1], inputs[0], given[3], Teacher(*given[4:]), bias=inputs[2])
+    expected = plain("JSD", *given, 0.5, 0.5, 1.0)
+    torch.testing.assert_close(value.detach(), expected.detach())
+    assert value.requires_grad == (len(frozen) < 3)
+    if value.requires_grad:
+        value.backward()
+    grads = torch.autograd.grad(expected, given[:3])
+    for i, t in enumerate(inputs):
+        assert (t.grad is None) == (i in frozen)
+        if t.grad is not None:
+            torch.testing.assert_close(t.grad, grads[i])
+
+
+def test_no_tokens():
+    hidden, weight, bias, labels, *teacher = problem(torch.float32)
+    for given in (torch.full_like(labels, -100), labels[:0]):
+        rows = len(given)
+        h = hidden.detach()[:rows].requires_grad_()
+        value, _ = LigerFusedLinearJSDLoss()(weight, h, given, Teacher(teacher[0][:rows], *teacher[1:]), bias=bias)
+        grads = torch.autograd.grad(value, (h, weight, bias))
+        assert value == 0
+        assert all((g == 0).all() for g in grads)
+
+
+def test_close_teachers_keep_their_digits():
+    """Gradients of a student next to its teacher: bf16 inputs, exact to bf16's rounding of the result."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(517, 64, generator=g).bfloat16().float()
+    teacher = torch.randn(40, 64, generator=g).bfloat16().float()
+    labels = torch.zeros(40, dtype=torch.long)
+    for distance in (1e-1, 1e-2, 1e-3):
+        hidden = (teacher + distance * torch.randn(40, 64, generator=g)).requires_grad_()
+        loss, _ = LigerFusedLinearJSDLoss(0.0, 1.0)(weight, hidden, labels, Teacher(teacher, weight))
+        (ours,) = torch.autograd.grad(loss, hidden)
+        double = hidden.detach().double().requires_grad_()
+        log_p, log_q = (t @ weight.double().t() for t in (double, teacher.double()))
+        exact = formula("JSD", log_p, log_q).mean()
+        (expected,) = torch.autograd.grad(exact, double)
+        assert loss >= 0
+        assert relative_error(loss, exact.detach()) < 1e-4
+        assert relative_error(ours, expected) < rounding(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (LigerFusedLinearJSDLoss(beta=0.0), Divergence.forward_kl()),
+        (LigerFusedLinearJSDLoss(beta=1.0, convention="interpolated"), Divergence.reverse_kl()),
+        (LigerFusedLinearJSDLoss(beta=0.3, convention="interpolated"), Divergence.mixture(0.3, 0.7, 0.3)),
+        (LigerFusedLinearKLLoss(), Divergence.forward_kl()),
+        (LigerFusedLinearKLLoss(skew=0.1), Divergence.mixture(0.1, 1.0, 0.0)),
+        (LigerFusedLinearReverseKLLoss(), Divergence.reverse_kl()),
+        (LigerFusedLinearReverseKLLoss(skew=0.25), Divergence.mixture(0.75, 0.0, 1.0)),
+        (LigerFusedLinearTVDLoss(), Divergence.total_variation()),
+        (LigerFusedLinearAlphaBetaLoss(0.2, 0.7), Divergence.alpha_beta(0.2, 0.7)),
+        (LigerFusedLinearAlphaBetaLoss(0.25), Divergence.alpha_beta(0.25, 0.75)),
+        (LigerFusedLinearAlphaBetaLoss(1.0), Divergence.alpha_beta(1.0, 0.0)),
+    ],
+)
+def test_named_losses(loss, expected):
+    assert loss.divergence == expected
+
+
+def test_limits_of_alpha_beta_are_the_kullback_leibler_divergences():
+    hidden, weight, bias, labels, *teacher = problem()
+
+    def value(which):
+        return DistillationLoss(which, 0.0, 1.0)(weight, hidden, labels, Teacher(*teacher), bias=bias)[0]
+
+    torch.testing.assert_close(value(Divergence.alpha_beta(1, 0)), value(Divergence.forward_kl()))
+    torch.testing.assert_close(value(Divergence.alpha_beta(0, 1)), value(Divergence.reverse_kl()))
+    torch.testing.assert_close(
+        value(Divergence.alpha_beta(1 - 1e-6, 1e-6)), value(Divergence.forward_kl()), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])
+def test_equals_liger(kind, beta, temperature):
+    peer = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    hidden, weight, bias, labels, *teacher = problem(torch.float32)
+    flat = [hidden.flatten(0, 1), weight, teacher[0].flatten(0, 1), teacher[1], labels.flatten(), bias, teacher[2]]
+    results = []
+    for package in (peer, __import__("liger_losses")):
+        loss = getattr(package, f"LigerFusedLinear{kind}Loss")(
+            0.3, 0.7, beta, -100, temperature, False, 8, return_soft_hard_loss=True
+        )
+        found = loss(*flat)
+        results.append((*found, *torch.autograd.grad(found[0], (hidden, weight, bias))))
+    assert len(results[0]) == len(results[1])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
+    alone = package.LigerFusedLinearJSDLoss(0.3, 0.7, beta, temperature=temperature)(*flat)
+    assert alone.shape == ()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_equals_trl(beta):
+    peer = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed")
+    hidden, weight, bias, labels, *teacher = problem(torch.float32)
+    student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
+    expected = peer.GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=beta, temperature=2.0)
+    loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=2.0)
+    value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_input_is_refused():
+    hidden, weight, _, labels, states, rows, theirs = problem(torch.float32)
+    loss, good = LigerFusedLinearJSDLoss(), Teacher(states, rows, theirs)
+
+    def refuses(message, teacher=good, error=ValueError, **changed):
+        given = {"weight": weight, "hidden": hidden, "labels": labels, **changed}
+        with pytest.raises(error, match=message):
+            loss(given["weight"], given["hidden"], given["labels"], teacher)
+
+    refuses("are of .* tokens", Teacher(states[:, :-1], rows))
+    refuses("do not fit its weight", Teacher(states, rows[:, :-1]))
+    refuses("bias must be", Teacher(states, rows, theirs[:-1]))
+    refuses("floating point", Teacher(states.long(), rows), TypeError)
+    refuses("are of .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
+    refuses("needs columns=", TeacherLogits(lambda positions: None))
+    refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=V))
+    refuses("labels must be in", labels=labels + V)
+    logps, indices = F.linear(states, rows).log_softmax(-1).topk(4)
+    refuses("indices must be in", TeacherTopK(logps, indices + V))
+    refuses("twice", TeacherTopK(logps, indices[..., :1].expand_as(indices)))
+    refuses("at most 0", TeacherTopK(-logps, indices))
+    refuses("int64", TeacherTopK(logps, indices.int()), TypeError)
+    refuses("unknown tail", TeacherTopK(logps, indices, tail="drop"))
+    refuses("are of .* tokens", TeacherTopK(logps[1:], indices[1:]))
+    with pytest.raises(ValueError, match="there is no teacher"):
+        loss(weight, hidden, labels)
+    with pytest.raises(ValueError, match="given twice"):
+        loss(weight, hidden, labels, good, teacher=good)
+    with pytest.raises(ValueError, match="cosine needs"):
+        LigerFusedLinearCosineSimilarityLoss()(weight, hidden, labels, TeacherTopK(logps, indices))
+    with pytest.raises(ValueError, match="too small"):
+        LigerFusedLinearJSDLoss(workspace=5000)(weight, hidden, labels, good)
+    with pytest.raises(ValueError, match="has shape"):
+        linear_divergence_loss(
+            hidden,
+            weight,
+            labels,
+            good,
+            Divergence.forward_kl(),
+            {"divergence": torch.ones(B)},
+            options=EngineOptions(),
+        )
+    for build in (
+        lambda: LigerFusedLinearJSDLoss(beta=1.1),
+        lambda: LigerFusedLinearJSDLoss(convention="other"),
+        lambda: LigerFusedLinearJSDLoss(temperature=0.0),
+        lambda: LigerFusedLinearKLLoss(skew=1.0),
+        lambda: LigerFusedLinearKLLoss(weight_hard_loss=-1.0),
+        lambda: LigerFusedLinearAlphaBetaLoss(0.0, 0.0),
+        lambda: LigerFusedLinearMiniLLMLoss(gamma=1.5),
+        lambda: LigerFusedLinearMiniLLMLoss(temperature=2.0),
+    ):
+        with pytest.raises(ValueError, match=r"must|temperature 1"):
+            build()

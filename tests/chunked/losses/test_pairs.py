@@ -1,0 +1,204 @@
+"""Pairs of completions: forms of a call, references, masks and extreme margins."""
+
+import math
+
+import pytest
+import torch
+
+from liger_losses import (
+    Completions,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    Pairs,
+    PreferenceLoss,
+)
+from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions
+from tests.chunked.losses.test_dpo import BETA, B, H, T, V, batch, sums
+from tests.reference import plain_statistics
+
+
+@pytest.mark.parametrize("name", DPO_LOSSES)
+def test_pairs_equal_stacked(name):
+    hidden, weight, labels, ref_hidden, ref_weight = batch()
+    labels[B:, 6:] = -100  # so that the rejected side can be shorter
+    module = LigerFusedLinearDPOLoss(loss_type=name, label_smoothing=0.1, ld_alpha=0.3)
+    stacked, stacked_metrics = module(weight, hidden, labels, None, ref_hidden, ref_weight)
+    chosen = Completions(hidden[:B], labels[:B], ref_hidden[:B])
+    rejected = Completions(hidden[B:, :6], labels[B:, :6], ref_hidden[B:, :6])
+    apart, metrics = module(weight, chosen, rejected, ref_weight=ref_weight)
+    torch.testing.assert_close(apart, stacked)
+    torch.testing.assert_close(tuple(metrics), tuple(stacked_metrics))
+    torch.testing.assert_close(
+        torch.autograd.grad(apart, (hidden, weight)), torch.autograd.grad(stacked, (hidden, weight))
+    )
+
+
+def test_the_three_kinds_of_reference_agree():
+    hidden, weight, labels, ref_hidden, ref_weight = batch()
+    per_token, per_sequence, _ = sums(ref_hidden, ref_weight, labels)
+    module = LigerFusedLinearDPOLoss()
+    expected = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
+    for ref in (per_sequence, per_token):
+        ours = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
+        torch.testing.assert_close(ours, expected)
+        sides = (Completions(hidden[r], labels[r], ref_logps=ref[r]) for r in (slice(B), slice(B, None)))
+        torch.testing.assert_close(module(weight, *sides)[0], expected)
+    none = LigerFusedLinearDPOLoss(use_ref_model=False)(weight, hidden, labels)[0]
+    zero = module(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))[0]
+    torch.testing.assert_close(none, zero)
+
+
+def test_a_single_pair_without_batch_dimension():
+    hidden, weight, labels, _, _ = batch()
+    module = LigerFusedLinearDPOLoss(use_ref_model=False)
+    single = module(weight, (hidden[0], labels[0]), (hidden[1, :6], labels[1, :6]))[0]
+    batched = module(weight, (hidden[:1], labels[:1]), (hidden[1:2, :6], labels[1:2, :6]))[0]
+    torch.testing.assert_close(single, batched)
+    ref = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    module = LigerFusedLinearDPOLoss()
+    assert module(
+        weight, Completions(hidden[0], labels[0], ref_logps=ref[0]), Completions(hidden[1], labels[1], ref_logps=ref[1])
+    )[0].isfinite()
+
+
+def test_nll_over_other_tokens():
+    hidden, weight, labels, _, _ = batch()
+    nll_target = labels.clone()
+    nll_target[:, :2] = 5  # the prompts
+    nll_target[0, 4] = 3  # another label than the preference's
+    nll_target[2, 5] = -100  # a token that only the preference scores
+    exact_logp = plain_statistics(hidden, weight, nll_target)["logp"][:B]
+    exact_nll = -exact_logp.sum() / (nll_target[:B] != -100).sum()
+    preference = LigerFusedLinearORPOLoss(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0]
+    exact = preference + exact_nll
+    for args in (
+        (weight, hidden, labels, None, nll_target),
+        (weight, (hidden[:B], labels[:B]), (hidden[B:], labels[B:]), None, nll_target[:B]),
+    ):
+        ours, metrics = LigerFusedLinearORPOLoss(beta=BETA)(*args)
+        torch.testing.assert_close(ours, exact)
+        torch.testing.assert_close(metrics.chosen_nll_loss, exact_nll.detach())
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, (hidden, weight)),
+            torch.autograd.grad(exact, (hidden, weight), retain_graph=True),
+        )
+
+
+def test_nll_leaves_out_a_token_without_probability():
+    """It is a token that only the preference scores; 0 times its log-probability, -inf, would be NaN."""
+    hidden, weight, labels, _, _ = batch()
+    labels[labels == 6] = 5
+    labels[0, 4], bias = 6, torch.zeros(V, dtype=torch.float64)
+    bias[6] = -math.inf
+    nll_target = labels.masked_fill(labels == 6, -100)
+    exact_logp = plain_statistics(hidden, weight, nll_target, bias)["logp"][:B]
+    _, metrics = LigerFusedLinearORPOLoss(beta=BETA)(weight, hidden, labels, bias, nll_target)
+    torch.testing.assert_close(metrics.chosen_nll_loss, -exact_logp.sum().detach() / (nll_target[:B] != -100).sum())
+
+
+def test_shift():
+    hidden, weight, labels, ref_hidden, ref_weight = batch()
+    module = LigerFusedLinearDPOLoss(shift=True)
+    ours = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
+    by_hand = LigerFusedLinearDPOLoss()(weight, hidden[:, :-1], labels[:, 1:], None, ref_hidden[:, :-1], ref_weight)[0]
+    torch.testing.assert_close(ours, by_hand)
+
+
+ALL = [
+    *[(f"dpo-{n}", LigerFusedLinearDPOLoss(loss_type=n, label_smoothing=0.1)) for n in DPO_LOSSES],
+    *[(f"dpo-{n}", LigerFusedLinearDPOLoss(f_divergence_type=n, f_alpha_divergence_coef=2.0)) for n in F_DIVERGENCES],
+    ("dpo-wpo", LigerFusedLinearDPOLoss(use_weighting=True)),
+    ("dpo-ld", LigerFusedLinearDPOLoss(ld_alpha=0.5)),
+    ("dpo-average", LigerFusedLinearDPOLoss(average_log_prob=True, compute_nll_loss=True)),
+    *[(f"cpo-{n}", LigerFusedLinearCPOLoss(loss_type=n)) for n in ("sigmoid", "hinge", "ipo", "simpo")],
+    ("alphapo", LigerFusedLinearCPOLoss(loss_type="alphapo", reward_alpha=0.25)),
+    ("simpo", LigerFusedLinearSimPOLoss()),
+    ("orpo", LigerFusedLinearORPOLoss()),
+]
+
+
+def run(module, hidden, weight, labels):
+    inputs = {}
+    if module.use_ref_model:
+        rows = labels.shape[0] // 2
+        inputs = {"ref_chosen_logps": torch.zeros(rows), "ref_rejected_logps": torch.zeros(rows)}
+    loss, metrics = module(weight, hidden, labels, **inputs)
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    for what, value in (
+        ("loss", loss),
+        ("grad_hidden", grads[0]),
+        ("grad_weight", grads[1]),
+        *metrics._asdict().items(),
+    ):
+        assert value.isfinite().all(), what
+    return loss
+
+
+@pytest.mark.parametrize(("name", "module"), ALL, ids=[n for n, _ in ALL])
+def test_finite_where_others_are_not(name, module):
+    hidden, weight, labels, _, _ = batch(dtype=torch.float32)
+    for rows in ([0], [4], [0, 1, 2], [3, 4, 5], [0, 3], range(6)):
+        masked = labels.clone()
+        masked[list(rows)] = -100
+        run(module, hidden, weight, masked)
+    for scale in (1e-6, 30.0, 3e3):  # log-probs from uniform to -1e4 a token
+        run(module, *[(t.detach() * scale).requires_grad_() for t in (hidden, weight)], labels)
+    empty = torch.zeros(0, T, H, requires_grad=True)
+    assert run(module, empty, weight, torch.zeros(0, T, dtype=torch.int64)) == 0
+
+
+@pytest.mark.parametrize("name", DPO_LOSSES)
+@pytest.mark.parametrize("margin", [-1e6, 1e6])
+def test_any_margin(name, margin):
+    w, l = (torch.full((2,), side * margin / 2, dtype=torch.float64, requires_grad=True) for side in (1, -1))
+    zero, length = torch.zeros(2, dtype=torch.float64), torch.tensor([3, 1])
+    pairs = Pairs(w, l, zero, zero, length, length, w.mean())
+    losses = DPO_LOSSES[name](pairs, w - l, DPOOptions(beta=0.1, label_smoothing=0.1))
+    assert losses.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(losses.sum(), (w, l), materialize_grads=True))
+
+
+def test_a_completion_without_tokens_has_log_probability_zero():
+    hidden, weight, labels, _, _ = batch()
+    labels[0] = -100
+    for module in (LigerFusedLinearDPOLoss(use_ref_model=False), LigerFusedLinearSimPOLoss()):
+        assert module(weight, hidden, labels)[1].chosen_logps[0] == 0
+
+
+def test_reference_log_probs_may_be_anything_at_masked_tokens():
+    hidden, weight, labels, _, _ = batch()
+    module = LigerFusedLinearDPOLoss()
+    ref = torch.full(labels.shape, -1.0, dtype=torch.float64)
+    clean = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
+    ref[labels == -100] = -math.inf
+    torch.testing.assert_close(
+        module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0], clean
+    )
+
+
+def test_a_single_completion_takes_one_reference_log_prob_and_its_own_nll_labels():
+    hidden, weight, labels, _, _ = batch()
+    for shape in ((), (1,)):
+        ref = torch.full(shape, -20.0, dtype=torch.float64)
+        sides = (Completions(hidden[i], labels[i], ref_logps=ref) for i in (0, 3))
+        assert LigerFusedLinearDPOLoss()(weight, *sides)[0].isfinite()
+    pair = ((hidden[0], labels[0]), (hidden[3], labels[3]))
+    plain = LigerFusedLinearORPOLoss()(weight, *pair)[0]
+    torch.testing.assert_close(LigerFusedLinearORPOLoss()(weight, *pair, None, labels[0])[0], plain)
+
+
+def test_attributes_are_those_that_were_given():
+    module = LigerFusedLinearDPOLoss(loss_type="ipo", label_smoothing=0.1, discopop_tau=0.2, beta=0.3)
+    assert (module.loss_type, module.label_smoothing, module.discopop_tau, module.beta) == ("ipo", 0.1, 0.2, 0.3)
+
+
+def test_a_loss_of_ones_own():
+    class Margin(PreferenceLoss):
+        def pair_loss(self, pairs: Pairs):
+            return (pairs.rejected_logps - pairs.chosen_logps).relu()
+
+    hidden, weight, labels, _, _ = batch()
+    loss, metrics = Margin()(weight, hidden, labels)
+    torch.testing.assert_close(loss.detach(), (metrics.rejected_logps - metrics.chosen_logps).relu().mean())

@@ -1,0 +1,328 @@
+"""The GRPO family against Liger, against TRL's parts, and against what it is defined as."""
+
+import pytest
+import torch
+
+from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss, functional
+from liger_losses.chunked.losses import policy_objectives
+from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES, PolicyOptions, vespo_weights
+from tests.reference import plain_statistics
+
+B, T, H, V = 4, 7, 16, 37
+LIGER_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+def problem(seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=g, dtype=torch.float64).to(dtype)
+
+    hidden, weight, bias = normal(B, T, H).requires_grad_(), normal(V, H).requires_grad_(), normal(V).requires_grad_()
+    with torch.no_grad():
+        weight.mul_(H**-0.5)
+    ids = torch.randint(V, (B, T), generator=g)
+    mask = (torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]).long()
+    advantages = torch.tensor([1.2, -0.7, 0.4, -1.5])
+    logps = plain_statistics(hidden, weight, ids, bias)["logp"].detach().float()
+    return hidden, weight, bias, ids, mask, advantages, logps, normal(B, T).float()
+
+
+def run(loss, tensors, *arguments, **keywords):
+    hidden, weight, bias = tensors
+    value, metrics = loss(hidden, weight, *arguments, bias, **keywords)
+    return value, metrics, torch.autograd.grad(value, tensors)
+
+
+def close(first, second, rtol=1e-4, atol=1e-5):
+    torch.testing.assert_close(first[0].float(), second[0].float(), rtol=rtol, atol=atol)
+    for a, b in zip(first[2], second[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+OPTIONS = {
+    "plain": {},
+    "no reference": {"beta": 0.0},
+    "bias correction": {"use_bias_correction_kl": True, "beta": 0.2},
+    "delta": {"delta": 1.15, "epsilon_high": 0.28, "epsilon_low": 0.1},
+    "temperature": {"temperature": 0.7},
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("loss_type", LIGER_TYPES)
+def test_equals_liger(loss_type, name, level):
+    peer = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        pytest.skip("not defined")
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    if loss_type == "luspo":
+        mask = torch.ones_like(mask)  # theirs lets padding into the loss, and divides by its width
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 9, **OPTIONS[name]}
+    extra = {"ref_per_token_logps": logps + 0.2 * noise, "old_per_token_logps": logps - 0.3 * noise}
+    ratios = {
+        "none": {},
+        "per token": {"vllm_is_ratio": (0.1 * noise).exp() * mask + (1 - mask)},
+        "per completion": {"vllm_is_ratio": torch.tensor([0.9, 1.1, 1.0, 0.8])},
+    }
+    for ratio in ratios.values():
+        results = []
+        for loss_class in (peer.LigerFusedLinearGRPOLoss, LigerFusedLinearGRPOLoss):
+            loss = loss_class(**{"beta": 0.1, "compiled": False, "chunk_size": 4, **options})
+            keywords = {**extra, **ratio, "num_items_in_batch": 11}
+            results.append(run(loss, (hidden, weight, bias), ids, mask, advantages, **keywords))
+        close(*results)
+        assert len(results[0][1]) == len(results[1][1])
+        for theirs, ours in zip(results[0][1], results[1][1], strict=True):
+            torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_on_policy_gradients_are_the_policy_gradient(loss_type):
+    """Without an old policy the ratio is 1, and every objective's gradient is the advantage's (SAPO's too: 4 / 4)."""
+    hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
+    # What cispo clips at is its whole ratio.
+    options = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss_type, max_completion_length=9, **options)
+    _, _, grads = run(loss, (hidden, weight, bias), ids, mask, advantages)
+    number = mask.double()
+    per_sequence = {"grpo": 1 / number.sum(-1) / B, "sapo": 1 / number.sum(-1) / B, "luspo": torch.full((B,), 1 / B)}
+    scale = per_sequence.get(loss_type, torch.full((B,), 1 / (B * 9 if loss_type == "dr_grpo" else number.sum())))
+    logps = plain_statistics(hidden, weight, ids, bias)["logp"]
+    expected = -(logps * number * (advantages * scale)[:, None]).sum()
+    for a, b in zip(grads, torch.autograd.grad(expected, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_padding_never_leaks(loss_type):
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    loss = LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss_type, max_completion_length=9)
+    results = []
+    for junk in (0.0, float("nan"), float("inf")):
+        poisoned = [torch.where(mask.bool(), t, junk) for t in (logps + 0.2 * noise, logps - 0.3 * noise, noise.exp())]
+        h = torch.where(mask[..., None].bool(), hidden.detach(), 1e4 if junk else 0.0).requires_grad_()
+        other_ids = torch.where(mask.bool(), ids, 10**6 if junk else 0)
+        keywords = {
+            "ref_per_token_logps": poisoned[0],
+            "old_per_token_logps": poisoned[1],
+            "vllm_is_ratio": poisoned[2],
+        }
+        results.append(run(loss, (h, weight, bias), other_ids, mask, advantages, **keywords))
+    for other in results[1:]:
+        close(results[0], other, atol=1e-7)
+        assert (other[2][0][~mask.bool()] == 0).all()
+
+
+def test_whole_completions_ratio():
+    """RLOO as TRL has it: the ratio of the completions' probabilities, clipped, averaged over completions."""
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    old = logps - 0.05 * noise
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level="sequence_sum")
+    ours = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old)
+    plain = plain_statistics(hidden, weight, ids, bias)["logp"]
+    ratio = ((plain - old) * mask).sum(-1).exp()
+    expected = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    close(ours, (expected, None, torch.autograd.grad(expected, (hidden, weight, bias))))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("threshold", [-1.0, 0.02, 5.0])
+def test_off_policy_mask(threshold):
+    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    old, sampler = logps - 0.3 * noise, logps + 0.1 * noise
+    sampler[0, 1] = float("nan")
+    options = {"beta": 0.0, "loss_type": "bnpo"}
+    keep = trainer.get_off_policy_mask(advantages[:, None], logps, sampler, mask.float(), threshold)[:, 0]
+    keywords = {"old_per_token_logps": old, "sampling_per_token_logps": sampler}
+    masked = LigerFusedLinearGRPOLoss(**options, off_policy_mask_threshold=threshold)
+    ours = run(masked, (hidden, weight, bias), ids, mask, advantages, **keywords)
+    plain = run(LigerFusedLinearGRPOLoss(**options), (hidden, weight, bias), ids, mask, advantages * keep, **keywords)
+    close(ours, plain)
+
+
+@pytest.mark.peers
+def test_vespo_weights_equal_trl():
+    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
+    *_, mask, advantages, _, noise = problem()
+    number, a = mask.float(), advantages[:, None]
+    for is_ratio in (None, (0.2 * noise).exp() * number + (1 - number), torch.tensor([0.5, 1.0, 2.0, 1.5])[:, None]):
+        theirs = trainer.get_gamma_weights(a, noise, number, is_ratio)
+        torch.testing.assert_close(vespo_weights(noise, number, a, is_ratio, PolicyOptions()), theirs)
+
+
+@pytest.mark.parametrize("quantile", [0.25, 0.6])
+def test_entropy_quantile_and_bonus(quantile):
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
+    old = logps - 0.3 * noise
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", top_entropy_quantile=quantile, entropy_coef=0.3)
+    ours = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old)
+    found = plain_statistics(hidden, weight, ids, bias)
+    keep = found["entropy"].detach() >= torch.quantile(found["entropy"].detach()[mask.bool()], 1 - quantile)
+    keep = keep & mask.bool()
+    ratio, a = (found["logp"] - old).exp(), advantages[:, None]
+    objective = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    expected = -(objective * keep).sum() / mask.sum() - 0.3 * (found["entropy"] * keep).sum() / keep.sum()
+    close(ours, (expected, None, torch.autograd.grad(expected, (hidden, weight, bias))))
+
+
+def test_entropy_bonus_in_one_pass_equals_two():
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
+    keywords = {"old_per_token_logps": logps - 0.3 * noise}
+    results = []
+    for extra in ({}, {"off_policy_mask_threshold": 1e9}):
+        loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=0.2, **extra)
+        results.append(run(loss, (hidden, weight, bias), ids, mask, advantages, **keywords))
+    close(*results, atol=1e-8)
+
+
+def test_adaptive_entropy_follows_its_target():
+    adaptive = AdaptiveEntropy(0.1, target=1.0, delta=0.05, high=0.2)
+    assert adaptive.coef == 0.0  # nothing is known of the entropy yet
+    for entropy, coef in ((0.5, 0.15), (0.5, 0.2), (0.5, 0.2), (2.0, 0.0), (0.5, 0.2)):
+        adaptive.observe(torch.tensor(entropy * 4), torch.tensor(4))
+        adaptive.observe(torch.tensor(entropy * 6), torch.tensor(6))
+        adaptive.step()
+        assert adaptive.coef == pytest.approx(coef)
+    hidden, weight, bias, ids, mask, advantages, *_ = problem()
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.1, target=1.0))
+    run(loss, (hidden, weight, bias), ids, mask, advantages)
+    loss.entropy_coef.step()
+    entropy = plain_statistics(hidden, weight, ids, bias)["entropy"][mask.bool()].mean()
+    assert loss.entropy_coef.last_entropy == pytest.approx(float(entropy), rel=1e-4)
+    restored = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
+    restored.load_state_dict(loss.state_dict())
+    assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
+
+
+def test_ids_that_stand_for_no_token_are_masked():
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    marked, masked = ids.clone(), mask.clone()
+    marked[1, 2] = -100
+    masked[1, 2] = 0
+    for level in ("token", "sequence"):
+        loss = LigerFusedLinearGRPOLoss(beta=0.2, loss_type="bnpo", importance_sampling_level=level)
+        keywords = {"ref_per_token_logps": logps, "old_per_token_logps": logps + 0.1 * noise}
+        first = run(loss, (hidden, weight, bias), marked, mask, advantages, **keywords)
+        close(first, run(loss, (hidden, weight, bias), ids, masked, advantages, **keywords), atol=1e-7)
+
+
+def test_extreme_ratios_stay_finite():
+    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
+    for shift in (-500.0, 500.0):
+        for loss_type in LOSS_TYPES:
+            loss = LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss_type, max_completion_length=9, delta=2.0)
+            keywords = {"old_per_token_logps": logps + shift, "ref_per_token_logps": logps - shift}
+            value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages.abs(), **keywords)
+            assert all(t.isfinite().all() for t in (value, *metrics, *grads)), (loss_type, shift)
+
+
+def test_reference_hidden_states_equal_their_log_probabilities():
+    hidden, weight, bias, ids, mask, advantages, *_ = problem()
+    ref_hidden = hidden.detach() + 0.1
+    ref_logps = plain_statistics(ref_hidden, weight, ids)["logp"].detach()
+    loss = LigerFusedLinearGRPOLoss(loss_type="grpo")
+    tensors = (hidden, weight, bias)
+    first = run(loss, tensors, ids, mask, advantages, ref_input=ref_hidden, ref_weight=weight.detach())
+    second = run(loss, tensors, ids, mask, advantages, ref_per_token_logps=ref_logps)
+    close(first, second)
+    keywords = {"ref_input": ref_hidden, "ref_weight": weight, "ref_per_token_logps": ref_logps}
+    with pytest.warns(UserWarning, match="are used"):
+        third = run(loss, tensors, ids, mask, advantages, **keywords)
+    close(third, second)
+
+
+def test_empty_batches():
+    hidden, weight, bias, ids, mask, advantages, *_ = problem()
+    for loss_type in LOSS_TYPES:
+        loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss_type, max_completion_length=9)
+        value, metrics, grads = run(loss, (hidden, weight, bias), ids, torch.zeros_like(mask), advantages)
+        assert value == 0
+        assert all((g == 0).all() for g in (*grads, *metrics))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "grpoo"}, "unknown loss_type"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
+        ({"delta": 0.0}, "delta"),
+        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
+        ({"beta": -1.0}, "beta"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"shift": True}, "there is no shift"),
+        ({"ignore_index": 5}, "must not be a token id"),
+        ({"vespo_k_pos": -1.0}, "vespo_k_pos"),
+        ({"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearGRPOLoss(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.ones(B, T - 1)}, "attention_mask must be"),
+        ({"advantages": torch.ones(B + 1)}, "advantages must be"),
+        ({"old_per_token_logps": torch.ones(B)}, "old_per_token_logps must be"),
+        ({"vllm_is_ratio": torch.ones(B, 2)}, "vllm_is_ratio must be"),
+        ({"ref_per_token_logps": torch.ones(B)}, "ref_per_token_logps must be"),
+        ({"ref_per_token_logps": torch.ones(B, T - 1)}, "ref_per_token_logps must be"),
+        ({"ref_per_token_logps": None}, "beta=0.0"),
+        ({"ref_per_token_logps": None}, "weighs the divergence from a reference"),
+        ({"ref_per_token_logps": None, "ref_input": torch.zeros(B, T, H)}, "no ref_weight="),
+        ({"num_items_in_batch": torch.arange(T)}, "one number"),
+        ({"advantages": torch.ones(B, device="meta")}, "advantages is on meta"),
+        ({"selected_token_ids": torch.ones(B * T, dtype=torch.int64)}, "labels must have one entry per hidden state"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
+    arguments = {
+        "selected_token_ids": ids,
+        "attention_mask": mask,
+        "advantages": advantages,
+        "ref_per_token_logps": logps,
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearGRPOLoss()(hidden, weight, **arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask"]
+)
+def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
+    def run(*arguments, **options):
+        raise AssertionError("the reference runs")
+
+    monkeypatch.setattr("liger_losses.chunked.losses.call_forms.linear_statistics", run)
+    hidden, weight, _, ids, mask, advantages, _, _ = problem()
+    arguments = {"attention_mask": mask, "advantages": advantages, name: torch.ones(B, T + 1)}
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        LigerFusedLinearGRPOLoss()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
+
+
+def test_a_reference_that_was_declined_is_refused():
+    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
+    with pytest.raises(ValueError, match="built without one"):
+        LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+    with pytest.raises(TypeError, match="advantages must be a tensor"):
+        LigerFusedLinearGRPOLoss(beta=0.0)(hidden, weight, ids, mask, None)
+
+
+def test_the_quantile_counts_each_token_once(monkeypatch):
+    """Processes that share a vocabulary have the same tokens."""
+    entropy, mask = torch.tensor([[0.1, 0.7, 0.3, 0.9, 0.5]]), torch.ones(1, 5, dtype=torch.bool)
+    expected = functional.high_entropy_mask(entropy, mask, 0.24)
+    monkeypatch.setattr(policy_objectives, "gather_over_processes", lambda values: torch.cat([values, values]))
+    assert torch.equal(functional.high_entropy_mask(entropy, mask, 0.24, copies=2), expected)
+    assert not torch.equal(functional.high_entropy_mask(entropy, mask, 0.24), expected)

@@ -1,0 +1,33 @@
+"""Losses of policies on a GPU are those on a CPU."""
+
+import pytest
+import torch
+
+from liger_losses import (
+    LigerFusedLinearGRPOLoss,
+)
+from tests.chunked.engine.test_stream_gpu import gradients, on
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
+    from tests.chunked.losses.test_policy import problem as policy
+
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        pytest.skip("not defined")
+    results = []
+    for device in ("cpu", "cuda"):
+        hidden, weight, bias, ids, mask, advantages, logps, noise = (on(device, t) for t in policy())
+        module = LigerFusedLinearGRPOLoss(
+            loss_type=loss_type, importance_sampling_level=level, beta=0.1, use_ref_model=True, max_completion_length=7
+        )
+        old, reference = logps + 0.1 * noise, logps + 0.2 * noise.flip(0)
+        loss, _ = module(
+            hidden, weight, ids, mask, advantages, bias, ref_per_token_logps=reference, old_per_token_logps=old
+        )
+        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight, bias)))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

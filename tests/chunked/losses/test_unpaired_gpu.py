@@ -1,0 +1,29 @@
+"""Losses of single completions on a GPU are those on a CPU."""
+
+import pytest
+import torch
+
+from liger_losses import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearKTOLoss,
+)
+from tests.chunked.engine.test_stream_gpu import gradients, on
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired", "bco"])
+def test_unpaired_losses_equal_those_on_a_cpu(loss_type):
+    from tests.chunked.losses.test_unpaired import problem as unpaired
+
+    results = []
+    for device in ("cpu", "cuda"):
+        tensors = [on(device, t) for t in unpaired(dtype=torch.float32)]
+        hidden, weight, labels, ref_hidden, ref_weight, desirable = tensors
+        options = {"use_ref_model": True, **({} if loss_type == "bco" else {"loss_type": loss_type})}
+        module = (LigerFusedLinearBCOLoss if loss_type == "bco" else LigerFusedLinearKTOLoss)(**options)
+        divergence = {"kl": torch.tensor(0.3, device=device)} if loss_type == "kto" else {}
+        loss, _ = module(hidden, weight, labels, None, desirable, ref_hidden, ref_weight, None, **divergence)
+        results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight)))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

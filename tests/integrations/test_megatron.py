@@ -1,0 +1,32 @@
+"""Megatron's output processor."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses.integrations import megatron
+from tests.reference import problem
+
+
+def test_megatron_output_processor():
+    hidden, weight, labels, bias = problem(shape=(3, 5), bias=True)
+    group = types.SimpleNamespace(size=lambda: 1)
+    layer = types.SimpleNamespace(weight=weight, bias=bias, tp_group=group, sequence_parallel=False)
+    arguments = {"hidden_states": hidden.transpose(0, 1), "output_layer": layer, "output_weight": None}
+    mask = (labels != -100).float()
+    losses = megatron.output_processor(
+        **arguments, labels=labels.clamp(min=0), loss_mask=mask, scale_logits=lambda logits: logits * 0.5, config=None
+    )
+    logits = (hidden @ weight.t() + bias) * 0.5
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    torch.testing.assert_close(losses, expected)
+    tied = {**arguments, "output_weight": weight.detach()[:40]}
+    layer.bias = None
+    losses = megatron.output_processor(**tied, labels=labels.clamp(0, 39))
+    logits = (hidden @ tied["output_weight"].t()).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.clamp(0, 39).flatten(), reduction="none").view_as(labels)
+    torch.testing.assert_close(losses, expected)
+    with pytest.raises(ValueError, match="give labels="):
+        megatron.output_processor(**arguments, labels=None)

@@ -1,0 +1,65 @@
+"""Inputs of kernels and the formulas that they must equal."""
+
+import pytest
+import torch
+
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def triton_or_skip():
+    pytest.importorskip("triton", reason="triton is not installed")
+
+
+def exact_statistics(projected, labels, transform, bias, c):
+    logits = transform(projected, bias)
+    log_p = logits.log_softmax(-1)
+    return {
+        "logp": log_p.gather(1, labels[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": logits.logsumexp(-1),
+        "mean_logp": (log_p if c is None else c * log_p).mean(-1),
+        "log_sum_sq_probs": log_p.exp().square().sum(-1).log(),
+        "mean_logit": logits.mean(-1),
+    }
+
+
+class Differentiable(LogitTransform):
+    """The transform without in-place steps, for autograd."""
+
+    def __call__(self, projected, bias=None):
+        logits = (projected if bias is None else projected + bias) * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature
+
+
+def inputs(rows, columns, seed=0, scale=2.0):
+    g = torch.Generator().manual_seed(seed)
+    projected = torch.randn(rows, columns, generator=g) * scale
+    labels = torch.randint(columns, (rows,), generator=g)
+    bias, c = torch.randn(columns, generator=g), torch.rand(columns, generator=g)
+    return tuple(t.to(DEVICE) for t in (projected, labels, bias, c))
+
+
+TRANSFORMS = [{}, {"temperature": 0.7, "logit_scale": 1.3}, {"softcap": 3.0, "logit_scale": 0.9, "temperature": 1.1}]
+
+
+def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, hidden_size, generator=g).to(dtype).to(DEVICE) for n in (tokens, columns))
+    labels = torch.randint(columns, (tokens,), generator=g).to(DEVICE)
+    bias, c = (torch.rand(columns, generator=g).to(DEVICE) for _ in range(2))
+    return hidden, weight, labels, bias, c
+
+
+def doubled(epilogue):
+    return Epilogue(epilogue.transform, *(None if vector is None else vector.double() for vector in epilogue[1:]))
+
+
+SIZES = pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), (130, 40, 300), (5, 33, 257)])
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+TRANSFORMS_OF_HEAD = [LogitTransform(), LogitTransform(0.7, 1.2), LogitTransform(0.7, 1.2, 8.0)]

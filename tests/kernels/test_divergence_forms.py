@@ -1,0 +1,50 @@
+"""Power series of divergences close to the teacher."""
+
+import math
+
+import pytest
+
+from liger_losses.kernels.divergence_forms import series_of
+from tests.chunked.losses.test_distillation import divergence
+
+
+def exponential(s=1.0):
+    """The power series of ``exp(s d)``."""
+    return [s**n / math.factorial(n) for n in range(9)]
+
+
+#: (f, h) in powers of d = log p - log q, for q = 1; derived by hand.
+POWER_SERIES = {
+    "forward KL": ([0, 0, *exponential()[2:]], [0, *exponential()[1:]]),
+    "reverse KL": ([0, 0, *((n - 1) / math.factorial(n) for n in range(2, 9))], [0, *exponential()[:8]]),
+    "JSD": (
+        [0, 0, 1 / 8, 1 / 16, 1 / 64, 1 / 384, 1 / 2304, 1 / 11520, 1.0850694444444441e-05],
+        [0, 1 / 4, 3 / 16, 1 / 16, 5 / 384, 1 / 384, 7 / 11520, 1 / 11520, -2.325148809523812e-06],
+    ),
+    "interpolated JSD 0.3": (
+        [0, 0, 0.185, 0.09416666666666665, 0.022391666666666664, 0.0035518333333333313, 0.0007174388888888889]
+        + [0.00014298174603174607, 5.825694444444443e-06],
+        [0, 0.37, 0.2825, 0.08956666666666666, 0.01775916666666666, 0.004304633333333332, 0.0010008722222222218]
+        + [4.6605555555555544e-05, -6.529121031746025e-06],
+    ),
+    "alpha-beta 1.2 0.8": (
+        [0, 0, *((0.4 * x - y) / 0.96 for x, y in zip(exponential(2.0)[2:], exponential(0.8)[2:], strict=True))],
+        [0, *((x - y) / 1.2 for x, y in zip(exponential(2.0)[1:], exponential(0.8)[1:], strict=True))],
+    ),
+    "alpha-beta 0 0.5": (
+        [0, 0, *(0.5**n * (n - 1) / math.factorial(n) / 0.25 for n in range(2, 9))],
+        [0, *exponential(0.5)[:8]],
+    ),
+    "alpha-beta 0.5 0": (
+        [0, 0, *(x / 0.25 for x in exponential(0.5)[2:])],
+        [0, *(x / 0.5 for x in exponential(0.5)[1:])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POWER_SERIES)
+def test_power_series(name):
+    """The coefficients that are computed from the formulas equal those that were derived by hand."""
+    series = series_of(divergence(name))
+    for found, expected in zip((series.f, series.h), POWER_SERIES[name], strict=True):
+        assert found == pytest.approx(expected, rel=0, abs=1e-13)

@@ -1,0 +1,321 @@
+"""Gated units: as exact as eager PyTorch, by every backend, in every dtype it serves."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_losses.kernels.activations import ACTIVATIONS
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.rms_norm import rms_norm
+from liger_losses.kernels.rope import rope
+from tests.kernels.cases import DEVICE
+from tests.kernels.layers import check, normal, run
+
+ACTS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def plain_glu(gate, up, activation, limit=None, alpha=1.0, up_offset=0.0):
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    value = ACTS[activation](gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    return value * (up + up_offset if up_offset else up)
+
+
+FORMS = [{"activation": name, "limit": limit} for name in ACTIVATIONS for limit in (None, 1.3)]
+FORMS += [{"activation": "silu", "limit": 1.5, "alpha": 1.702, "up_offset": 1.0}]
+
+
+@pytest.mark.parametrize("columns", [1, 33, 2500])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_glu(backend, dtype, form, columns):
+    rows = 6 if columns > 1 else 500
+    inputs = (normal(rows, columns, dtype=dtype, scale=2.0), normal(rows, columns, dtype=dtype, seed=1))
+    check(lambda g, u: glu(g, u, backend=backend, **form), lambda g, u: plain_glu(g, u, **form), inputs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("columns", [1, 33, 2500])
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_glu_fused(backend, dtype, form, columns, interleaved):
+    def plain(both):
+        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+        return plain_glu(gate, up, **form)
+
+    def ours(both):
+        return glu_fused(both, interleaved=interleaved, backend=backend, **form)
+
+    check(ours, plain, (normal(2, 3 if columns > 1 else 60, 2 * columns, dtype=dtype, scale=2.0),))
+
+
+@pytest.mark.parametrize("limit", [1.3, 1.302, 1.5, 2.0, 7.0])
+def test_glu_has_a_gradient_where_torch_clamp_has_one(backend, dtype, limit):
+    """At the limit, which each dtype rounds, and at its neighbors; torch 2.15 has another rule than torch 2.13."""
+    near = torch.tensor(limit, dtype=dtype) * (1 + torch.arange(-3, 4) * torch.finfo(dtype).eps / 2).to(dtype)
+    gate, up = near.to(DEVICE).requires_grad_(), torch.cat([near[:4], -near[4:]]).to(DEVICE).requires_grad_()
+    ours = torch.autograd.grad(glu(gate, up, limit=limit, backend=backend).sum(), (gate, up))
+    plain = torch.autograd.grad(plain_glu(gate, up, "silu", limit).sum(), (gate, up))
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.equal(a != 0, b != 0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_glu_rounds_where_eager_pytorch_rounds(backend, form):
+    """Almost all results have the same bits: fp32 intermediates may differ in the last place."""
+    gate, up = (normal(64, 128, dtype=torch.float16, seed=i, grad=False) for i in range(2))
+    same = glu(gate, up, backend=backend, **form) == plain_glu(gate, up, **form)
+    assert same.float().mean() > 0.995
+
+
+@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_glu_linear(backend, dtype, form, layout):
+    def plain(*inputs):
+        *inner, weight, bias = inputs
+        if layout != "two":
+            (both,) = inner
+            inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
+        return F.linear(plain_glu(*inner, **form), weight, bias)
+
+    def ours(*inputs):
+        gate, up = (inputs[0], inputs[1]) if layout == "two" else (inputs[0], None)
+        return glu_linear(gate, up, *inputs[-2:], interleaved=layout == "interleaved", backend=backend, **form)
+
+    width = 33 if layout == "two" else 66
+    inner = [normal(2, 5, width, dtype=dtype, scale=2.0, seed=i) for i in range(2 if layout == "two" else 1)]
+    check(ours, plain, (*inner, normal(7, 33, dtype=dtype, seed=5), normal(7, dtype=dtype, seed=6)))
+
+
+def test_glu_linear_keeps_no_product(backend):
+    """Of [4, 40] alone there are gate and up; the product would be a third."""
+    saved = []
+    gate, up, weight = normal(4, 40), normal(4, 40), normal(3, 40)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = glu_linear(gate, up, weight, backend=backend)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (gate, up, weight)}
+    expected = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).sum(), (gate, up))
+    frozen = glu_linear(gate, up, weight.detach(), backend=backend)
+    for a, b in zip(torch.autograd.grad(frozen.sum(), (gate, up)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    (alone,) = torch.autograd.grad(out.sum(), (weight,))
+    torch.testing.assert_close(alone, (F.silu(gate) * up).sum(0).expand(3, 40))
+
+
+def test_checkpointing_stops_before_the_linear_layer_of_a_product():
+    """As it does without the kernels: what is saved last is saved before that layer runs."""
+    x, *weights = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (8, 12), (8, 12), (5, 12))))
+
+    def ours(x, gate, up, down):
+        return glu_linear(x @ gate, x @ up, down)
+
+    def plain(x, gate, up, down):
+        return F.linear(F.silu(x @ gate) * (x @ up), down)
+
+    flops = []
+    for function in (plain, ours):
+        with FlopCounterMode(display=False) as counter:
+            out = checkpoint(function, x, *weights, use_reentrant=False)
+            grads = torch.autograd.grad(out.square().sum(), (x, *weights))
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1]
+    expected = torch.autograd.grad(plain(x, *weights).square().sum(), (x, *weights))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_backward_of_glu_linear(backend):
+    gate, up, weight = normal(4, 40), normal(4, 40, seed=1), normal(3, 40, seed=2)
+    out = glu_linear(gate, up, weight, backend=backend).square().sum()
+    first = torch.autograd.grad(out, (gate, up, weight), retain_graph=True)
+    second = torch.autograd.grad(out, (gate, up, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, (gate, up, weight))
+    out = glu_linear(gate, up, weight, backend=backend)
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+def test_glu_linear_writes_gradients_over_gate_and_up(backend, layout):
+    """In place, the step holds one tensor fewer; results are those without."""
+    x, weight, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (80, 8), (3, 40))))
+    found = []
+    for keep in (True, False):
+        inner = F.linear(x, weight).chunk(2, -1) if layout == "two" else (F.linear(x, weight),)
+        inner = [part.clone() for part in inner]
+        gate, up = inner if layout == "two" else (inner[0], None)
+        out = glu_linear(gate, up, down, interleaved=layout == "interleaved", backend=backend)
+        places, written = [part.data_ptr() for part in inner], []
+        for part in inner:
+            part.register_hook(lambda grad: written.append(grad.data_ptr()))  # noqa: B023
+        del inner, part, gate, up
+        gc.collect()  # Triton's interpreter leaves what refers to the storages
+        found.append(torch.autograd.grad(out.square().sum(), (x, weight, down), retain_graph=keep))
+        assert (sorted(places) == sorted(written)) is not keep
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+#: What else reads the gate; it returns the gate of the MLP, and what is added to the loss.
+OTHER_READERS = {
+    "a variable": lambda gate: (gate, gate),
+    "a view": lambda gate: (gate, gate[:1]),
+    "the backward that made it": lambda gate: (gate.tanh(), gate.new_zeros(())),
+    "another backward": lambda gate: (gate, gate.square()),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reader", OTHER_READERS)
+def test_what_something_else_refers_to_is_not_overwritten(backend, reader, checkpointed):
+    x, a, b, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (40, 8), (3, 40))))
+
+    def mlp(x, plain):
+        up = F.linear(x, b)
+        gate, other = OTHER_READERS[reader](F.linear(x, a))
+        return F.linear(F.silu(gate) * up, down) if plain else glu_linear(gate, up, down, backend=backend), other
+
+    grads = []
+    for plain in (True, False):
+        out, other = checkpoint(mlp, x, plain, use_reentrant=False) if checkpointed else mlp(x, plain)
+        before = other.detach().clone()
+        grads.append(torch.autograd.grad(out.square().sum() + other.sum(), (x, a, b, down)))
+        assert torch.equal(other, before)
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=float(1e-5 * expected.abs().max()))
+
+
+def test_hooks_on_saved_tensors_keep_what_they_were_given():
+    x, a, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40))))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, kept.__getitem__):
+        out = glu_linear(F.linear(x, a), F.linear(x, a), down)
+    before = [t.detach().clone() for t in kept]
+    out.sum().backward()
+    assert all(torch.equal(t, old) for t, old in zip(kept, before, strict=True))
+
+
+def test_storages_keep_what_they_hold(backend):
+    x, a, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40))))
+    gate = F.linear(x, a).clone()
+    before, kept = gate.detach().clone(), gate.untyped_storage()
+    out = glu_linear(gate, F.linear(x, a), down, backend=backend)
+    del gate
+    out.sum().backward()
+    assert torch.equal(before.new_empty(0).set_(kept).view_as(before), before)
+
+
+def test_a_backward_of_what_was_overwritten_is_an_error(backend):
+    """Where autograd does not notice by itself: the bias's gradient frees nothing that was saved."""
+    x, a, down, bias = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40), (3,))))
+    out = glu_linear(F.linear(x, a), F.linear(x, a), down, bias, backend=backend)
+    first, second = out.sum(), out.sum()
+    gc.collect()  # Triton's interpreter leaves what refers to the storages
+    torch.autograd.grad(first, bias)
+    with pytest.raises(RuntimeError, match="second time.*retain_graph=True"):
+        second.backward()
+
+
+def test_a_second_derivative_is_an_error(backend):
+    """Also where the upstream gradient is a constant."""
+    x, w = normal(4, 40), normal(3, 40, seed=1)
+    functions = (
+        lambda: glu_linear(x, x, w, backend=backend),
+        lambda: glu(x, x, backend=backend),
+        lambda: rms_norm(x, None, backend=backend),
+        lambda: layer_norm(x, backend=backend),
+    )
+    for function in functions:
+        (gradient,) = torch.autograd.grad(function().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+def test_glu_linear_under_autocast():
+    x, w = normal(4, 40), normal(3, 40, seed=1)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        for up in (x, x.bfloat16()):
+            out = glu_linear(up, up, w)
+            assert out.dtype == torch.bfloat16
+            expected = F.linear(F.silu(up) * up, w)
+            torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+            for a, b in zip(*(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), strict=True):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_glu_of_two_dtypes(backend):
+    inputs = (normal(4, 24, dtype=torch.float16), normal(4, 24))
+    check(lambda g, u: glu(g, u, backend=backend), lambda g, u: plain_glu(g, u, "silu"), inputs)
+
+
+def test_glu_of_large_entries_is_finite(backend):
+    gate = torch.tensor([[-1e4, -200.0, -50.0, 50.0, 200.0, 1e4]], device=DEVICE, requires_grad=True)
+    up = torch.ones_like(gate, requires_grad=True)
+    for activation in ACTIVATIONS:
+        out, grads = run(lambda g, u: glu(g, u, activation, backend=backend), (gate, up))  # noqa: B023
+        assert all(t.isfinite().all() for t in (*out, *grads))
+        torch.testing.assert_close(out[0], gate.detach().clamp(min=0), rtol=1e-6, atol=1e-6)
+
+
+def test_glu_keeps_nan(backend):
+    nan = torch.full((1, 3), float("nan"), device=DEVICE)
+    one = torch.ones_like(nan)
+    assert glu(nan, one, limit=1.0, backend=backend).isnan().all()
+    assert glu(one, nan, limit=1.0, backend=backend).isnan().all()
+
+
+def test_glu_of_any_strides(backend):
+    whole = normal(4, 6, 40, grad=False)
+    for view in (whole[..., :16], whole[..., 3:35:2], whole.transpose(0, 1), whole[:, ::2, 8:24]):
+        x = view.requires_grad_()
+        copy = view.detach().contiguous().requires_grad_()
+        for function in (lambda x: glu(x, x, backend=backend), lambda x: glu_fused(x, backend=backend)):
+            (a,), (grad_a,) = run(function, (x,))
+            (b,), (grad_b,) = run(function, (copy,))
+            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(grad_a, grad_b)
+
+
+def test_glu_of_nothing(backend):
+    x = normal(0, 8)
+    glu(x, x, backend=backend).sum().backward()
+    glu_fused(x, backend=backend).sum().backward()
+    assert x.grad.shape == (0, 8)
+    weight = normal(3, 8)
+    glu_linear(x, x, weight, backend=backend).sum().backward()
+    assert not weight.grad.any()
+
+
+def test_errors_of_glu_name_what_was_given(backend):
+    x = normal(2, 7)
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, got 'relu'"):
+        glu(x, x, "relu", backend=backend)
+    with pytest.raises(ValueError, match="the same shape"):
+        glu(x, x[:1], backend=backend)
+    with pytest.raises(ValueError, match="the same shape"):
+        glu_linear(x, x[:1], x, backend=backend)
+    with pytest.raises(ValueError, match="even number of columns, got 7"):
+        glu_linear(x, None, x, backend=backend)
+    with pytest.raises(ValueError, match="even number of columns, got 7"):
+        glu_fused(x, backend=backend)
+    with pytest.raises(ValueError, match="alpha belongs to silu"):
+        glu(x, x, "gelu", alpha=2.0, backend=backend)
+    with pytest.raises(ValueError, match="limit must be positive"):
+        glu(x, x, limit=-1.0, backend=backend)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_what_is_not_used_has_no_gradient(backend, used):
+    """As in eager PyTorch: an optimizer does nothing to a parameter whose gradient is None, and decays one of 0."""
+    q, k, angles = normal(2, 4, 5, 8), normal(2, 2, 5, 8, seed=1), normal(2, 5, 4, seed=2, grad=False).repeat(1, 1, 2)
+    out = rope(q, k, angles.cos(), angles.sin(), backend=backend)[used]
+    out.square().sum().backward()
+    unused, x = (k, q) if used == 0 else (q, k)
+    assert unused.grad is None
+    torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,112 @@
+"""Compiled functions that call kernels and modules: results and gradients as without torch.compile."""
+
+import pytest
+import torch
+
+from liger_losses.kernels import glu, layer_norm, rms_norm, rope
+from liger_losses.modules import RMSNorm, SwiGLUMLP
+from tests.chunked.engine.compiled import DEVICE, HALF, assert_same, compiled, flat, gradients
+from tests.reference import relative_error
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+WIDTH = 24
+g = torch.Generator().manual_seed(3)
+W, BIAS, DOWN = (torch.randn(*s, generator=g).to(DEVICE).requires_grad_() for s in ((WIDTH,), (WIDTH,), (7, WIDTH)))
+
+
+def angles(length, width):
+    at = torch.arange(float(length * width), device=DEVICE).view(1, length, width)
+    return at.cos(), at.sin()
+
+
+def heads(x):
+    return x.view(2, -1, 3, 8)
+
+
+KERNELS = {
+    "RMS norm": lambda x, y, b: rms_norm.rms_norm(x * 1.5, W, 1e-5, offset=1.0, multiply="fp32", backend=b),
+    "RMS norm, no weight": lambda x, y, b: rms_norm.rms_norm(x[:, 1:], None, backend=b),
+    "residual and norm": lambda x, y, b: rms_norm.add_rms_norm(x, y, W, backend=b),
+    "one output": lambda x, y, b: rms_norm.add_rms_norm(x, y, W, backend=b)[0],
+    "gated norm": lambda x, y, b: rms_norm.gated_rms_norm(x, y, W, gate_first=True, backend=b),
+    "layer norm": lambda x, y, b: layer_norm.layer_norm(x, W, BIAS, backend=b),
+    "gate": lambda x, y, b: glu.glu(x, y, "silu", limit=1.0, alpha=1.7, up_offset=1.0, backend=b),
+    "fused gate": lambda x, y, b: glu.glu_fused(x, interleaved=True, backend=b),
+    "gate and product": lambda x, y, b: glu.glu_linear(x, y, DOWN, None, "gelu_tanh", backend=b),
+    "rotation": lambda x, y, b: rope.rope(
+        heads(x).transpose(1, 2), heads(y).transpose(1, 2), *angles(x.shape[1], 6), backend=b
+    ),
+    "rotation, one output": lambda x, y, b: rope.rope(
+        heads(x), heads(y), *angles(x.shape[1], 8), interleaved=True, unsqueeze_dim=2, backend=b
+    )[0],
+}
+
+
+def check_kernel(kernel, backend):
+    """One graph for all lengths; outputs with the strides and gradients that they have eagerly."""
+    function, counter = compiled(kernel, backend)
+    for length in (5, 8):
+        x, y = (torch.randn(2, length, WIDTH, generator=g).to(DEVICE).requires_grad_() for _ in range(2))
+        if length == 5:
+            torch._dynamo.mark_dynamic(x, 1), torch._dynamo.mark_dynamic(y, 1)
+        found, expected = function(x, y), kernel(x, y)
+        assert_same(found, expected, {"rtol": 1e-4, "atol": 1e-5})
+        assert [t.stride() for t in flat(found)] == [t.stride() for t in flat(expected)]
+        inputs = (x, y, W, BIAS, DOWN)
+        for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name):
+    check_kernel(lambda x, y: KERNELS[name](x, y, "triton"), "aot_eager")
+
+
+def test_kernels_in_torch():
+    check_kernel(lambda x, y: [kernel(x, y, "torch") for kernel in KERNELS.values()], "eager")
+
+
+def test_kernels_of_two_dtypes_in_one_graph():
+    names = "RMS norm", "residual and norm", "gated norm", "layer norm", "gate", "fused gate"
+
+    def call_all(x, y):
+        return [KERNELS[n](a, b, "triton") for n in names for a, b in ((x, y), (x.bfloat16(), y.bfloat16()), (x, y))]
+
+    function, counter = compiled(call_all)
+    x, y = (torch.randn(2, 6, WIDTH, generator=g).to(DEVICE).requires_grad_() for _ in range(2))
+    found, expected, inputs = function(x, y), call_all(x, y), (x, y, W, BIAS)
+    assert_same(found, expected, HALF)
+    for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        assert relative_error(a, b) < 1e-2
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_kernels_under_autocast_and_without_gradients(backend):
+    def call_all(x, y):
+        return [KERNELS[name](x, y, backend) for name in ("RMS norm", "residual and norm", "gate", "rotation")]
+
+    function, counter = compiled(call_all, "eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = (torch.randn(2, 6, WIDTH, generator=g).to(DEVICE, dtype) for _ in range(2))
+        with torch.autocast(DEVICE, dtype=torch.bfloat16), torch.no_grad():
+            assert_same(function(x, y), call_all(x, y), HALF)
+    assert counter.frame_count == 2
+
+
+def test_modules():
+    norm, mlp = RMSNorm(WIDTH, device=DEVICE), SwiGLUMLP(WIDTH, 40, device=DEVICE)
+    function, counter = compiled(lambda x: mlp(norm(x)))
+    x = torch.randn(2, WIDTH, device=DEVICE, requires_grad=True)
+    inputs = (x, *norm.parameters(), *mlp.parameters())
+    for a, b in zip(gradients(function(x), inputs), gradients(mlp(norm(x)), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1

@@ -1,0 +1,52 @@
+"""What is read from, and added to, the head's rows of labels."""
+
+import pytest
+import torch
+
+from liger_losses.kernels.label_rows import add_to_label_rows_, label_facts, label_logits, scale_and_add_label_rows
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from tests.kernels.cases import DEVICE, HALF, head
+
+
+def test_what_the_host_must_know_of_labels():
+    torch.manual_seed(0)
+    parts = [torch.randint(0, 50, (n,), device=DEVICE) for n in (5000, 0, 3, 2048)]
+    parts[0][::3] = -100
+    parts[2][:] = -100
+    parts[3][7], parts[3][9] = -5, 2**40  # outside of any vocabulary
+    for ignore_index in (-100, 7, 2**40):
+        expected, place = [], 0
+        for part in parts:
+            labels = part.tolist()
+            active = [label for label in labels if label != ignore_index]
+            total = sum((label + 1) * ((place + i) % 1009 + 1) for i, label in enumerate(labels))
+            total = (total + 2**63) % 2**64 - 2**63
+            expected.append([len(active), min([*active, 0]), max([*active, 0]), total])
+            place += len(part)
+        for backend in ("torch", "triton"):
+            assert label_facts(parts, ignore_index, backend=backend).tolist() == expected
+
+
+@HALF
+@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(1, 5, 3), (40, 70, 6), (9, 1030, 50)])
+def test_label_rows(backend, tokens, hidden_size, columns, dtype):
+    hidden, weight, labels, _, _ = head(tokens, hidden_size, columns, dtype)
+    scale, coef = torch.linspace(-1, 1, 2 * tokens, device=DEVICE).split(tokens)
+    bias = torch.linspace(-1, 1, columns, device=DEVICE)
+    for transform, b in ((LogitTransform(), None), (LogitTransform(0.7, 1.2, 8.0), bias)):
+        projected = (hidden.double() * weight.double()[labels]).sum(-1)
+        exact = transform(projected, None if b is None else b.double()[labels])
+        found = label_logits(hidden, weight, labels, Epilogue(transform, b), backend=backend)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+    out = torch.randn(tokens, hidden_size, device=DEVICE)
+    exact = scale.double()[:, None] * out.double() + coef.double()[:, None] * weight.double()[labels]
+    for out_dtype in (torch.float32, dtype):
+        wide = torch.full((tokens, hidden_size + 3), float("nan"), dtype=out_dtype, device=DEVICE)[:, :hidden_size]
+        scale_and_add_label_rows(wide, out, scale, coef, weight, labels, backend=backend)
+        torch.testing.assert_close(wide.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=1e-5)
+
+    grad = weight.clone()
+    exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
+    add_to_label_rows_(grad, labels, coef, hidden, backend=backend)
+    torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -1,0 +1,109 @@
+"""RMS norms: as exact as eager PyTorch, by every backend, in every dtype it serves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from tests.kernels.layers import check, normal, wide
+
+
+def plain_rms_norm(x, weight, eps=1e-6, offset=0.0, multiply="cast_first", gate=None, gate_first=False):
+    u = wide(x) if gate is None or not gate_first else wide(x) * F.silu(wide(gate))
+    y = u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)
+    if multiply == "cast_first":
+        y = y.to(x.dtype)
+        y = y if weight is None else (weight + offset if offset else weight) * y
+    else:
+        y = y if weight is None else y * (offset + wide(weight))
+    if gate is not None and not gate_first:
+        y = y * F.silu(wide(gate))
+    return y if multiply == "cast_first" and (gate is None or gate_first) else y.to(x.dtype)
+
+
+@pytest.mark.parametrize("columns", [1, 33, 128, 4097])
+@pytest.mark.parametrize("options", [{}, {"multiply": "fp32"}, {"multiply": "fp32", "offset": 1.0}, {"offset": 1.0}])
+def test_rms_norm(backend, dtype, options, columns):
+    x, weight = normal(2, 3, columns, dtype=dtype), normal(columns, dtype=dtype)
+    check(
+        lambda x, w: rms_norm(x, w, 1e-5, backend=backend, **options),
+        lambda x, w: plain_rms_norm(x, w, 1e-5, **options),
+        (x, weight),
+        scale=1.0 if columns == 1 else 0.0,
+    )
+
+
+@pytest.mark.parametrize("multiply", ["cast_first", "fp32"])
+def test_rms_norm_without_a_weight(backend, dtype, multiply):
+    check(
+        lambda x: rms_norm(x, None, multiply=multiply, backend=backend),
+        lambda x: plain_rms_norm(x, None, multiply=multiply),
+        (normal(5, 40, dtype=dtype),),
+    )
+
+
+@pytest.mark.parametrize("multiply", ["cast_first", "fp32"])
+@pytest.mark.parametrize("wide_weight", [True, False])
+def test_rms_norm_with_a_weight_in_another_dtype(backend, dtype, wide_weight, multiply):
+    if dtype == torch.float32:
+        pytest.skip("the same dtype")
+    dtypes = (dtype, torch.float32) if wide_weight else (torch.float32, dtype)
+    check(
+        lambda x, w: rms_norm(x, w, multiply=multiply, backend=backend),
+        lambda x, w: plain_rms_norm(x, w, multiply=multiply),
+        (normal(5, 40, dtype=dtypes[0]), normal(40, dtype=dtypes[1])),
+    )
+
+
+@pytest.mark.parametrize("columns", [33, 256])
+@pytest.mark.parametrize("options", [{}, {"multiply": "fp32", "offset": 1.0}])
+def test_add_rms_norm(backend, dtype, options, columns):
+    inputs = (normal(7, columns, dtype=dtype), normal(7, columns, dtype=dtype, seed=1), normal(columns, dtype=dtype))
+    check(
+        lambda x, r, w: add_rms_norm(x, r, w, backend=backend, **options),
+        lambda x, r, w: (plain_rms_norm(x + r, w, **options), x + r),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_add_rms_norm_with_one_output_used(backend, used):
+    x, residual, weight = normal(3, 16), normal(3, 16, seed=1), normal(16)
+    ours = add_rms_norm(x, residual, weight, backend=backend)[used].square().sum()
+    plain = (plain_rms_norm(x + residual, weight), x + residual)[used].square().sum()
+    found = torch.autograd.grad(ours, (x, residual, weight), allow_unused=True)
+    expected = torch.autograd.grad(plain, (x, residual, weight), allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def test_add_rms_norm_of_two_dtypes(backend):
+    inputs = (normal(4, 24, dtype=torch.float16), normal(4, 24), normal(24, dtype=torch.float16))
+    check(
+        lambda x, r, w: add_rms_norm(x, r, w, backend=backend),
+        lambda x, r, w: (plain_rms_norm(x + r, w), x + r),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("multiply", ["cast_first", "fp32"])
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gated_rms_norm(backend, dtype, weighted, gate_first, multiply):
+    x, gate = normal(2, 5, 33, dtype=dtype), normal(2, 5, 33, dtype=dtype, seed=1)
+    options = {"gate_first": gate_first, "multiply": multiply}
+    check(
+        lambda x, z, w: gated_rms_norm(x, z, w, backend=backend, **options),
+        lambda x, z, w: plain_rms_norm(x, w, gate=z, **options),
+        (x, gate, normal(33, dtype=dtype) if weighted else None),
+    )
+
+
+def test_saved_memory_of_rms_norm_is_its_input_and_a_number_per_row(backend):
+    sizes = []
+    x, weight = normal(32, 64), normal(64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        rms_norm(x, weight, backend=backend)
+    assert sorted(sizes) == [32, 64, 32 * 64]

@@ -1,0 +1,101 @@
+"""Rotary embeddings: as exact as eager PyTorch, by every backend, in every dtype it serves."""
+
+import pytest
+import torch
+
+from liger_losses.kernels.rope import rope
+from tests.kernels.layers import check, normal
+
+
+def plain_rope(q, k, cos, sin, interleaved=False, unsqueeze_dim=1):
+    cos, sin = (x.unsqueeze(unsqueeze_dim) if x.dim() == 3 else x[None].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+
+    def turn(x):
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+    def rotate(x):
+        x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        return torch.cat((x * cos + turn(x) * sin, rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+@pytest.mark.parametrize("rotated", [2, 12, 20])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("angles", ["each", "shared", "flat"])
+def test_rope(backend, dtype, angles, interleaved, unsqueeze_dim, rotated):
+    """Also with angles that differ between the halves, which only the transpose gets right."""
+    q, k = normal(2, 5, 3, 20, dtype=dtype), normal(2, 5, 1, 20, dtype=dtype)
+    if unsqueeze_dim == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    shape = {"each": (2, 5), "shared": (1, 5), "flat": (5,)}[angles]
+    cos, sin = (normal(*shape, rotated, dtype=dtype, seed=i, grad=False) for i in range(2))
+    options = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim}
+    check(
+        lambda q, k: rope(q, k, cos.to(q.dtype), sin.to(q.dtype), backend=backend, **options),
+        lambda q, k: plain_rope(q, k, cos.to(q.dtype), sin.to(q.dtype), **options),
+        (q, k),
+    )
+
+
+def test_rope_promotes_as_eager_pytorch(backend):
+    q, k = normal(1, 3, 4, 8, dtype=torch.float16), normal(1, 3, 4, 8, dtype=torch.float16, seed=1)
+    cos, sin = normal(4, 8, grad=False), normal(4, 8, seed=1, grad=False)
+    check(
+        lambda q, k: rope(q, k, cos.to(q.dtype) if q.dtype == torch.float64 else cos, sin, backend=backend),
+        lambda q, k: plain_rope(q, k, cos.to(q.dtype) if q.dtype == torch.float64 else cos, sin),
+        (q, k),
+    )
+
+
+def test_rope_with_many_heads(backend):
+    q, k = normal(1, 41, 2, 256), normal(1, 7, 2, 256)
+    cos, sin = normal(2, 256, grad=False), normal(2, 256, seed=1, grad=False)
+    check(
+        lambda q, k: rope(q, k, cos.to(q.dtype), sin.to(q.dtype), backend=backend),
+        lambda q, k: plain_rope(q, k, cos.to(q.dtype), sin.to(q.dtype)),
+        (q, k),
+    )
+
+
+def test_rope_keeps_the_layout_and_leaves_inputs_alone(backend):
+    qkv = normal(2, 5, 9, 8, grad=False)
+    q, k = qkv[:, :, :6].transpose(1, 2), qkv[:, :, 6:].transpose(1, 2)
+    before, cos, sin = qkv.clone(), normal(5, 8, grad=False), normal(5, 8, seed=1, grad=False)
+    found = rope(q, k, cos, sin, backend=backend)
+    assert torch.equal(qkv, before)
+    for a, b in zip(found, plain_rope(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(a, b)
+    dense = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert rope(dense, dense, cos, sin, backend=backend)[0].stride() == dense.stride()
+
+
+def test_rope_of_nothing(backend):
+    q = normal(0, 2, 5, 8)
+    cos = normal(5, 8, grad=False)
+    found = rope(q, q, cos, cos, backend=backend)
+    assert found[0].shape == found[1].shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:A slower torch kernel")
+def test_rope_gives_gradients_to_angles_that_ask(backend):
+    q, k, cos, sin = normal(1, 2, 5, 8), normal(1, 1, 5, 8), normal(5, 8), normal(5, 8, seed=1)
+    check(lambda *x: rope(*x, backend=backend), plain_rope, (q, k, cos, sin))
+
+
+def test_errors_of_rope_name_what_was_given(backend):
+    q, cos = normal(2, 3, 5, 8), normal(5, 8, grad=False)
+    with pytest.raises(ValueError, match=r"must be \[2 or 1, 5, R\]"):
+        rope(q, q, cos[:4], cos[:4], backend=backend)
+    with pytest.raises(ValueError, match="even width of at most 8"):
+        rope(q, q, cos[:, :7], cos[:, :7], backend=backend)
+    with pytest.raises(ValueError, match="number of heads alone"):
+        rope(q, q[..., :4], cos[:, :4], cos[:, :4], backend=backend)
+    with pytest.raises(ValueError, match="4 dimensions"):
+        rope(q[0], q[0], cos, cos, backend=backend)
+    with pytest.raises(ValueError, match="1 or 2, got 3"):
+        rope(q, q, cos, cos, unsqueeze_dim=3, backend=backend)

@@ -1,0 +1,121 @@
+"""What all kernels of rows do: empty, strided, frozen and long ones, and errors."""
+
+import pytest
+import torch
+
+from liger_losses.kernels.glu import glu, glu_fused
+from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.kernels.rope import rope
+from liger_losses.kernels.rows import LONGEST_ROW
+from tests.kernels.cases import DEVICE
+from tests.kernels.layers import check, normal
+
+NORMS = {
+    "rms_norm": lambda x, w, **o: rms_norm(x, w, **o),
+    "add_rms_norm": lambda x, w, **o: add_rms_norm(x, x, w, **o)[0],
+    "gated_rms_norm": lambda x, w, **o: gated_rms_norm(x, x, w, **o),
+    "layer_norm": lambda x, w, **o: layer_norm(x, w, w, **o),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_norms_of_nothing(norm, backend):
+    x, weight = normal(2, 0, 8), normal(8)
+    y = norm(x, weight, backend=backend)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (2, 0, 8)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_norms_with_a_frozen_weight_give_no_gradient_to_it(norm, backend):
+    x, weight = normal(3, 8), normal(8)
+    norm(x, weight, backend=backend).square().sum().backward()
+    frozen = x.detach().clone().requires_grad_()
+    norm(frozen, weight.detach(), backend=backend).square().sum().backward()
+    assert torch.equal(x.grad, frozen.grad)
+    only_weight = weight.detach().clone().requires_grad_()
+    norm(x.detach(), only_weight, backend=backend).square().sum().backward()
+    assert torch.equal(only_weight.grad, weight.grad)
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_norms_of_any_strides_equal_those_of_contiguous_tensors(norm, backend):
+    whole, weight = normal(4, 6, 40, grad=False), normal(32)[::2]
+    views = (whole[..., :16], whole[..., 3:35:2], whole.transpose(0, 1)[..., 8:24], whole[:, ::2, 8:24])
+    for view in (v.requires_grad_() for v in views):
+        upstream = normal(*view.shape, seed=3, grad=False).transpose(0, 1).contiguous().transpose(0, 1)
+        copy = view.detach().contiguous().requires_grad_()
+        found = norm(view, weight, backend=backend)
+        expected = norm(copy, weight, backend=backend)
+        torch.testing.assert_close(found, expected)
+        (found_grad,) = torch.autograd.grad(found, view, upstream)
+        (expected_grad,) = torch.autograd.grad(expected, copy, upstream)
+        torch.testing.assert_close(found_grad, expected_grad)
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_norms_of_many_rows(norm, backend):
+    """More tiles than persistent programs, and a last tile that is not full."""
+    rows = 4097 if DEVICE == "cuda" else 67
+    x, weight = normal(rows, 1024), normal(1024)
+    check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))
+
+
+def test_errors_of_norms_name_what_was_given(backend):
+    x, weight = normal(2, 8), normal(8)
+    with pytest.raises(ValueError, match="multiply must be one of cast_first, fp32, got 'first'"):
+        rms_norm(x, weight, multiply="first", backend=backend)
+    with pytest.raises(ValueError, match="one entry for each of the 8"):
+        rms_norm(x, weight[:7], backend=backend)
+    with pytest.raises(ValueError, match="bias must have one entry"):
+        layer_norm(x, weight, weight[:7], backend=backend)
+    with pytest.raises(ValueError, match="residual must have the shape of x"):
+        add_rms_norm(x, x[:1], weight, backend=backend)
+    with pytest.raises(ValueError, match="gate must have the shape of x"):
+        gated_rms_norm(x, x[:1], weight, backend=backend)
+    with pytest.raises(ValueError, match="backend must be one of torch, triton, got 'cuda'"):
+        rms_norm(x, weight, backend="cuda")
+
+
+def test_what_triton_cannot_serve_is_refused_when_asked_for():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="float64"):
+        rms_norm(normal(2, 8).double(), None, backend="triton")
+    with pytest.raises(ValueError, match="longer than"):
+        rms_norm(normal(1, LONGEST_ROW + 1), None, backend="triton")
+
+
+@pytest.mark.gpu
+def test_no_silent_fallback_on_a_gpu():
+    pytest.importorskip("triton")
+    with pytest.warns(RuntimeWarning, match="float64"):
+        rms_norm(normal(2, 8).double(), None)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    rows, columns = 2**19 + 3, 4096
+    x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    x[-1] = normal(columns, grad=False)
+    last = x[-1:].clone()
+    cos = normal(1, 128, grad=False)
+
+    def rotate(x):
+        heads = x.view(1, -1, 32, 128)
+        return rope(heads, heads, cos.expand(len(x), -1), cos.expand(len(x), -1), unsqueeze_dim=2)[0].view(-1, columns)
+
+    for function in (lambda x: rms_norm(x, None), layer_norm, lambda x: glu(x, x), glu_fused, rotate):
+        assert torch.equal(function(x)[-1:], function(last))
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("columns", [8192, 16384, LONGEST_ROW])
+def test_long_rows(backend, columns):
+    """Longer than what the tiles in flight have shared memory for."""
+    if columns > 8192 and backend == "triton" and DEVICE == "cpu":
+        pytest.skip("takes the interpreter minutes")
+    x, weight = normal(3, columns), normal(columns)
+    for norm in NORMS.values():
+        check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))  # noqa: B023

@@ -1,0 +1,482 @@
+"""Lazy logits that are read late, in evaluation, or in ways that no loss of this package takes."""
+
+import contextlib
+import copy
+import gc
+import random
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, true_values, warning
+from liger_losses.patching.lazy_head import LazyLinear, make_head_lazy
+
+transformers = pytest.importorskip("transformers")
+
+B, T, H, V = 3, 40, 16, 97
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=V, num_key_value_heads=2, **sizes, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
+def both(**options):
+    """A model and its patched copy."""
+    plain = llama(**options)
+    ours = copy.deepcopy(plain)
+    make_head_lazy(ours)
+    return plain, ours
+
+
+def batch():
+    ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@contextlib.contextmanager
+def computed_rows():
+    """The numbers of tokens whose logits were computed as values."""
+    rows, values = [], DeferredLogits.values
+
+    def counted(self):
+        rows.append(self.hidden_states[..., 0].numel())
+        return values(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DeferredLogits, "values", counted)
+        yield rows
+
+
+class WritesData(torch.optim.SGD):
+    """As optimizers with master weights do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.copy_(p.data - group["lr"] * p.grad)
+
+
+#: What is read of the logits after the step.
+READ = {
+    "argmax": lambda z, y: z.argmax(-1),
+    "loss": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()).detach(),
+    "columns": lambda z, y: z[..., :7].logsumexp(-1).detach(),
+    "values": lambda z, y: true_values(z.softmax(-1)).detach(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, WritesData])
+def test_logits_are_those_of_the_forward_after_an_optimizers_step(optimizer, tied):
+    results = []
+    for model in both(tie_word_embeddings=tied):
+        outputs = model(**batch())
+        outputs.loss.backward()
+        optimizer(model.parameters(), lr=0.3).step()
+        model.zero_grad()
+        results.append([read(outputs.logits, batch()["labels"]) for read in READ.values()])
+    assert isinstance(outputs.logits, LazyLogits)
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_weights_are_copied_only_for_logits_that_are_alive_and_until_the_next_forward():
+    _, model = both()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = model(**batch())
+    outputs.loss.backward()
+    weights = outputs.logits.deferred.weights
+    optimizer.step()
+    assert [t.shape for t in weights.copies] == [(V, H)]
+    following = model(**batch())
+    assert weights.copies is None
+    with pytest.raises(RuntimeError, match=r"has changed since the forward.*logits\.argmax\(-1\) before"):
+        outputs.logits.argmax(-1)
+    loss = following.loss
+    weights = weakref.ref(following.logits.deferred.weights)
+    del following
+    gc.collect()
+    assert weights() is None, "the loss keeps its logits alive"
+    loss.backward()
+
+
+WRITES = (lambda p: p.mul_(1.5), lambda p: p.data.mul_(1.5), lambda p: setattr(p, "data", p * 2))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_other_changes_of_the_weights_are_noticed(write):
+    _, model = both()
+    logits = model(**batch()).logits
+    rows = logits.view(-1, V)
+    with torch.no_grad():
+        write(model.lm_head.weight)
+    for late in (logits, rows):
+        with pytest.raises(RuntimeError, match="has changed since the forward"):
+            late.argmax(-1)
+    again = model(**batch()).logits
+    assert torch.equal(true_values(again), F.linear(again.deferred.hidden_states, model.lm_head.weight))
+
+
+def test_freed_weights_say_what_to_do():
+    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    logits = lazy_linear(hidden, weight)
+    logits.logsumexp(-1).sum().backward()
+    weight.untyped_storage().resize_(0)  # as fully_shard does after a backward
+    with pytest.raises(RuntimeError, match=r"were freed .* before loss\.backward\(\)"):
+        logits.argmax(-1)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_argmax_is_the_models_own_in_half_precision(softcap):
+    hidden = torch.randn(300, H, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(5000, H, generator=torch.Generator().manual_seed(1)).bfloat16() * 0.3
+    plain, lazy = (make(hidden.requires_grad_(), weight) for make in (F.linear, lazy_linear))
+    if softcap is not None:
+        plain, lazy = (softcap * torch.tanh(z / softcap) for z in (plain, lazy))
+    ties = (plain == plain.amax(-1, keepdim=True)).sum(-1) > 1
+    assert ties.sum() > 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(lazy.argmax(-1), plain.argmax(-1))
+        found, expected = lazy.max(-1), plain.max(-1)
+        assert torch.equal(found.indices, plain.argmax(-1))
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(lazy.min(dim=-1, keepdim=True).indices, plain.min(dim=-1, keepdim=True).indices)
+        assert torch.equal(lazy.log_softmax(-1).argmax(-1), plain.log_softmax(-1).argmax(-1))
+    gradients = [torch.autograd.grad(z.max(-1).values.float().sum(), hidden)[0] for z in (plain, lazy)]
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_losses_have_the_dtype_of_the_plain_ones(dtype, autocast):
+    hidden = torch.randn(6, H).to(dtype).requires_grad_()
+    weight, y = torch.randn(V, H).to(dtype), torch.randint(V, (6,))
+    losses = (
+        lambda z: F.cross_entropy(z, y),
+        lambda z: F.cross_entropy(z, y, reduction="none", label_smoothing=0.1),
+        lambda z: F.nll_loss(z.log_softmax(-1), y),
+        lambda z: z.logsumexp(-1),
+        lambda z: z.sum(-1, keepdim=True, dtype=torch.float32),
+        lambda z: z.mean(-1),
+    )
+    for loss in losses:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected, found = (loss(make(hidden, weight)) for make in (F.linear, lazy_linear))
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+#: What chains of operations are made of: views and copies, operations in place, and results.
+VIEWS = {
+    "slice": lambda z: z[:, 1:] if z.dim() > 2 else z[1:],
+    "first": lambda z: z[0],
+    "columns": lambda z: z[..., :7],
+    "float": lambda z: z.float(),
+    "clone": lambda z: z.clone(),
+    "detach": lambda z: z.detach(),
+    "scale": lambda z: z * 0.5,
+    "tanh": lambda z: z.tanh(),
+    "log_softmax": lambda z: z.log_softmax(-1),
+    "negative": lambda z: -z,
+    "chunk": lambda z: z.chunk(2)[0],
+    "unbind": lambda z: z.unbind(0)[0],
+    "iterate": lambda z: next(iter(z)),
+    "row list": lambda z: z[[0]],
+    "column scale": lambda z: torch.arange(1, z.shape[-1] + 1).to(z.dtype) * z,
+    "bias": lambda z: z - torch.arange(z.shape[-1]).to(z.dtype),
+}
+IN_PLACE = {
+    "mul_": lambda z: z.mul_(2.0),
+    "set": lambda z: z.__setitem__((..., 0), 1.0),
+    "masked_fill_": lambda z: z.masked_fill_(z > 0, 0.5),
+    "mul_ without grad": lambda z: torch.no_grad()(z.mul_)(3.0),
+}
+RESULTS = {
+    "sum": lambda z: z.sum(),
+    "logsumexp": lambda z: z.logsumexp(-1),
+    "argmax": lambda z: z.argmax(-1),
+    "max": lambda z: z.max(-1).values,
+    "gather": lambda z: z.gather(-1, torch.zeros(*z.shape[:-1], 1, dtype=torch.int64)),
+    "sin": lambda z: z.sin(),
+    "gradient": lambda z: torch.autograd.grad(z.logsumexp(-1).sum(), z)[0],
+}
+
+
+def outcome(linear, names, dtype):
+    """The result of a chain and the gradients of its leaves; or that it was refused."""
+    g = torch.Generator().manual_seed(len(names))
+    sizes = (3, 4, 5), (11, 5)
+    leaves = [torch.randn(*size, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
+    *chain, last = names
+    try:
+        z = linear(*leaves)
+        for name in chain:
+            z = VIEWS[name](z) if name in VIEWS else (IN_PLACE[name](z), z)[1]
+        result = RESULTS[last](z)
+        loss = result.double().square().sum()
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None]
+    except RuntimeError:
+        return None
+    return [true_values(result).detach(), *gradients]
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_chains_of_operations_do_what_they_do_to_plain_logits(dtype):
+    """Refuse what torch refuses, and give what it gives."""
+    chooser = random.Random(3)
+    for _ in range(500):
+        names = [chooser.choice([*VIEWS, *VIEWS, *IN_PLACE]) for _ in range(chooser.randint(1, 4))]
+        names.append(chooser.choice([*RESULTS]))
+        expected, found = outcome(F.linear, names, dtype), outcome(lazy_linear, names, dtype)
+        assert (found is None) == (expected is None), names
+        if expected is None:
+            continue
+        assert found[0].dtype == expected[0].dtype, names
+        if dtype == torch.float64:
+            for e, f in zip(expected, found, strict=True):
+                e, f = (torch.zeros(()) if x is None else x for x in (e, f))
+                torch.testing.assert_close(f.expand_as(e), e, rtol=1e-4, atol=1e-4, check_dtype=False, msg=str(names))
+
+
+def test_gradients_with_respect_to_the_logits():
+    from tests.patching.lazy.test_tensor import LAZY, problem
+    from tests.patching.lazy.test_tensor import V as W
+
+    for name, loss in LAZY.items():
+        if name == "two products":
+            continue
+        *tensors, labels = problem()
+        results = []
+        for make in (F.linear, lazy_linear):
+            logits = make(*tensors)
+            value = loss(logits, labels) + logits.detach().sum() * 0 + logits.sin().sum()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                results.append(torch.autograd.grad(value, [tensors[0], logits, tensors[1]]))
+        for expected, found in zip(*results, strict=True):
+            assert type(found) is torch.Tensor
+            tolerance = 1e-5 if name == "cast" else 1e-9
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=name)
+    logits = lazy_linear(*tensors)
+    rows = logits.float().view(-1, W)
+    kept = F.cross_entropy(rows, labels.flatten()), logits.logsumexp(-1).sum()
+    with pytest.warns(RuntimeWarning, match=r"torch\.autograd\.grad, called in tests"):
+        (gradient,) = torch.autograd.grad(kept[0], rows, retain_graph=True)
+    expected = (true_values(rows).softmax(-1) - F.one_hot(labels.flatten().clamp(min=0), W)) / (labels != -100).sum()
+    torch.testing.assert_close(gradient, expected * (labels.flatten() != -100)[:, None], check_dtype=False)
+    with pytest.raises(RuntimeError, match="the input 0 .* was not used"):
+        torch.autograd.grad(kept[1], rows, retain_graph=True)
+    assert torch.autograd.grad(kept[1], rows, retain_graph=True, allow_unused=True) == (None,)
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        torch.autograd.grad(kept[0], logits, create_graph=True)
+
+
+def test_label_smoothing_of_the_trainer_takes_no_logits():
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    results = []
+    for model in both():
+        inputs = batch()
+        labels = inputs.pop("labels")
+        with warnings.catch_warnings(), computed_rows() as rows:
+            warnings.simplefilter("error", RuntimeWarning)
+            loss = LabelSmoother(0.1)(model(**inputs), labels, shift_labels=True)
+            loss.backward()
+            with torch.no_grad():
+                evaluated = LabelSmoother(0.1)(model.eval()(**inputs), labels, shift_labels=True)
+        assert not rows
+        results.append([loss.detach(), evaluated, *(p.grad for p in model.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dora_on_the_head_takes_no_logits(bias, autocast):
+    peft = pytest.importorskip("peft")
+    results = []
+    for patched in (False, True):
+        model = llama()
+        if bias:
+            model.lm_head = nn.Linear(H, V)
+        torch.manual_seed(1)
+        options = {"r": 2, "use_dora": True, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+        if patched:
+            make_head_lazy(model)
+        with warnings.catch_warnings(), computed_rows() as rows:
+            warnings.simplefilter("error", RuntimeWarning)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                outputs = model(**batch())
+            outputs.loss.backward()
+        assert isinstance(outputs.logits, LazyLogits) == patched
+        assert rows == [H] * patched  # the adapter of an identity matrix: a weight
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append([outputs.loss.detach(), *gradients.values()])
+    if patched:
+        # One product for all that is multiplied by the same hidden states.
+        assert outputs.logits.deferred.head.hidden_size == H + 2
+    tolerance = {"rtol": 3e-2, "atol": 3e-3} if autocast else {}
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+#: What evaluation makes of logits, without all of them at once.
+METRICS = {
+    "argmax": lambda z, y: z.argmax(dim=-1),
+    "tuple": lambda z, y: (z[0] if isinstance(z, tuple) else z).argmax(-1),
+    "logsumexp": lambda z, y: z.logsumexp(-1),
+    "logps": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0],
+    "topk": lambda z, y: z.topk(3, dim=-1).indices,
+}
+
+
+@pytest.mark.parametrize("name", [None, *METRICS])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_evaluation_takes_no_logits(name, smoothing, tmp_path, monkeypatch):
+    """With ``prediction_loss_only``, or metrics that reduce the logits."""
+    monkeypatch.setattr("liger_losses.patching.lazy.reductions.default_workspace", lambda *args: 8 * V * 10)
+    rows_of = [{name: value[i] for name, value in batch().items()} for i in range(B)]
+    results = []
+    for model in both():
+        arguments = transformers.TrainingArguments(
+            tmp_path, per_device_eval_batch_size=2, report_to=[], use_cpu=True, label_smoothing_factor=smoothing,
+            prediction_loss_only=name is None,
+        )  # fmt: skip
+        metrics = {} if name is None else {
+            "preprocess_logits_for_metrics": METRICS[name],
+            "compute_metrics": lambda p: {"sum": float(p.predictions[p.predictions != -100].sum())},
+        }  # fmt: skip
+        trainer, kinds = transformers.Trainer(model, arguments, eval_dataset=rows_of, **metrics), set()
+        model.lm_head.register_forward_hook(lambda module, args, output, kinds=kinds: kinds.add(type(output)))
+        with warnings.catch_warnings(), computed_rows() as rows:
+            warnings.filterwarnings("error", message=".*needs the values")
+            found = trainer.evaluate()
+        assert max(rows, default=0) <= 10
+        assert kinds == {LazyLogits if isinstance(model.lm_head, LazyLinear) else torch.Tensor}
+        assert bool(rows) == (name in ("argmax", "tuple", "topk") and isinstance(model.lm_head, LazyLinear))
+        results.append({key: value for key, value in found.items() if key in ("eval_loss", "eval_sum")})
+    assert set(results[0]) == {"eval_loss"} | ({"eval_sum"} if name else set())
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_evaluation_that_needs_logits_has_those_of_the_model(tmp_path, monkeypatch):
+    """Once computed, and with one warning."""
+    monkeypatch.setattr(warning, "_WARNED", set())
+    rows_of = [{name: value[i] for name, value in batch().items()} for i in range(B)]
+    results = []
+    for model in both():
+        options = {"per_device_eval_batch_size": 2, "report_to": [], "use_cpu": True}
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(tmp_path, **options))
+        with warnings.catch_warnings(record=True) as caught, computed_rows() as rows:
+            warnings.simplefilter("always", RuntimeWarning)
+            predictions = trainer.predict(rows_of).predictions
+        ours = [w for w in caught if "needs the values" in str(w.message)]
+        assert len(ours) == isinstance(model.lm_head, LazyLinear)
+        assert rows == ([2 * T, T] if ours else [])
+        results.append(predictions)
+    assert (results[0] == results[1]).all()
+    _, model = both()
+    with torch.no_grad(), computed_rows() as rows:
+        logits = model(**batch()).logits
+        probabilities = logits.softmax(-1)
+        assert torch.equal(logits.exp() / logits.exp().sum(-1, keepdim=True), logits.exp() / logits.exp().sum(-1, True))
+        logits[..., 0] = -5.0
+        assert (logits[..., 0] == -5.0).all()
+    assert rows == [B * T]
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(B, T))
+
+
+def test_generation_gets_plain_logits(monkeypatch):
+    monkeypatch.setattr(warning, "_WARNED", set())
+    plain, model = (m.eval() for m in both())
+    ids, kinds = batch()["input_ids"], []
+    model.lm_head.register_forward_hook(lambda module, args, output: kinds.append(type(output)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*needs the values")
+        for options in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 2}):
+            found = []
+            for one in (plain, model):
+                torch.manual_seed(0)
+                found.append(one.generate(ids, max_new_tokens=4, **options))
+            assert torch.equal(*found)
+        assert set(kinds) == {torch.Tensor}
+        with torch.no_grad():  # as models do that do not know logits_to_keep
+            last = model(ids).logits[:, -1].float()
+            assert isinstance(last, LazyLogits)
+            torch.testing.assert_close(last.softmax(-1), plain(ids).logits[:, -1].softmax(-1))
+            hidden = torch.randn(2, 3, H)
+            traced = torch.jit.trace(model.lm_head, hidden, check_trace=False)
+            torch.testing.assert_close(traced(hidden), plain.lm_head(hidden))
+
+
+def test_logits_of_an_evaluation_can_be_kept_while_training_goes_on():
+    plain, model = both()
+    kept = []
+    for one in (plain, model):
+        with torch.inference_mode() if one is model else torch.no_grad():
+            kept.append(one(**batch()).logits)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        for _ in range(2):
+            one(**batch()).loss.backward()
+            optimizer.step()
+    assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
+    torch.testing.assert_close(true_values(kept[1]), kept[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_checkpoint_around_the_head(looks):
+    """Its forward runs without gradients, which its output has nevertheless."""
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, labels = torch.randn(4, 5, H, requires_grad=True), torch.randint(V, (20,))
+    layers, results = (nn.Linear(H, V), LazyLinear(H, V)), []
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        logits = checkpoint(layer, hidden, use_reentrant=True)
+        if looks:
+            with torch.no_grad():
+                logits.softmax(-1)
+        loss = F.cross_entropy(logits.view(-1, V), labels)
+        loss.backward()
+        results.append([loss.detach(), layer.weight.grad, hidden.grad])
+        hidden.grad = None
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_arguments_in_either_order():
+    hidden, weight, vector = torch.randn(4, H, requires_grad=True), torch.randn(V, H), torch.rand(V) + 1
+    plain, lazy = (linear(hidden, weight) for linear in (F.linear, lazy_linear))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in (lambda z: vector * z, lambda z: nn.Parameter(vector) + z, lambda z: z - vector[None]):
+            torch.testing.assert_close(change(lazy).logsumexp(-1), change(plain).logsumexp(-1))
+    with pytest.warns(RuntimeWarning, match="add, called in"):
+        found = torch.add(vector, lazy, alpha=2)
+    torch.testing.assert_close(found, torch.add(vector, plain, alpha=2))
+
+
+def test_the_address_of_the_values_is_that_of_values_that_stay():
+    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H)
+    logits = lazy_linear(hidden, weight)
+    with pytest.warns(RuntimeWarning, match="data_ptr"):
+        address = logits.data_ptr()
+    assert address == true_values(logits).data_ptr()
+    torch.testing.assert_close(true_values(logits), F.linear(hidden, weight))
+    (gradient,) = torch.autograd.grad(F.cross_entropy(logits, torch.arange(4)), hidden)
+    (expected,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), torch.arange(4)), hidden)
+    torch.testing.assert_close(gradient, expected)

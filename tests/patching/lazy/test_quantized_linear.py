@@ -1,0 +1,226 @@
+"""Models with quantized layers, patched and trained (QLoRA): as the model itself, without logits."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
+from liger_losses.patching.lazy import LazyLogits, allow_materialization
+from tests.quantized_layers import LAYERS, PackedLinear, dequantized
+from tests.reference import relative_error
+
+transformers = pytest.importorskip("transformers")
+
+V, H = 128, 64
+IDS = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(0))
+#: A layer's own product: bitsandbytes rounds hidden states to 8 bits in the second.
+BOUNDS = {"bitsandbytes 8 bit": 2e-2}
+
+
+def tiny(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def quantize(model, kind, head=True, inner=True):
+    """The model with quantized linear layers; its embeddings are trained."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and (head if name == "lm_head" else inner):
+                setattr(module, name, LAYERS[kind](child))
+    model.model.embed_tokens.weight.requires_grad_()
+    return model
+
+
+def loss_and_gradients(model, **inputs):
+    loss = model(IDS, labels=IDS, **inputs).loss
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return loss, torch.autograd.grad(loss, parameters)
+
+
+def assert_same(found, expected, bound):
+    assert relative_error(found[0], expected[0]) < bound
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert relative_error(ours, theirs) < bound
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_quantized_head_is_lazy(kind):
+    model, bound = quantize(tiny(), kind, inner=False), BOUNDS.get(kind, 1e-5)
+    expected = loss_and_gradients(model)
+    logits = model(IDS).logits.detach()
+    original = type(model.lm_head)
+    report = patch(model, norms=False, mlps=False, rope=False)
+    assert [entry.replaced_by for entry in report.entries] == ["LazyQuantized"]
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(model(IDS).logits) is LazyLogits
+        assert_same(loss_and_gradients(model), expected, bound)
+        head, hidden, labels = loss_inputs(model, input_ids=IDS)
+        assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, labels), expected[0]) < bound
+    with allow_materialization():
+        values = model(IDS).logits.sigmoid()  # what the library does not know is computed of true logits
+    assert relative_error(values, logits.sigmoid()) < bound
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    generated = model.eval().generate(IDS[:1], **options)
+    # On CPUs with bf16 instructions, bitsandbytes rounds the scales of 4-bit weights where it generates.
+    rounded = kind.endswith(("nf4, nested", "fp4"))
+    assert_same(loss_and_gradients(model.train()), expected, 1e-2 if rounded else bound)
+    unpatch(model)
+    assert type(model.lm_head) is original
+    assert_same(loss_and_gradients(model), expected, 1e-2 if rounded else 1e-12)
+    assert torch.equal(model.eval().generate(IDS[:1], **options), generated)
+
+
+def test_the_values_of_lazy_logits_are_differentiable(monkeypatch):
+    monkeypatch.setattr("liger_losses.patching.lazy.quantized_linear._ROWS_BYTES", 50 * 8 * H)
+    model = quantize(tiny(), "packed 4 bit", inner=False).train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    upstream = torch.randn(2, 12, V)
+    expected = torch.autograd.grad(model(IDS).logits.sigmoid(), parameters, upstream)
+    patch(model, norms=False, mlps=False, rope=False)
+    with allow_materialization():
+        found = torch.autograd.grad(model(IDS).logits.sigmoid(), parameters, upstream)
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit"])
+def test_quantized_layers_inside_of_a_model(kind):
+    """Norms, MLPs and rotations around them are replaced as around ordinary layers."""
+    model = quantize(tiny(), kind).train()
+    expected = loss_and_gradients(model)
+    report = patch(model, residuals=True)
+    assert not [str(entry) for entry in report.entries if entry.reason]
+    assert_same(loss_and_gradients(model), expected, BOUNDS.get(kind, 1e-4))
+    unpatch(model)
+
+
+def qlora(kind, dtype, **options):
+    """A model whose head and query projections are quantized and have adapters, which PEFT keeps in fp32."""
+    peft = pytest.importorskip("peft")
+    model = quantize(tiny(dtype), kind)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = "nf4" in kind, "8 bit" in kind
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **options)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit"])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_lora_on_a_quantized_head(kind, cast):
+    model = qlora(kind, torch.bfloat16 if cast else torch.float32)
+    bound = 5e-2 if cast else BOUNDS.get(kind, 1e-5)
+    with torch.autocast("cpu", cast, enabled=cast is not None):
+        expected = loss_and_gradients(model)
+    report = patch(model, norms=False, mlps=False, rope=False)
+    by = sorted(entry.replaced_by for entry in report.entries)
+    assert by == ["LazyLinear", "LazyQuantized"]  # lora_B, and the layer that it is added to
+    with warnings.catch_warnings(), torch.autocast("cpu", cast, enabled=cast is not None):
+        warnings.filterwarnings("error", message=".*needs the values")
+        found = loss_and_gradients(model)
+    assert_same(found, expected, bound)
+    unpatch(model)
+
+
+def test_two_adapters():
+    peft = pytest.importorskip("peft")
+    model = qlora("torchao int8", torch.float32)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    expected = loss_and_gradients(model)
+    patch(model, norms=False, mlps=False, rope=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*needs the values")
+        assert_same(loss_and_gradients(model), expected, 1e-5)
+
+
+def test_adapters_in_fp32_without_autocast():
+    """As PEFT makes them: hidden states and head in bf16."""
+    model = qlora("bitsandbytes nf4, nested", torch.bfloat16)
+    expected = loss_and_gradients(model)
+    patch(model, norms=False, mlps=False, rope=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*needs the values")
+        found = loss_and_gradients(model)
+    assert_same(found, expected, 5e-2)
+    assert all(gradient.dtype == torch.float32 for gradient in found[1])
+
+
+def test_copies_of_a_patched_model():
+    model = quantize(tiny(), "packed 4 bit", inner=False).train()
+    patch(model, norms=False, mlps=False, rope=False)
+    expected = loss_and_gradients(model)
+    pickled = pickle.load(io.BytesIO(pickle.dumps(model)))
+    for other in (copy.deepcopy(model), pickled):
+        assert type(other(IDS).logits) is LazyLogits
+        assert_same(loss_and_gradients(other), expected, 1e-12)
+        unpatch(other)
+        assert type(other.lm_head) is PackedLinear
+
+
+def test_what_is_left_as_it_is():
+    def another_weight(head):
+        vars(head)["_unpack"] = lambda packed: type(head)._unpack(head, packed) ^ 1
+
+    for change, words in (
+        (lambda head: vars(head).update(forward=lambda hidden: hidden), "its forward was replaced on the instance"),
+        (another_weight, "what it computes is not what its packed weight says"),
+        (lambda head: vars(head).update(bits=3), "GPTQ's layout"),
+        (lambda head: head.to("meta"), "meta device"),
+    ):
+        model = quantize(tiny(), "packed 4 bit", inner=False)
+        change(model.lm_head)
+        (entry,) = patch(model, norms=False, mlps=False, rope=False).entries
+        assert entry.replaced_by is None
+        assert words in entry.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["dpo", "sft"])
+def test_trl_trains_lora_on_a_quantized_head(trainer, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("torchao")
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    from liger_losses.trl import enabled
+    from tests.project.test_examples import tiny_model
+    from tests.trl import trainers
+
+    logs = []
+    for quantized in (False, True):
+        model, tokenizer, text = tiny_model()
+        model.requires_grad_(False)
+        head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+        model.lm_head = LAYERS["torchao int8"](head)
+        if not quantized:
+            weight = dequantized(model.lm_head)
+            model.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
+            model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        with enabled(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*needs the values")
+            run = getattr(trainers, trainer)(tmp_path, model, tokenizer, text, adapter=("q_proj", "lm_head"))
+            assert run.train().global_step == trainers.STEPS
+        logs.append([entry for entry in run.state.log_history if "grad_norm" in entry])
+    assert len(logs[0]) == trainers.STEPS
+    for plain, fused in zip(*logs, strict=True):
+        assert fused["loss"] == pytest.approx(plain["loss"], rel=2e-4)
+        assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=2e-3)

@@ -1,0 +1,422 @@
+"""Compiled patched models: losses and gradients of the plain model, without logits in any graph; graphs are counted."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_losses.patching.lazy import LazyLogits, lazy_linear
+from liger_losses.patching.lazy_head import make_head_lazy
+
+B, T = 2, 40
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Graphs:
+    """A backend that counts the graphs that do anything, and knows the most entries of a tensor in any of them.
+
+    Joint graphs are split into forward and backward, of which it sees both.
+    """
+
+    def __init__(self, backend="aot_eager"):
+        self.count = self.entries = 0
+        self.operators = []
+        split = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(self.inspect(graph)),
+            bw_compiler=lambda graph, _: make_boxed_func(self.inspect(graph)),
+        )
+        others = {"eager": lambda graph, _: self.inspect(graph), "inductor": torch._dynamo.lookup_backend("inductor")}
+        self.run = {"aot_eager": split, **others}[backend]
+
+    def __call__(self, graph, inputs):
+        self.count += any(node.op.startswith("call") for node in graph.graph.nodes)
+        return self.run(graph, inputs)
+
+    def inspect(self, graph):
+        for node in graph.graph.nodes:
+            self.operators.append(str(node.target))
+            for key in ("val", "example_value"):
+                for value in torch.utils._pytree.tree_leaves(node.meta.get(key)):
+                    if isinstance(value, torch.Tensor):
+                        count = value.numel()  # int() of a symbol would bind the graph to one length
+                        self.entries = max(self.entries, count if isinstance(count, int) else count.node.hint)
+        return graph.forward
+
+
+# --- Logits outside of models -----------------------------------------------------------------------------------------
+
+V, H = 11, 8
+
+#: What is compiled of lazy logits, beside something else that is a graph in any case.
+FUNCTIONS = {
+    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
+    "cross entropy": lambda z: F.cross_entropy(z.float().view(-1, V), torch.arange(z.shape[0] * z.shape[1]) % V),
+    "sliced": lambda z: z[:, :-1].float().log_softmax(-1).gather(-1, torch.ones(2, z.shape[1] - 1, 1).long()).sum(),
+    "cast": lambda z: z.to(torch.bfloat16).float().logsumexp(-1).sum(),
+    "scaled": lambda z: (z / 3).tanh().mul(3).view(-1, V).logsumexp(-1).mean(),
+    "argmax": lambda z: z.argmax(-1).float().mean() + z.logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values of lazy logits:RuntimeWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_functions_of_lazy_logits(name):
+    torch.manual_seed(0)
+    graphs = Graphs()
+
+    def function(z, h):
+        return FUNCTIONS[name](z) * torch.tanh(h).sum()
+
+    compiled = torch.compile(function, backend=graphs)
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if name == "cast" else TOLERANCE
+    for length in (4, 5, 6, 7):
+        h, w = torch.randn(2, length, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+        found, expected = compiled(lazy_linear(h, w), h), function(F.linear(h, w), h)
+        torch.testing.assert_close(found, expected, **tolerance)
+        for a, b in zip(torch.autograd.grad(found, (h, w)), torch.autograd.grad(expected, (h, w)), strict=True):
+            torch.testing.assert_close(a, b, **tolerance)
+    assert 0 < graphs.count <= 6  # up to three for the first length, and for all others
+
+
+class Model(nn.Module):
+    """What models do between hidden states and their loss."""
+
+    def __init__(self, way, bias):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lm_head, self.way = nn.Embedding(V, H), nn.Linear(H, V, bias=bias), way
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids, labels):
+        return self.way(self.lm_head(torch.tanh(self.embedding(ids))), labels)
+
+
+def cross_entropy(z, y, **options):
+    return F.cross_entropy(z.float().reshape(-1, V), y.reshape(-1), **options)
+
+
+#: Each is one graph: no operation needs the logits.
+WAYS = {
+    "scale": lambda z, y: cross_entropy(z * 0.3, y),
+    "scale on the left": lambda z, y: cross_entropy(2.5 * (z / 3.0), y),
+    "soft-cap": lambda z, y: cross_entropy(torch.tanh(z / 2.0) * 2.0, y),
+    "scaled soft-cap": lambda z, y: cross_entropy((0.7 * z / 2.0).tanh() * 2.0 * 1.5, y),
+    "shifted": lambda z, y: cross_entropy(z[..., :-1, :].contiguous(), y[..., 1:]),
+    "some tokens": lambda z, y: cross_entropy(z[:, -3:, :], y[:, -3:]) + cross_entropy(z[0], y[0]),
+    "options": lambda z, y: cross_entropy(
+        z, y, weight=torch.linspace(0.5, 2, V), reduction="sum", label_smoothing=0.1, ignore_index=-100
+    ),
+    "per token": lambda z, y: cross_entropy(z, y, reduction="none").square().sum(),
+    "two losses": lambda z, y: cross_entropy(z, y) + cross_entropy(z[:, 1:] * 2, y[:, 1:]),
+    "their dtype and shape": lambda z, y: cross_entropy(z.to(y.device), y) * z.size(-1) * z.dim() + z.shape[-1],
+}
+
+
+@pytest.mark.slow
+def test_models_whose_logits_nobody_needs():
+    """All ways in one graph, whose only tensors as wide as the vocabulary are the head and its gradient."""
+
+    def way(z, y):
+        return torch.stack([function(z, y) for function in WAYS.values()])
+
+    model = Model(way, True)
+    lazy, graphs = copy.deepcopy(model), Graphs()
+    make_head_lazy(lazy)
+    compiled = torch.compile(lazy, backend=graphs, fullgraph=True, dynamic=False)
+    ids = torch.randint(V, (3, 12))
+    labels = ids.masked_fill(torch.rand(3, 12) < 0.3, -100)
+    found, expected = compiled(ids, labels), model(ids, labels)
+    torch.testing.assert_close(found, expected)
+    weights = torch.arange(1.0, 1 + len(WAYS)).cos()
+    for a, b in zip(
+        torch.autograd.grad(found @ weights, lazy.parameters()),
+        torch.autograd.grad(expected @ weights, model.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+    assert graphs.count == 1
+    assert graphs.entries < 12 * 3 * V
+    # What is found in the plain model's graphs.
+    plain = Graphs()
+    torch.compile(model, backend=plain, fullgraph=True, dynamic=False)(ids, labels)
+    assert plain.entries >= 12 * 3 * V
+
+
+def check_small(compiled, lazy, model, length):
+    """One step of a compiled model, and of the plain one."""
+    ids = torch.randint(V, (3, length))
+    found, expected = compiled(ids, ids), model(ids, ids)
+    torch.testing.assert_close(found, expected)
+    ours, plain = torch.autograd.grad(found, lazy.parameters()), torch.autograd.grad(expected, model.parameters())
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+@pytest.mark.slow
+def test_inductor():
+    model, graphs = Model(WAYS["scaled soft-cap"], True), Graphs("inductor")
+    lazy = copy.deepcopy(model)
+    make_head_lazy(lazy)
+    check_small(torch.compile(lazy, backend=graphs, fullgraph=True), lazy, model, 12)
+    assert graphs.count == 1
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize("loss", [lambda: LOSS, nn.CrossEntropyLoss], ids=["made before", "made in the model"])
+def test_models_with_a_loss_module(loss):
+    """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
+    model, graphs = Model(lambda z, y: loss()(z.view(-1, V), y.view(-1)), True), Graphs()
+    lazy = copy.deepcopy(model)
+    make_head_lazy(lazy)
+    compiled = torch.compile(lazy, backend=graphs, fullgraph=loss is not nn.CrossEntropyLoss)
+    for length in (12, 11, 13, 14):
+        check_small(compiled, lazy, model, length)
+    assert 0 < graphs.count <= (8 if loss is nn.CrossEntropyLoss else 2)
+    assert graphs.entries < 3 * 11 * V
+
+
+def test_a_head_alone_under_autocast():
+    """Logits that are returned are lazy, and every graph ends before them."""
+    model, graphs = Model(lambda z, y: z, True), Graphs()
+    lazy = copy.deepcopy(model)
+    make_head_lazy(lazy)
+    compiled = torch.compile(lazy, backend=graphs)
+    ids = torch.randint(V, (2, 6))
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found, expected = compiled(ids, None), model(ids, None)
+        assert isinstance(found, LazyLogits)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(found.logsumexp(-1), expected.logsumexp(-1), rtol=1e-2, atol=1e-2)
+    assert 0 < graphs.count <= 4
+
+
+# --- transformers' models ---------------------------------------------------------------------------------------------
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from benchmarks.coverage import model_zoo  # noqa: E402
+from liger_losses import patch  # noqa: E402
+
+SETTINGS = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 5.0, "layer_types": ["full_attention"]},
+    "cohere": {"logit_scale": 0.3},
+}
+
+
+def pair(name="llama", dtype=torch.float32, **settings):
+    """A plain model of one layer, and the same model patched."""
+    plain = model_zoo.build(name, num_hidden_layers=1, vocab_size=model_zoo.VOCABULARY, **SETTINGS[name], **settings)
+    patched = copy.deepcopy(plain).to(dtype)
+    patch(patched)
+    return plain.to(dtype), patched
+
+
+def inputs(tokens=T, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, model_zoo.VOCABULARY, (B, tokens), generator=g)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(B, tokens, generator=g) < 0.3, -100)}
+
+
+def train_step(run, parameters, batch, context=contextlib.nullcontext, scale=1.5):
+    """The output, and all gradients."""
+    for p in parameters:
+        p.grad = None
+    with context():
+        output = run(**batch, use_cache=False)
+    (output.loss * scale).backward()
+    return output, [p.grad.clone() for p in parameters]
+
+
+def check(compiled, patched, plain, batches, context=contextlib.nullcontext, tolerance=TOLERANCE):
+    """Steps of the compiled patched model have the losses and gradients of the plain model's."""
+    outputs = []
+    for batch in batches:
+        found, gradients = train_step(compiled, list(patched.parameters()), batch, context)
+        expected, others = train_step(plain, list(plain.parameters()), batch, context)
+        torch.testing.assert_close(found.loss, expected.loss, **tolerance)
+        for a, b in zip(gradients, others, strict=True):
+            torch.testing.assert_close(a, b, **{**tolerance, "rtol": 10 * tolerance["rtol"]})
+        outputs.append((found, expected))
+    return outputs
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_graph_with_the_loss_and_without_logits(name):
+    """Soft-cap and logit scale are the loss's."""
+    plain, patched = pair(name)
+    graphs = Graphs()
+    compiled = torch.compile(patched, backend=graphs, fullgraph=True, dynamic=False)
+    check(compiled, patched, plain, [inputs()])
+    assert graphs.count == 1
+    assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
+    assert sum(op.startswith("liger_losses.evaluate") for op in graphs.operators) == 1
+
+
+@pytest.mark.slow
+def test_logits_in_the_plain_models_graphs_are_found():
+    plain, _ = pair()
+    graphs = Graphs()
+    compiled = torch.compile(plain, backend=graphs, fullgraph=True, dynamic=False)
+    train_step(compiled, list(plain.parameters()), inputs())
+    assert graphs.entries >= B * (T - 1) * model_zoo.VOCABULARY
+
+
+@pytest.mark.slow
+def test_logits_are_lazy_and_graphs_few():
+    """Without fullgraph, for several lengths, with and without gradients."""
+    plain, patched = pair()
+    graphs = Graphs("eager")
+    compiled = torch.compile(patched, backend=graphs)
+    for found, expected in check(compiled, patched, plain, [inputs(tokens, seed=1) for tokens in (T, 37, 34, 39)]):
+        assert isinstance(found.logits, LazyLogits)
+        assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+        torch.testing.assert_close(found.logits.logsumexp(-1), expected.logits.logsumexp(-1), **TOLERANCE)
+    assert graphs.count <= 4
+    assert graphs.entries < B * 33 * model_zoo.VOCABULARY
+    trained = graphs.count
+    compiled.eval(), plain.eval()
+    with torch.no_grad():
+        for tokens in (T, 37, 34):
+            found, expected = compiled(**inputs(tokens)), plain(**inputs(tokens))
+            torch.testing.assert_close(found.loss, expected.loss, **TOLERANCE)
+            assert isinstance(found.logits, LazyLogits)
+            torch.testing.assert_close(found.logits.argmax(-1), expected.logits.argmax(-1))
+    assert 0 < graphs.count - trained <= 4
+    assert graphs.entries < B * 33 * model_zoo.VOCABULARY
+
+
+def compiled_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def checkpointed(model, backend):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return torch.compile(model, backend=backend)
+
+
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def around_ddp(model, backend):
+    process_group()
+    return torch.compile(DistributedDataParallel(model), backend=backend)
+
+
+def within_ddp(model, backend):
+    process_group()
+    return DistributedDataParallel(torch.compile(model, backend=backend))
+
+
+#: How a model is compiled, and how many graphs a length may have.
+HOW = {
+    "model.compile()": (compiled_in_place, 2),
+    "gradient checkpointing": (checkpointed, 3),
+    "compiled DDP": (around_ddp, 3),
+    "DDP of a compiled model": (within_ddp, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOW)
+def test_ways_to_compile(name):
+    how, most = HOW[name]
+    plain, patched = pair()
+    graphs = Graphs()
+    check(how(patched, graphs), patched, plain, [inputs(), inputs(seed=1)])
+    assert 0 < graphs.count <= most
+    assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["autocast", "bf16"])
+def test_dtypes(name):
+    plain, patched = pair(dtype=torch.bfloat16 if name == "bf16" else torch.float32)
+
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "autocast")
+
+    graphs = Graphs()
+    compiled = torch.compile(patched, backend=graphs, fullgraph=True)
+    (outputs,) = check(compiled, patched, plain, [inputs()], autocast, {"rtol": 2e-2, "atol": 2e-2})
+    assert outputs[0].loss.dtype == outputs[1].loss.dtype
+    assert graphs.count == 1
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path):
+    """The same losses and weights as the plain model, in a bounded number of graphs for batches of several lengths."""
+    trained = []
+    for model, compile_it in zip(pair(), (False, True), strict=True):
+        rows = [{name: value[0] for name, value in inputs(12 + i // 4 * 3, seed=i).items()} for i in range(16)]
+        settings = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4,
+            learning_rate=1e-3, logging_steps=1, eval_strategy="steps", eval_steps=2, prediction_loss_only=True,
+            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+            train_sampling_strategy="sequential", torch_compile=compile_it,
+            torch_compile_backend="aot_eager" if compile_it else None,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=rows, eval_dataset=rows[:8])
+        before = counters["stats"]["unique_graphs"]
+        trainer.train()
+        graphs = counters["stats"]["unique_graphs"] - before
+        assert 0 < graphs <= 6 if compile_it else graphs == 0
+        log = trainer.state.log_history
+        losses = torch.tensor([row[name] for row in log for name in ("loss", "eval_loss") if name in row])
+        trained.append((losses, [p.detach() for p in model.parameters()]))
+    assert len(trained[0][0]) == 6
+    (losses, weights), (ours, our_weights) = trained
+    torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-4)
+    for a, b in zip(our_weights, weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_compiled_model_without_a_mask():
+    """As docs/support.md has it: attention is given no mask, and right padding changes no result that counts."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    masks = []
+
+    def backend(graph, _):
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend((call.kwargs["attn_mask"], call.kwargs["is_causal"]) for call in calls)
+        return graph
+
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model = LlamaForCausalLM(config)
+    ids, mask = torch.randint(31, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    model.set_attn_implementation("causal")
+    torch._dynamo.reset()
+    found = torch.compile(model, backend=backend)(input_ids=ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    assert masks == [(None, True)]
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])

@@ -1,0 +1,316 @@
+"""Patched models: they compute what they did, and everything else about them stays."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.coverage import model_zoo
+from benchmarks.coverage.patches import check, loss_and_grads
+from liger_losses.patching.mlps import GatedExperts, GatedMLP
+from liger_losses.patching.norms import Norm
+from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
+from liger_losses.patching.swap import replacement_of
+from tests.patching.test_mlps import MLP
+
+pytest.importorskip("transformers")
+
+FAMILIES = "llama qwen3 gemma2 gemma3_text phi3 mistral cohere olmo2 granite gpt_neox mixtral qwen3_next deepseek_v3"
+
+
+# Models
+
+
+@pytest.mark.parametrize("model_type", FAMILIES.split())
+def test_a_patched_model_is_the_model(model_type):
+    result = check(model_type)
+    assert result["status"] == "ok", result
+    assert result["restored"]
+    assert result["norm"]
+    assert result["rope"]
+    assert result["glu"] or model_type == "gpt_neox"
+    assert not result["left"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama4_text",
+        "granite",
+        "olmo2",
+        "cohere2",
+        "deepseek_v3",
+        "glm4_moe",
+        "falcon_h1",
+        "jamba",
+        "nemotron",
+        "zamba2",
+    ],
+)
+def test_layers_of_other_structures(model_type):
+    """Experts whose output is flat, multipliers of residuals, norms of outputs, layers of several kinds."""
+    result = check(model_type)
+    assert result["status"] == "ok", result
+    assert result["restored"] or not result["deterministic"]
+
+
+@pytest.mark.parametrize("model_type", ["florence2", "llava", "qwen2_vl", "qwen3_vl_moe", "smolvlm"])
+def test_a_patched_image_text_model_is_the_model(model_type):
+    result = check(model_type, image_text=True)
+    assert result["status"] == "ok", result
+    assert result["restored"]
+    assert result["norm"]
+    assert result["images"] or model_type == "florence2"
+
+
+@pytest.fixture
+def llama():
+    model = model_zoo.build("llama")
+    yield model
+    unpatch(model)
+
+
+def same(model, expected, inputs, tolerance=1e-5):
+    loss, grads = loss_and_grads(model, inputs)
+    torch.testing.assert_close(loss, expected[0], rtol=tolerance, atol=tolerance)
+    assert grads.keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert (grads[name] - grad).abs().max() <= 10 * tolerance * grad.abs().max() + 1e-7, name
+
+
+def kinds(model):
+    return [type(replacement_of(module)) for module in model.modules() if replacement_of(module) is not None]
+
+
+def test_copies_and_pickles_stay_patched(llama):
+    inputs = model_zoo.inputs_of(llama)
+    patch(llama, loss_head=False)
+    expected, names = loss_and_grads(llama, inputs), kinds(llama)
+    assert {Norm, GatedMLP} == set(names)
+    saved = io.BytesIO()
+    torch.save(llama, saved)
+    saved.seek(0)
+    for other in (
+        copy.deepcopy(llama),
+        pickle.loads(pickle.dumps(llama)),
+        torch.load(saved, weights_only=False),
+    ):
+        assert kinds(other) == names
+        norm = other.model.norm
+        assert norm.weight is not llama.model.norm.weight
+        with torch.no_grad():
+            norm.weight.mul_(2)  # a copy that ran the original's forward would not notice
+        assert not torch.equal(other(**inputs).loss, expected[0])
+        with torch.no_grad():
+            norm.weight.div_(2)
+        same(other, expected, inputs)
+        unpatch(other)
+        assert not kinds(other)
+
+
+def test_saving_and_loading(llama, tmp_path):
+    inputs = model_zoo.inputs_of(llama)
+    expected, state = loss_and_grads(llama, inputs), list(llama.state_dict())
+    patch(llama, loss_head=False)
+    assert list(llama.state_dict()) == state
+    llama.save_pretrained(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not kinds(loaded)
+    same(loaded.train(), expected, inputs)
+    loaded = AutoLigerModelForCausalLM.from_pretrained(tmp_path, patch_options={"loss_head": False})
+    assert kinds(loaded) == kinds(llama)
+    assert loaded.liger_report.counts["rms_norm"] == 9
+    same(loaded.train(), expected, inputs)
+    made = AutoLigerModelForCausalLM.from_config(llama.config, patch_options={"loss_head": False, "norms": False})
+    assert set(kinds(made)) == {GatedMLP}
+    assert AutoLigerModelForCausalLM.register  # what else the class has is there
+
+
+def test_gradient_checkpointing(llama):
+    inputs = model_zoo.inputs_of(llama)
+    expected = loss_and_grads(llama, inputs)
+    patch(llama, loss_head=False)
+    for reentrant in (True, False):
+        llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        same(llama, expected, inputs)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "cohere", "qwen3_next"])
+def test_bfloat16_and_autocast(model_type):
+    model = model_zoo.build(model_type)
+    inputs = model_zoo.inputs_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss_and_grads(model, inputs)
+        patch(model, loss_head=False)
+        same(model, expected, inputs, tolerance=5e-3)
+    unpatch(model)
+    model.bfloat16()
+    expected = loss_and_grads(model, inputs)
+    patch(model, loss_head=False)
+    same(model, expected, inputs, tolerance=5e-3)
+    unpatch(model)
+
+
+def test_compiling(llama):
+    inputs = model_zoo.inputs_of(llama)
+    expected = loss_and_grads(llama, inputs)
+    patch(llama, loss_head=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(llama, backend="eager")
+    loss = compiled(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected[0], rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(llama)(**inputs)
+    assert explained.graph_break_count == 0, explained.break_reasons
+    calls = [str(node.target) for graph in explained.graphs for node in graph.graph.nodes]
+    assert (
+        sum(call.startswith("liger_losses.forward") for call in calls) == 9 + 4 + 4
+    )  # norms, gates, rotations: none fell back
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_adapters(llama, adapters_first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["gate_proj", "up_proj", "down_proj", "q_proj"], init_lora_weights=False
+    )
+    plain = copy.deepcopy(llama)
+    inputs = model_zoo.inputs_of(llama)
+    torch.manual_seed(0)
+    expected_model = peft.get_peft_model(plain, config)
+    expected = loss_and_grads(expected_model, inputs)
+    if not adapters_first:
+        patch(llama, loss_head=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama, config)
+    report = patch(model, loss_head=False)
+    assert report.counts == {"glu (silu)": 4, "rms_norm": 9, "rope": 1}
+    same(model, expected, inputs)
+    unpatch(model)
+    unpatch(llama)
+    assert not kinds(model)
+    loss, _ = loss_and_grads(model, inputs)
+    assert torch.equal(loss, expected[0])
+
+
+def test_stacked_experts():
+    model = model_zoo.build("mixtral")
+    report = patch(model, loss_head=False)
+    assert report.counts["experts' glu_fused (silu)"] == 4
+    assert GatedExperts in kinds(copy.deepcopy(model))
+    unpatch(model)
+
+
+def test_patching_again_changes_nothing(llama):
+    first = patch(llama, loss_head=False)
+    classes = [type(module) for module in llama.modules()]
+    again = patch(llama, loss_head=False)
+    assert again.entries == first.entries
+    assert [type(module) for module in llama.modules()] == classes
+    llama.model.layers[0].mlp = copy.deepcopy(MLP(size=64))
+    assert len(patch(llama, loss_head=False).replaced) == len(first.replaced)
+    assert kinds(llama).count(GatedMLP) == 4
+
+
+def test_unpatching_restores_classes(llama):
+    classes = [type(module) for module in llama.modules()]
+    patch(llama, loss_head=False)
+    assert [type(module) for module in llama.modules()] != classes
+    assert [type(module).__name__ for module in llama.modules()] == [kind.__name__ for kind in classes]
+    unpatch(llama)
+    assert [type(module) for module in llama.modules()] == classes
+    unpatch(llama)
+
+
+def test_what_changed_since_is_not_undone_by_mistake(llama):
+    patch(llama, loss_head=False)
+    nn.utils.parametrizations.weight_norm(llama.model.norm, dim=None)
+    with pytest.raises(RuntimeError, match=r"model\.norm cannot be unpatched.*Parametrized"):
+        unpatch(llama)
+    assert len(kinds(llama)) == 13
+    nn.utils.parametrize.remove_parametrizations(llama.model.norm, "weight")
+    unpatch(llama)
+    assert not kinds(llama)
+
+
+def test_functions_of_one_kind_are_told_apart():
+    class Activated(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    functions = (F.silu, F.gelu, F.relu, lambda x: F.silu(x))
+    report = patch(nn.ModuleList([MLP(Activated(function)) for function in functions]), loss_head=False)
+    assert [entry.replaced_by for entry in report.entries] == ["glu (silu)", "glu (gelu)", None, "glu (silu)"]
+
+
+def test_choosing_what_to_patch(llama):
+    report = patch(llama, loss_head=False, norms=False, rope=False)
+    assert report.counts == {"glu (silu)": 4}
+    unpatch(llama)
+    asked = []
+
+    def only_the_first_layer(module, name):
+        asked.append((module, name))
+        return "layers.0." in name
+
+    report = patch(llama, loss_head=False, filter_fn=only_the_first_layer)
+    assert {entry.path for entry in report.replaced if entry.replaced_by == "rms_norm"} == {
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    }
+    assert {entry.reason for entry in report.left} == {"left out by filter_fn"}
+    assert all(dict(llama.named_modules())[name] is module for module, name in asked)
+
+
+def test_patching_leaves_everything_else_alone(llama):
+    state = {name: value.clone() for name, value in llama.state_dict().items()}
+    grads_needed = [p.requires_grad for p in llama.parameters()]
+    before = torch.get_rng_state()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        report = patch(llama.eval(), loss_head=False)
+        assert not torch.is_grad_enabled()
+    assert len(report.replaced) == len(report.entries)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not llama.training
+    assert [p.requires_grad for p in llama.parameters()] == grads_needed
+    assert all(p.grad is None for p in llama.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in llama.state_dict().items())
+
+
+def test_a_model_without_weights_can_be_patched():
+    with torch.device("meta"):
+        model = model_zoo.build("llama")
+    assert len(kinds(model)) == 0
+    patch(model, loss_head=False)
+    assert len(kinds(model)) == 13
+    unpatch(model)
+
+
+def test_frozen_and_evaluated(llama):
+    inputs = model_zoo.inputs_of(llama)
+    llama.requires_grad_(False).eval()
+    with torch.inference_mode():
+        expected = llama(**inputs).logits
+        patch(llama, loss_head=False)
+        torch.testing.assert_close(llama(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_model_is_refused():
+    for function in (patch, unpatch):
+        with pytest.raises(TypeError, match=r"must be a torch.nn.Module.*got str.*AutoLigerModelForCausalLM"):
+            function("meta-llama/Llama-3.2-1B")
+    with pytest.raises(TypeError, match="from_pretrained"):
+        AutoLigerModelForCausalLM()

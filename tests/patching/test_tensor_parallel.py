@@ -1,0 +1,398 @@
+"""Models that transformers splits over processes (``tp_plan="auto"``): patched, they compute what they did."""
+
+import contextlib
+import functools
+import warnings
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", minversion="5.23", reason="older releases split models in other ways")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.patch import patch, unpatch
+from tests.split_models import (
+    ROWS,
+    WORDS,
+    batch,
+    close,
+    fully_sharded,
+    gradients,
+    load,
+    load_split,
+    never_materialized,
+    split_over,
+    start,
+    tiny_models,
+    whole,
+)
+
+# --- What is computed of a model --------------------------------------------------------------------------------------
+
+
+def training(model):
+    """The model's own loss."""
+    ids, labels = batch()
+    outputs = model(input_ids=ids, labels=labels)
+    outputs.loss.backward()
+    return outputs.loss.detach(), gradients(model)
+
+
+def log_probs(model):
+    """Of the labels, weighted, as preference and policy losses take them."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits[:, :-1]
+    targets = labels[:, 1:].clamp(min=0)
+    logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    lse, selected = logits.logsumexp(-1), logits.gather(-1, torch.stack([targets, targets.flip(0)], -1))
+    weights = torch.linspace(-1, 1, logps.numel()).view_as(logps)
+    (weights * (logps + 0.3 * lse + selected.sum(-1))).sum().backward()
+    return logps.detach(), lse.detach(), gradients(model)
+
+
+def distillation(model):
+    """The cross-entropy of two parts of the sequence, taken of reshaped logits."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits
+    parts = (logits[:, :4].reshape(-1, logits.shape[-1]), labels[:, :4]), (logits[0, 4:], labels[0, 4:])
+    loss = sum(torch.nn.functional.cross_entropy(part.float(), y.flatten(), reduction="sum") for part, y in parts)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def evaluation(model):
+    ids, labels = batch()
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=labels)
+        top = outputs.logits.topk(3)
+        return outputs.loss, outputs.logits.argmax(-1), outputs.logits.max(-1).values, top.values, top.indices
+
+
+def values(model):
+    """The logits themselves, and a loss that needs them, with some of their columns."""
+    ids, _ = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = model(input_ids=ids).logits
+        loss = logits.exp().mean() + logits[:, 2:5, 13:22].square().sum() + logits[..., 20].sum()
+        loss.backward()
+        with torch.no_grad():
+            evaluated = model(input_ids=ids).logits
+        return loss.detach(), logits.detach().clone(), evaluated[:, :, 7], gradients(model)
+
+
+def after_a_step(model):
+    """Logits that an optimizer's step outlive; the weights are put back."""
+    ids, _ = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    logits = model(input_ids=ids).logits
+    logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    after = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    predictions = logits.argmax(-1), logits.logsumexp(-1)
+    model.load_state_dict(before)
+    model.zero_grad()
+    return [p.detach() for p in predictions], after
+
+
+LAZY = (training, log_probs, distillation, evaluation)
+READING = (values, after_a_step)
+
+
+def run_model(folder, name, left):
+    model = load_split(folder, name)
+    forward = vars(model.lm_head)["forward"]
+    plain = {check: check(model) for check in LAZY + READING}
+    close(plain[training], training(load(folder, name).train()), "transformers")
+    ids, _ = batch()
+    generated = model.generate(ids[:, :3], max_new_tokens=4, do_sample=False)
+
+    report = patch(model)
+    assert {entry.class_name for entry in report.left} == left, str(report)
+    for check in LAZY + READING:
+        with never_materialized() if check in LAZY else contextlib.nullcontext():
+            close(check(model), plain[check], check.__name__)
+    assert isinstance(model(input_ids=ids).logits, LazyLogits)
+    with torch.no_grad():
+        assert isinstance(model(input_ids=ids).logits, LazyLogits)
+    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=4, do_sample=False), generated)
+
+    unpatch(model)
+    assert vars(model.lm_head)["forward"] is forward
+    loss, found = training(model)
+    assert torch.equal(loss, plain[training][0])
+    assert all(torch.equal(found[key], gradient) for key, gradient in plain[training][1].items())
+
+
+# --- TRL's fused head -------------------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.7
+
+
+def plain_fused(model):
+    """What TRL's head returns, from logits."""
+    ids, labels = batch()
+    logits = model(input_ids=ids).logits[:, :-1] / TEMPERATURE
+    labels = labels[:, 1:]
+    mask, logps = labels != -100, logits.log_softmax(-1)
+    log_probs = logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
+    entropy = -(logps.exp() * logps).sum(-1) * mask
+    top = (logits.argmax(-1) == labels) & mask
+    return -log_probs.sum() / mask.sum(), log_probs, entropy, logits.mean(-1) * mask, top
+
+
+def fused(model):
+    ids, labels = batch()
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    return found.loss, found.log_probs, found.entropy, found.mean_logits, found.is_top1
+
+
+def losses_and_gradients(model, function):
+    """With the loss alone, with all that is differentiable, and without gradients."""
+    results = []
+    for weighted in (False, True):
+        loss, log_probs, entropy, mean_logits, top = function(model)
+        weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
+        (loss + weighted * (weights * (log_probs + 0.3 * entropy)).sum()).backward()
+        results.append((*(x.detach() for x in (loss, log_probs, entropy, mean_logits)), top, gradients(model)))
+    with torch.no_grad():
+        return [*results, function(model)]
+
+
+def run_fused(folder, name):
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    model = load_split(folder, name)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    plain = losses_and_gradients(model, plain_fused)
+    for one_pass in (False, True):
+        add_fused_lm_head(
+            model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"), one_pass=one_pass
+        )
+        with never_materialized():
+            close(losses_and_gradients(model, fused), plain, f"one_pass={one_pass}")
+
+
+def run_experimental(folder, name):
+    """The helpers of TRL's experimental trainers, which are given logits."""
+    from trl.trainer import utils
+
+    from liger_losses.trl import experimental
+
+    names = ("selective_log_softmax", "entropy_from_logits")
+    answers = [experimental.with_answer(getattr(experimental, name), getattr(utils, name)) for name in names]
+
+    def logps_and_entropy(model):
+        ids, _ = batch()
+        logits = model(input_ids=ids).logits
+        found = answers[0](logits, ids), answers[1](logits)
+        (found[0] * torch.linspace(-1, 1, ids.numel()).view_as(ids)).sum().backward()
+        return [x.detach() for x in found], gradients(model)
+
+    model = load_split(folder, name)
+    plain = logps_and_entropy(model)
+    patch(model)
+    with never_materialized():
+        close(logps_and_entropy(model), plain)
+
+
+# --- Data parallelism beside it --------------------------------------------------------------------------------------
+
+
+def run_two_dimensions(folder, name, tail, pairs):
+    """Each pair of processes has a batch of its own; their mean is the loss of all."""
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+    ids, labels = batch(pairs * ROWS)
+    count = (labels[:, 1:] != -100).sum()
+    options = {"output_router_logits": False} if name == "mixtral" else {}  # whose loss is not a sum over tokens
+    plain = load(folder, name, **options).train()
+    expected = plain(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+    expected.backward()
+    expected = expected.detach(), gradients(plain)
+    mine = mesh["dp"].get_local_rank()
+    ids, labels = (x.split(ROWS)[mine] for x in (ids, labels))
+    for fused_head in (False, True):
+        model = split_over(load(folder, name, **options).train(), mesh["tp"])
+        if fused_head:
+            add_fused_lm_head(model, one_pass=True)
+        else:
+            assert patch(model).replaced
+        fully_sharded(model, mesh["dp"], tail)
+        fused_options = {"fused_lm_head": True} if fused_head else {}
+        with never_materialized():
+            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / pairs, **fused_options)
+            assert fused_head or isinstance(outputs.logits, LazyLogits)
+            outputs.loss.backward()
+        loss = outputs.loss.detach().clone()
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        close((loss / pairs, gradients(model)), expected, f"fused_head={fused_head}")
+
+
+def run_trainer(folder):
+    """TRL's SFT trainer, plain and enabled: losses, metrics and weights."""
+    import accelerate
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    from liger_losses.trl import enabled
+
+    words = {str(i): i for i in range(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="2"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+    ids, labels = batch(8)
+    rows = [
+        {"input_ids": x.tolist(), "completion_mask": (y != -100).long().tolist()}
+        for x, y in zip(ids, labels, strict=True)
+    ]
+    options = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    found = []
+    for context in (contextlib.nullcontext, enabled):
+        model = load_split(folder, "llama")
+        arguments = trl.SFTConfig(str(folder / "output"), gradient_checkpointing=False, optim="sgd", **options)
+        # Accelerate allows tensor parallelism on accelerators only.
+        with context(), mock.patch.object(accelerate.ParallelismConfig, "_validate_accelerator"):
+            data = datasets.Dataset.from_list(rows)
+            trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+            with never_materialized():
+                trainer.train()
+        logs = [
+            {key: torch.tensor(value) for key, value in log.items() if "runtime" not in key and "second" not in key}
+            for log in trainer.state.log_history
+        ]
+        found.append((logs, {name: whole(p).detach() for name, p in model.named_parameters()}))
+    assert len(found[0][0]) == 4
+    assert "entropy" in found[0][0][0]
+    close(*found)
+
+
+# --- What stays as it is ----------------------------------------------------------------------------------------------
+
+
+def reason_of_head(model):
+    (entry,) = (entry for entry in patch(model).entries if entry.path == "lm_head")
+    assert entry.replaced_by is None
+    return entry.reason
+
+
+def other_styles(folder):
+    """A head whose forward takes or returns something else, or that has columns of the weight."""
+    from transformers.distributed import tensor_parallel as split
+
+    styles = {
+        "returns Tensor (1, 3, 1": split.ColwiseParallel(),
+        "returns Tensor (1, 6, 31)": split.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "returns DTensor (1, 3, 31)": split.ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        "got [Shard(dim=1)]": split.RowwiseParallel(input_layouts=Replicate()),
+    }
+    for reason, style in styles.items():
+        model = load(folder, "llama").train()
+        style.shard_param(model.lm_head, "weight", init_device_mesh("cpu", (2,)))
+        style.install_forward(model.lm_head, init_device_mesh("cpu", (2,)))
+        hidden = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+        before = model.lm_head(hidden)
+        assert reason in reason_of_head(model), reason
+        assert torch.equal(whole(model.lm_head(hidden)), whole(before))
+
+
+def head_that_is_not_split(folder):
+    """The plan of a user leaves it whole on each process."""
+    plan = {"lm_head": "replicate"}
+    plain, model = (load_split(folder, "llama", plan) for _ in range(2))
+    assert patch(model).left == []
+    with never_materialized():
+        for check in LAZY:
+            close(check(model), check(plain), check.__name__)
+
+
+def torchs_own(folder):
+    """A head that parallelize_module has split has hooks, not a forward of its own."""
+    model = load(folder, "llama").train()
+    expected = training(model)
+    plan = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    assert "parallelize_module" in reason_of_head(model)
+    close(training(model), expected)
+    model = load(folder, "llama").train()
+    patch(model)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    with pytest.warns(RuntimeWarning, match="became a DTensor after patch"):
+        close(training(model), expected)
+
+
+def patched_too_early(folder):
+    """Before transformers splits the model."""
+    model = load(folder, "llama").train()
+    expected, evaluated = training(model), evaluation(model)
+    ids, _ = batch()
+    generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    patch(model)
+    split_over(model, init_device_mesh("cpu", (2,)))
+    with pytest.warns(RuntimeWarning, match="load the model again"):
+        found = training(model)
+    close(found, expected)
+    close(evaluation(model), evaluated)
+    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), generated)
+
+
+def patched_too_late(folder):
+    """After fully_shard, which has split the head's rows again."""
+    expected = training(load(folder, "llama").train())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for tail, reason in ((False, "then patch(model), then fully_shard"), (True, "shard it afterwards")):
+        model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
+        assert reason in reason_of_head(model)
+        close(training(model), expected)
+
+
+MISFITS = (other_styles, head_that_is_not_split, torchs_own, patched_too_early, patched_too_late)
+
+
+# --- The processes ----------------------------------------------------------------------------------------------------
+
+
+def on_two(folder):
+    cases = {name: functools.partial(run_model, folder, name, left) for name, (_, left) in tiny_models().items()}
+    if find_spec("trl"):
+        for name in ("llama", "gemma2, tied", "mixtral"):
+            cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
+        cases["trainer"] = functools.partial(run_trainer, folder)
+        cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
+    cases |= {case.__name__: functools.partial(case, folder) for case in MISFITS}
+    for name, tail in (("llama", True), ("gemma2, tied", False)):
+        cases[f"{name}, mesh of one row"] = functools.partial(run_two_dimensions, folder, name, tail, 1)
+    return cases
+
+
+def on_four(folder):
+    tails = {"llama": (False, True), "llama, tied": (False,), "gemma2, tied": (False,), "mixtral": (False, True)}
+    return {
+        f"{name}, tail: {tail}": functools.partial(run_two_dimensions, folder, name, tail, 2)
+        for name, found in tails.items()
+        for tail in found
+    }
+
+
+@pytest.mark.distributed
+def test_split_models_compute_what_they_did(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    start(tmp_path, on_two, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow  # 40 seconds
+def test_data_parallelism_beside_tensor_parallelism(tmp_path):
+    start(tmp_path, on_four, 4)

@@ -1,0 +1,505 @@
+"""MLPs over tiles of tokens: outputs and gradients of the whole, in the memory of a tile."""
+
+import copy
+import pickle
+import tempfile
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_losses.kernels.autograd import is_unshared
+from liger_losses.modules import SwiGLUMLP
+from liger_losses.patching import tiles
+from liger_losses.patching.mlps import GatedMLP
+from liger_losses.patching.patch import patch, unpatch
+from liger_losses.patching.swap import replacement_of
+from liger_losses.patching.tiles import Tiles
+from liger_losses.patching.token_mlps import TokenMLP
+
+H, INNER = 16, 40
+
+
+class MLP(nn.Module):
+    """A gated MLP, in parts that others below replace."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(H, INNER, bias), nn.Linear(H, INNER, bias)
+        self.down_proj = nn.Linear(INNER, H, bias)
+
+    def product(self, x):
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x):
+        return self.down_proj(self.product(x))
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = nn.Linear(H, 2 * INNER), nn.Linear(INNER, H)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return self.out(F.gelu(gate) * up)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act, self.out = nn.Linear(H, INNER), nn.GELU(), nn.Linear(INNER, H)
+
+    def forward(self, x):
+        return self.out(self.act(self.fc(x)))
+
+
+class Squared(MLP):
+    """Gated, by no kernel."""
+
+    def product(self, x):
+        return F.relu(self.gate_proj(x)).square() * self.up_proj(x)
+
+
+MODULES = {
+    "gated": (MLP, GatedMLP),
+    "with biases": (lambda: MLP(bias=True), GatedMLP),
+    "fused": (Fused, GatedMLP),
+    "plain": (Plain, TokenMLP),
+    "another gate": (Squared, TokenMLP),
+    "ours": (lambda: SwiGLUMLP(H, INNER), GatedMLP),
+}
+
+
+def made(make=MLP, dtype=torch.float64):
+    torch.manual_seed(0)
+    return make().to(dtype)
+
+
+def tiled(module, tokens=4, **options):
+    module = copy.deepcopy(module)
+    patch(module, tile_mlps=tokens, **options)
+    return module
+
+
+def inputs(*leading, dtype=torch.float64):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(*leading, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def results(module, x, through=lambda module, x: module(x)):
+    """The output, and all gradients."""
+    module.zero_grad()
+    x = x.detach().requires_grad_(x.requires_grad)
+    out = through(module, x)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    out.backward(upstream)
+    return [out.detach(), x.grad, *(weight.grad for weight in module.parameters())]
+
+
+def check_same(actual, expected, tolerance=1e-12):
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("leading", [(13,), (2, 13), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_tiles_give_what_the_whole_gives(name, leading):
+    make, kind = MODULES[name]
+    plain = made(make)
+    for tokens in (1, 4, 12, 100):
+        ours = tiled(plain, tokens)
+        assert type(replacement_of(ours)) is kind
+        check_same(results(ours, inputs(*leading)), results(plain, inputs(*leading)))
+    unpatch(ours)
+    assert replacement_of(ours) is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_in_half_precision_as_exact_as_the_whole(backend, monkeypatch):
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", backend)
+    plain = made(dtype=torch.bfloat16)
+    x = inputs(3, 40, dtype=torch.bfloat16)
+    exact = results(copy.deepcopy(plain).double(), x.double().detach().requires_grad_())
+    whole, ours = results(plain, x), results(tiled(plain, 8), x)
+    for a, w, e in zip(ours, whole, exact, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - e).norm() <= 2 * (w - e).norm()
+
+
+def test_gradients_of_weights_are_summed_in_fp32():
+    """256 tiles of one token, whose gradients of 1 a running sum in bf16 would stop adding at 256."""
+    module = made(Plain, torch.bfloat16)
+    ours = tiled(module, 1)
+    out = ours(torch.ones(1000, H, dtype=torch.bfloat16))
+    out.sum().backward()
+    torch.testing.assert_close(ours.out.bias.grad, torch.full((H,), 1000.0).bfloat16(), rtol=0, atol=0)
+
+
+class Widths(TorchDispatchMode):
+    """The largest number of rows of the intermediate size that any tensor had."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[-1] == INNER:
+                self.rows = max(self.rows, tensor.numel() // INNER)
+        return out
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_no_tensor_of_the_intermediate_size_is_larger_than_a_tile(name, checkpointed):
+    ours, x = tiled(made(MODULES[name][0]), 48), inputs(500)
+    with Widths() as widths:
+        out = checkpoint(ours, x, use_reentrant=False) if checkpointed else ours(x)
+        out.sum().backward()
+    assert widths.rows <= 48
+
+
+class Products(TorchDispatchMode):
+    """The rows of all matrix products, and their dtypes."""
+
+    rows, dtypes = 0, ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            matrix, other = args[-2:]
+            self.dtypes = {*self.dtypes, matrix.dtype}
+            self.rows += matrix.numel() * other.shape[1] // (H * INNER)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_work_is_repeated_that_checkpointing_does_not_repeat():
+    def work(module):
+        x = inputs(64)
+        with Products() as products:
+            checkpoint(lambda x: module(x) + x, x, use_reentrant=False).sum().backward()
+        return products.rows
+
+    assert work(tiled(made())) == work(made()) == 11 * 64
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing(reentrant):
+    plain = made()
+    expected = results(plain, inputs(2, 13))
+    found = results(tiled(plain), inputs(2, 13), lambda module, x: checkpoint(module, x, use_reentrant=reentrant))
+    check_same(found, expected)
+
+
+def test_under_what_hooks_modules():
+    with FlopCounterMode(display=False) as counter:
+        tiled(made())(inputs(16)).sum().backward()
+    assert counter.get_total_flops() == 12 * 16 * H * INNER * 2
+
+
+def test_what_needs_no_gradient_gets_none():
+    x = inputs(13)
+    for frozen, needs in ((("gate_proj.weight",), True), (("down_proj.weight", "up_proj.weight"), True), ((), False)):
+        plain = made()
+        for name in frozen:
+            plain.get_parameter(name).requires_grad_(False)
+        given = x.detach().requires_grad_(needs)
+        check_same(results(tiled(plain), given), results(plain, given))
+    frozen = made().requires_grad_(False)
+    check_same(results(tiled(frozen), x), results(frozen, x))
+    assert not tiled(frozen)(x.detach()).requires_grad
+    with torch.no_grad():
+        assert not tiled(made())(x).requires_grad
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reader", ["nothing", "a variable", "another backward", "the backward that made it"])
+def test_the_gradient_is_written_over_an_input_that_nothing_else_reads(reader, checkpointed, monkeypatch):
+    plain, ours, x, unshared = made(), tiled(made()), inputs(2, 13), []
+    monkeypatch.setattr(tiles, "is_unshared", lambda x: unshared.append(is_unshared(x)) or unshared[-1])
+
+    def run(module, x):
+        given, other = x.tanh() if reader == "the backward that made it" else x * 2, None
+        if reader in ("a variable", "another backward"):
+            other = given if reader == "a variable" else given.square()
+        return module(given), other
+
+    def gradients(module):
+        out, other = checkpoint(run, module, x, use_reentrant=False) if checkpointed else run(module, x)
+        before = None if other is None else other.detach().clone()
+        loss = out.square().sum() + (0 if other is None else other.sum())
+        found = torch.autograd.grad(loss, [x, *module.parameters()])
+        assert other is None or torch.equal(other, before)
+        return found
+
+    check_same(gradients(ours), gradients(plain))
+    # The variable is of the first forward, which checkpointing computes again.
+    assert unshared == [reader == "nothing" or (checkpointed and reader == "a variable")]
+
+
+def test_backward_a_second_time_after_the_input_was_overwritten():
+    ours, x = tiled(made()), inputs(13)
+    out = ours(x * 2).sum()
+    first = torch.autograd.grad(out, ours.down_proj.weight, retain_graph=True)
+    check_same(torch.autograd.grad(out, ours.down_proj.weight), first, 0)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, ours.down_proj.weight)
+
+
+def test_backward_twice():
+    ours, x = tiled(made()), inputs(13)
+    out = ours(x).square().sum()
+    first = torch.autograd.grad(out, [x, *ours.parameters()], retain_graph=True)
+    check_same(torch.autograd.grad(out, [x, *ours.parameters()]), first, 0)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward()
+    (gradient,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_under_autocast(backward_inside):
+    """Weights that the tiles' forward casts without gradients are not those of other layers' forward."""
+    plain = made(dtype=torch.float32)
+    ours, x = tiled(plain), inputs(13, dtype=torch.float32)
+
+    def run(module):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x)
+            loss = (out.float() + F.linear(x, module.gate_proj.weight).float().sum()).square().sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return [out.detach(), *(weight.grad for weight in module.parameters())]
+
+    with Products() as products:
+        found = run(ours)
+    assert products.dtypes == {torch.bfloat16}
+    for a, e in zip(found, run(plain), strict=True):
+        assert a.dtype == e.dtype
+        assert (a - e).norm() <= 0.01 * e.norm()
+
+
+def test_dropout_is_that_of_the_forward():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], lora_dropout=0.5)
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(nn.ModuleDict({"mlp": MLP()}), config).base_model.model["mlp"].double()
+    for name, weight in plain.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    ours, x = tiled(plain), inputs(13)
+    assert replacement_of(ours) is not None
+
+    def by_parts(module, x):
+        torch.manual_seed(3)
+        return torch.cat([module(part[None])[0] for part in x.split(4)])
+
+    def whole(module, x):
+        torch.manual_seed(3)
+        return module(x)
+
+    expected = results(plain, x, by_parts)
+    drawn = torch.rand(1)
+    check_same(results(ours, x, whole), expected, 1e-9)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_in_compiled_models():
+    torch._dynamo.reset()
+    plain = made(dtype=torch.float32)
+    ours = tiled(plain)
+    model = torch.compile(nn.Sequential(nn.Tanh(), ours, nn.Tanh()), backend="aot_eager")
+    expected = results(plain, inputs(13, dtype=torch.float32), lambda module, x: module(x.tanh()).tanh())
+    check_same(results(ours, inputs(13, dtype=torch.float32), lambda module, x: model(x)), expected, 1e-5)
+    torch._dynamo.reset()
+
+
+def test_hooks_on_weights_get_the_whole_gradient_once():
+    plain = made()
+    ours, seen = tiled(plain), []
+    for module in (plain, ours):
+        weight = module.down_proj.weight
+        weight.register_hook(lambda grad: 2 * grad)
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+    for _ in range(2):
+        check_same(results(ours, inputs(2, 13)), results(plain, inputs(2, 13)))
+    assert len(seen) == 4
+
+
+def test_weights_that_changed_before_backward_are_an_error():
+    x = inputs(13)
+    changes = {
+        "modified": lambda module: module.up_proj.weight.detach().add_(1),
+        "replaced": lambda module: setattr(module.up_proj, "weight", nn.Parameter(module.up_proj.weight + 1)),
+        "frozen": lambda module: module.requires_grad_(False),
+    }
+    for change in changes.values():
+        ours = tiled(made())
+        out = ours(x)
+        change(ours)
+        with pytest.raises(RuntimeError, match="modified in place after the forward.*Call backward before"):
+            out.sum().backward()
+
+
+def test_weights_that_cannot_be_used_again_are_computed_as_a_whole():
+    plain, x = made(), inputs(13)
+    expected = results(plain, x)
+    weights = {name: (2 * weight.detach() / 2).requires_grad_() * 1 for name, weight in plain.named_parameters()}
+    partitioned = tiled(plain)
+    partitioned.up_proj.weight.ds_id = 0
+    with pytest.warns(RuntimeWarning, match="not computed in tiles in training: ZeRO-3"):
+        check_same(results(partitioned, x), expected)
+    with pytest.warns(RuntimeWarning, match="not computed in tiles in training: its weights are no parameters"):
+        check_same([torch.func.functional_call(tiled(plain), weights, (x,)).detach()], expected[:1])
+
+
+class TokenMixer(Plain):
+    def forward(self, x):
+        return super().forward(x - x.mean(-2, keepdim=True))
+
+
+class SequenceMixer(Plain):
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+class Dropping(Plain):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Backwards(Plain):
+    def forward(self, x):
+        return super().forward(x) + (x - x.detach()).sum(-2, keepdim=True)
+
+
+class Pair(Plain):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Owner(Plain):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(H))
+
+
+@pytest.mark.parametrize("make", [TokenMixer, SequenceMixer, Dropping, Backwards, Pair, Owner])
+def test_what_does_not_compute_each_token_by_itself_is_left(make):
+    model = nn.ModuleDict({"mlp": made(make)})
+    report = patch(model, tile_mlps=4)
+    assert replacement_of(model["mlp"]) is None
+    assert all(entry.reason for entry in report.left)
+
+
+def test_choosing_tiles():
+    model = nn.ModuleList([made(), made(Plain), made(Squared)])
+
+    def replaced(**options):
+        return {entry.path: entry.replaced_by for entry in patch(model, loss_head=False, **options).replaced}
+
+    assert replaced() == {"0": "glu (silu)"}
+    gated, tiles = "glu (silu), tiles of 8 tokens", "tiles of 8 tokens"
+    assert replaced(tile_mlps=8, filter_fn=lambda module, path: path != "2") == {"0": gated, "1": tiles}
+    assert replaced() == {"0": gated, "1": tiles}
+    assert replaced(tile_mlps=True, mlps=False) == {"1": "tiles", "2": "tiles"}
+    for module in (copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
+        assert replacement_of(module).tiles == Tiles(8)
+    unpatch(model)
+    assert not any(replacement_of(module) for module in model)
+    assert replaced(tile_mlps=True, mlps=False) == {"0": "tiles", "1": "tiles", "2": "tiles"}
+    for wrong in (0, -1, 2.5, "all"):
+        with pytest.raises(ValueError, match="tile_mlps must be True, False or a positive number of tokens, got"):
+            patch(model, tile_mlps=wrong)
+
+
+def test_the_size_of_a_tile():
+    """64 MiB of the widest tensor in half precision, but no fewer than 4096 tokens."""
+    with torch.device("meta"):
+        assert Tiles().size(SwiGLUMLP(4096, 14336)) == Tiles().size(SwiGLUMLP(2048, 8192)) == 4096
+        assert Tiles().size(module := SwiGLUMLP(576, 1536)) == 21760
+    assert Tiles(7).size(module) == 7
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def spread_by(name, model):
+    if name == "ddp":
+        return DistributedDataParallel(model, static_graph=False)
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if name == "fsdp, half" else {}
+    for part in model:
+        fully_shard(part, **policy)
+    return fully_shard(model, **policy)
+
+
+def work(rank, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    gathers = []
+    original = _fsdp_param_group.foreach_all_gather
+    _fsdp_param_group.foreach_all_gather = lambda *args, **kwargs: gathers.append(1) or original(*args, **kwargs)
+    x = inputs(2, 26, dtype=torch.float32)[rank : rank + 1]
+    for name in ("ddp", "fsdp", "fsdp, half"):
+        counts, grads = [], []
+        for tokens in (False, 4):
+            for checkpointing in (False, True):
+                gathers.clear()
+                model = nn.Sequential(made(dtype=torch.float32), made(Plain, dtype=torch.float32))
+                patch(model, tile_mlps=tokens)
+                spread = spread_by(name, model)
+                for _ in range(2):
+                    found = (
+                        checkpoint(spread, x, use_reentrant=False) if checkpointed(checkpointing, name) else spread(x)
+                    )
+                    found.float().square().mean().backward()
+                grads.append([getattr(g, "full_tensor", lambda g=g: g)() for g in (w.grad for w in model.parameters())])
+                counts.append(len(gathers))
+        assert counts[:2] == counts[2:], (name, counts)
+        for other in grads[1:]:
+            for a, e in zip(other, grads[0], strict=True):
+                assert (a - e).norm() <= (2e-2 if "half" in name else 1e-5) * e.norm(), name
+    dist.destroy_process_group()
+
+
+def checkpointed(checkpointing, name):
+    return checkpointing and name != "ddp"
+
+
+@pytest.mark.distributed
+def test_processes():
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (folder,), nprocs=2)
+
+
+def test_a_layer_that_is_a_unit_of_its_own():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, x = made(dtype=torch.float32), inputs(13, dtype=torch.float32)
+        expected = results(plain, x)
+        ours = tiled(plain)
+        fully_shard(ours.up_proj)
+        fully_shard(ours)
+        with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a unit of its own"):
+            out = ours(x)
+        torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
+    finally:
+        dist.destroy_process_group()

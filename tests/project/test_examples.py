@@ -1,0 +1,405 @@
+"""The examples do what the README says of them."""
+
+import copy
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from liger_losses.trl import disable
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name, *arguments):
+    """An example in a process of its own, with this checkout's library."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Runs an example in this process, where torch and TRL are imported already; its exit and what it prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        monkeypatch.syspath_prepend(EXAMPLES)
+        code = None
+        try:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        except SystemExit as stopped:
+            code = stopped.code
+        finally:
+            disable()
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_custom_loss_runs(capsys):
+    load("custom_loss").main()
+    printed = capsys.readouterr().out
+    assert "Cal-DPO" in printed
+    assert "nan" not in printed
+
+
+def test_classes_in_place_of_ligers():
+    done = run("trl_liger_compat")
+    assert done.returncode == 0, done.stderr
+    assert "liger_losses.chunked.losses.dpo: loss " in done.stdout
+
+
+def test_classes_in_place_of_ligers_come_too_late(monkeypatch):
+    module = load("trl_liger_compat")
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", module)
+    with pytest.raises(RuntimeError, match="has been imported already"):
+        module.use_instead_of_liger()
+
+
+def test_the_shipped_pairs_are_well_formed():
+    rows = [json.loads(line) for line in (EXAMPLES / "data" / "preferences.jsonl").read_text().splitlines()]
+    assert len(rows) >= 200
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
+    for row in rows:
+        assert set(row) == {"prompt", "chosen", "rejected"}
+        for side, role in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
+            (message,) = row[side]
+            assert message["role"] == role
+            assert message["content"].strip()
+        assert row["chosen"] != row["rejected"]
+
+
+@pytest.fixture(scope="module")
+def dpo():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    return load("trl_dpo")
+
+
+@pytest.fixture
+def saved_model(tmp_path):
+    """A tiny model with its tokenizer, and preference pairs, as files."""
+    model, tokenizer, text = tiny_model()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [
+        {side: [{"role": "user", "content": text(3 + i % 3)}] for side in ("prompt", "chosen", "rejected")}
+        for i in range(24)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return tmp_path
+
+
+def tiny_model():
+    """A random model, its tokenizer, and a function that makes texts for it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = [f"word{i}" for i in range(16)]
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    g = torch.Generator().manual_seed(0)
+
+    def text(length):
+        return " " + " ".join(words[i] for i in torch.randint(0, len(words), (length,), generator=g).tolist())
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        )
+    )
+    return model, tokenizer, text
+
+
+def train(dpo, output, **options):
+    """A few steps on a tiny random model; what TRL logged of each, and the trained weights."""
+    from datasets import Dataset
+
+    model, tokenizer, text = tiny_model()
+    pairs = Dataset.from_list(
+        [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(24)]
+    )
+    config = dpo.DPOConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=4,
+        max_steps=6,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **options,
+    )
+    reference = None if config.precompute_ref_log_probs else copy.deepcopy(model)
+    trainer = dpo.DPOTrainer(
+        model=model, ref_model=reference, args=config, train_dataset=pairs, processing_class=tokenizer
+    )
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precompute_ref_log_probs": True},
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        {"loss_type": ["ipo"], "beta": 0.5},
+        {"ld_alpha": 0.4, "f_divergence_type": "js_divergence"},
+        {"ld_alpha": 0.4, "precompute_ref_log_probs": True},
+        {"use_weighting": True, "precompute_ref_log_probs": True},
+    ],
+    ids=str,
+)
+def test_dpo_training_equals_plain_trl(dpo, tmp_path, options):
+    from liger_losses.trl import enabled
+
+    plain, plain_weights = train(dpo, tmp_path / "plain", **options)
+    with enabled():
+        ours, weights = train(dpo, tmp_path / "ours", **options)
+    assert len(ours) == len(plain) == 6
+    assert plain[0]["loss"] != plain[-1]["loss"]
+    for a, b in zip(ours, plain, strict=True):
+        for key in ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "logps/rejected"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), key
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, plain_weights[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such file"),
+        ('{"text": "a"}\n', "no column chosen, rejected"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "too few to hold out 4"),
+    ],
+)
+def test_a_bad_dataset_is_refused_before_any_work(dpo, tmp_path, content, message):
+    path = tmp_path / "pairs.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        dpo.load_pairs(str(path), 4, 4)
+
+
+def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys):
+    """Both of its runs, and what it says of them; each is a process of its own there."""
+    out = saved_model / "out"
+    common = [f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}", f"--output={out}"]
+    steps = ["--steps=4", "--compare-steps=3", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2"]
+    results = {}
+    for worker in ("liger_losses", "plain_trl"):
+        monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps, f"--worker={worker}"])
+        try:
+            dpo.main()
+        finally:
+            disable()
+        results[worker] = json.loads((out / f"{worker}.json").read_text())
+    ours, plain = results["liger_losses"], results["plain_trl"]
+    assert len(ours["loss"]) == 4
+    assert len(plain["loss"]) == 3
+    for name in ("loss", "margin"):
+        assert ours[name][:3] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
+    assert plain["loss"][0] != plain["loss"][-1]
+    assert (out / "model" / "config.json").is_file()
+    monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps])
+    capsys.readouterr()
+    dpo.print_report(dpo.parse_arguments(), ours, plain)
+    printed = capsys.readouterr().out
+    for line in ("reward accuracy", "peak memory, MiB", "tokens per second", "loss, step 3"):
+        assert line in printed
+
+
+def test_the_demo_explains_itself(run_here):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    code, printed = run_here("trl_dpo", "--help")
+    assert code == 0
+    assert "--model" in printed
+    assert "--dataset" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
+        ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
+        (
+            "medusa",
+            ["--steps", "2", "--batch-size", "4", "--own-heads", "--prompts", "2", "--new-tokens", "4"],
+            "tokens per step of decoding",
+        ),
+        ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
+        (
+            "grpo",
+            ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo", "--top-p", "0.9"],
+            "step   1",
+        ),
+        ("trl_grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
+    ],
+)
+def test_the_examples_run(dpo, saved_model, run_here, name, arguments, expected):
+    common = ["--model", saved_model / "model", "--output", saved_model / "out"]
+    dataset = [] if "grpo" in name else ["--dataset", saved_model / "pairs.jsonl"]
+    code, printed = run_here(name, *common, *dataset, *arguments)
+    assert not code
+    assert "step   1" in printed
+    assert expected in printed
+    assert "nan" not in printed
+
+
+def test_an_example_runs_in_a_process_of_its_own(dpo, saved_model):
+    """It imports most of the others."""
+    common = [
+        "--model",
+        saved_model / "model",
+        "--output",
+        saved_model / "out",
+        "--dataset",
+        saved_model / "pairs.jsonl",
+    ]
+    done = run("trl_distill", *common, "--steps", "2", "--batch-size", "4", "--layers", "2", "--new-tokens", "4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step   1" in done.stdout
+    assert "student's perplexity of held-out text" in done.stdout
+    assert "nan" not in done.stdout
+
+
+@pytest.mark.slow
+def test_distillation_from_files(dpo, saved_model, tmp_path):
+    """The teacher of an earlier process: the losses are those of the teacher beside the student, but for bf16."""
+    common = ["--model", saved_model / "model", "--output", saved_model / "out", "--steps", "2", "--batch-size", "4"]
+    common += ["--dataset", saved_model / "pairs.jsonl", "--layers", "2"]
+    done = [run("distill", *common, *more) for more in ([], ["--save-teacher", tmp_path], ["--teacher", tmp_path])]
+    assert all(one.returncode == 0 for one in done), [one.stderr[-1000:] for one in done]
+    assert "bytes a token" in done[1].stdout
+    beside, files = ([line.split()[3] for line in one.stdout.splitlines() if "step" in line] for one in done[::2])
+    assert len(files) == 2
+    assert [float(loss) for loss in files] == pytest.approx([float(loss) for loss in beside], abs=2e-3)
+
+
+def test_tokens_that_medusa_heads_win(dpo, monkeypatch):
+    """Heads that always know the tokens to come, of which one is then always wrong."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    medusa = load("medusa")
+    ids, count = torch.arange(14) * 5 % 17, 3
+    hidden = torch.eye(len(ids))  # position t has the hidden state e_t
+
+    def base_model(**_):
+        return types.SimpleNamespace(last_hidden_state=hidden[None])
+
+    heads = [types.SimpleNamespace(weight=torch.zeros(17, len(ids))) for _ in range(count)]
+    for k, head in enumerate(heads):
+        for t in range(len(ids) - 2 - k):
+            head.weight[ids[t + 2 + k], t] = 1
+    blocks = [medusa.ResidualBlock(len(ids)) for _ in range(count)]
+    model = types.SimpleNamespace(base_model=base_model)
+    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2), (ids, 6)]) == count + 1
+    heads[1].weight.neg_()
+    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2)]) == 2
+
+
+def torchrun(name, *arguments, **variables):
+    """What two CPU processes of an example print."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_in(printed):
+    """Of each step."""
+    return [float(loss) for loss in re.findall(r"^(?:loss, )?step +\d+ +(?:loss )? *(\S+)$", printed, re.MULTILINE)]
+
+
+@pytest.mark.distributed
+def test_dpo_with_fsdp2_on_two_processes(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    losses = losses_in(torchrun("fsdp2", "--output", tmp_path))
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
+    assert losses[-1] < 0.45
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
+    files = ("--model", saved_model / "model", "--dataset", saved_model / "pairs.jsonl")
+    losses = losses_in(torchrun("fsdp2", *files, "--steps=3", "--learning-rate=1e-2"))
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_demo_on_two_processes(saved_model):
+    """They train with DDP on a CPU, where accelerate has no FSDP."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    files = (f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}")
+    steps = ("--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2", f"--output={saved_model / 'out'}")
+    losses = losses_in(torchrun("trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
+    assert len(losses) == 4
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+    assert losses[0] != losses[-1]
+    assert (saved_model / "out" / "model" / "config.json").is_file()
+
+
+def test_the_configuration_of_accelerate_is_one_of_fsdp2():
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config = config_args.load_config_from_file(str(EXAMPLES / "accelerate_fsdp2.yaml"))
+    assert config.distributed_type.value == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
+
+
+@pytest.mark.distributed
+def test_tensor_parallelism_on_two_processes():
+    pytest.importorskip("transformers", minversion="5.23")
+    printed = torchrun("tensor_parallel", "--steps=3")
+    losses = losses_in(printed)
+    assert len(losses) == 3  # one process prints
+    assert losses[2] < losses[0] - 0.3
+    assert "LazyLinear 1" in printed
+    assert "DPO loss 0.6931" in printed  # the model is its own reference
+
+
+def test_tensor_parallelism_needs_several_processes(run_here):
+    pytest.importorskip("transformers", minversion="5.23")
+    code, _ = run_here("tensor_parallel")
+    assert "torchrun --nproc-per-node 2" in code

@@ -1,0 +1,154 @@
+"""The files around the code agree with it, and with each other."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import liger_losses
+from liger_losses.chunked.engine.documentation import DOCUMENTATION
+
+ROOT = pathlib.Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+yaml = pytest.importorskip("yaml")
+
+
+def text(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def loaded(name):
+    # "on" is YAML's word for true.
+    return yaml.safe_load(text(name))
+
+
+def project():
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib came with Python 3.11")
+    import tomllib
+
+    return tomllib.loads(text("pyproject.toml"))["project"]
+
+
+def targets():
+    """The targets of the Makefile that have a rule."""
+    return set(re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.MULTILINE))
+
+
+def test_there_is_a_workflow_for_everything():
+    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "test"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_there_is(path):
+    workflow = loaded(path)
+    called = set()
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] if "run" in str(job["steps"]) else True
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            matrix = job.get("strategy", {}).get("matrix", {})
+            for line in step.get("run", "").splitlines():
+                for name in re.findall(r"make (\S+(?: [^}]*}})?)", line):
+                    called |= set(matrix["target"]) if "matrix.target" in name else {name}
+    assert called, "nothing is run"
+    assert called <= targets(), called - targets()
+
+
+def test_what_is_tested_is_what_is_claimed():
+    declared = project()
+    matrix = loaded(".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
+    classifiers = re.findall(r"Python :: (3\.\d+)", " ".join(declared["classifiers"]))
+    assert matrix["python"] == classifiers
+    assert declared["requires-python"] == f">={classifiers[0]}"
+    (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(declared["dependencies"]))
+    assert f'"torch=={oldest}.*"' in text("Makefile")
+    assert {"test-oldest", "test", "test-newest"} == set(matrix["target"])
+
+
+def test_the_release_publishes_without_a_token():
+    jobs = loaded(".github/workflows/release.yml")["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "password" not in text(".github/workflows/release.yml")
+
+
+def test_issue_forms_ask_for_what_is_needed():
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert len(forms) == 3
+    for path in forms:
+        form = loaded(path)
+        assert {"name", "description", "body"} <= set(form)
+        for field in form["body"]:
+            assert field["type"] in ("textarea", "input", "checkboxes", "dropdown", "markdown")
+            assert field["attributes"]["label"]
+
+
+def test_versions_agree():
+    version = liger_losses.__version__
+    assert loaded("CITATION.cff")["version"] == version
+    released = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", text("CHANGELOG.md"), re.MULTILINE)
+    assert released[0] == version
+    headings = re.findall(r"^## \[(.+?)\]", text("CHANGELOG.md"), re.MULTILINE)
+    assert headings == ["Unreleased", *released]
+    assert all(f"\n[{heading}]: https://" in text("CHANGELOG.md") for heading in headings)
+
+
+def test_addresses_are_those_of_the_project():
+    urls = project()["urls"]
+    assert urls["Documentation"] == DOCUMENTATION
+    *_, owner, name = urls["Repository"].split("/")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    paths = [ROOT / path for path in listed if path.endswith((".md", ".yml", ".cff", ".py", ".toml", ".ipynb"))]
+    paths = [path for path in paths if path.is_file()]
+    ours = rf"https://(?:github\.com/([\w.-]+)/{name}|([\w.-]+)\.github\.io/{name})\b"
+    found = [(path, "".join(owners)) for path in paths for owners in re.findall(ours, path.read_text(encoding="utf-8"))]
+    assert not listed or len(found) > 5
+    assert not [pair for pair in found if pair[1] != owner]
+
+
+def test_the_readmes_table_is_what_its_benchmark_prints():
+    from benchmarks import readme
+
+    header, _, *rows = [line for line in text("README.md").splitlines() if line.startswith("|")]
+    columns = [cell.strip(" *") for cell in header.strip("|").split("|")][1:]
+    assert columns == ["plain", "liger-kernel", "TRL 1.16", "liger_losses"]
+    assert readme.COLUMNS == ("plain", "liger-kernel", "TRL", "ours")
+    names = [row.split("|")[1].strip() for row in rows]
+    assert [name for name in names if not name.startswith("longest")] == [*readme.STEPS, *readme.LARGE, *readme.HEADS]
+    row = {"name": names[0], "column": "ours", "values": (63512, 22.94)}
+    assert readme.table([row]) == f"| {names[0]} |  |  |  | **63.5k** / 22.9 |"
+
+
+def test_prose_has_lines_of_at_most_120_characters():
+    """In every Markdown file; rows of tables, code, and lines with an address may be longer."""
+    folders = ("", "docs/", "benchmarks/", "kernels/", ".github/")
+    found = []
+    for path in (path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))):
+        code = False
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not code and not line.startswith("|") and "://" not in line:
+                found.append(f"{path.relative_to(ROOT)}:{number}")
+    assert found == []
+
+
+def linked_headings():
+    """The headings that ``see("...")`` names in the library."""
+    found = set()
+    for path in (ROOT / "liger_losses").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "see":
+                found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def test_errors_link_to_headings_that_exist():
+    linked = linked_headings()
+    assert len(linked) >= 10
+    headings = re.findall(r"^#+ +(.+?)(?: +#+)?$", text("docs/errors.md"), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    anchors |= set(re.findall(r"\{ *#([\w-]+)", text("docs/errors.md")))  # given explicitly
+    assert linked <= anchors, linked - anchors

@@ -1,0 +1,490 @@
+"""The head of TRL on two processes: loss, gradients and steps are those of one process with both batches."""
+
+import contextlib
+import copy
+import faulthandler
+import functools
+import gc
+import itertools
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.patch import patch, unpatch
+from liger_losses.trl.fused_head import add_fused_lm_head
+
+WORLD = 2
+VOCAB, LENGTH = 23, 9
+ROWS = (2, 3)  # of each process
+LEARNING_RATE = 0.1
+
+
+def llama(tied=False, checkpointing=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.3,
+            tie_word_embeddings=tied,
+        )
+    )
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def batch():
+    """Ids, labels, and weights of the log-probabilities, which are in the loss beside the model's own."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (sum(ROWS), LENGTH), generator=g)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
+    return ids, labels, torch.randn(len(ids), LENGTH - 1, generator=g)
+
+
+def plain_loss(model, weighted):
+    """By transformers, of both batches."""
+    ids, labels, weights = batch()
+    count = (labels[:, 1:] != -100).sum()
+    found = model(input_ids=ids, labels=labels, num_items_in_batch=count)
+    if not weighted:
+        return found.loss
+    targets, mask = labels[:, 1:].clamp(min=0), labels[:, 1:] != -100
+    log_probs = found.logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0] * mask
+    return found.loss + (weights * log_probs).sum() / count
+
+
+def our_loss(model, weighted, rank, rows=ROWS, **options):
+    """Of this process's batch: the mean over processes, which DDP and FSDP take, is the loss of all."""
+    ids, labels, weights = (part.split(rows)[rank] for part in batch())
+    count = (batch()[1][:, 1:] != -100).sum() / len(rows)
+    found = model(input_ids=ids, labels=labels, num_items_in_batch=count, **(options or {"fused_lm_head": True}))
+    return found.loss + (weights * found.log_probs).sum() / count if weighted else found.loss
+
+
+# --- How the model is spread ------------------------------------------------------------------------------------------
+
+
+def ddp(model, **options):
+    return DistributedDataParallel(model, **options)
+
+
+def units(model, *, layers=False, parts=(), root=None, **options):
+    """``fully_shard`` of the decoder layers, of the named parts as one unit, and of the whole."""
+    if layers:
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+    found = [model.get_submodule(name) for name in parts]
+    if found:
+        fully_shard(found if len(found) > 1 else found[0], **options)
+    kept = {name: value for name, value in options.items() if name != "reshard_after_forward"}
+    return fully_shard(model, **kept, **({} if root is None else {"reshard_after_forward": root}))
+
+
+HEAD, TAIL, TIED_TAIL = ("lm_head",), ("model.norm", "lm_head"), ("model.norm", "model.embed_tokens", "lm_head")
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the model is spread and made, how often its forward runs before one backward, and how exact it is."""
+
+    spread: Callable
+    tied: bool = False
+    checkpointing: bool = False
+    forwards: int = 1
+    adapter: bool = False
+    rtol: float = 1e-4
+    atol: float = 3e-5
+
+
+def sharded(*parts, tied=False, checkpointing=False, forwards=1, adapter=False, **options):
+    case = {"tied": tied, "checkpointing": checkpointing, "forwards": forwards, "adapter": adapter}
+    if "mp_policy" in options:
+        case |= {"rtol": 0.1, "atol": 0.02}
+    return Case(functools.partial(units, layers=True, parts=parts, **options), **case)
+
+
+CASES = {
+    "DDP": Case(ddp),
+    "DDP, tied, checkpointing": Case(ddp, tied=True, checkpointing=True),
+    "DDP, unused parameters": Case(functools.partial(ddp, find_unused_parameters=True)),
+    "DDP, static graph": Case(functools.partial(ddp, static_graph=True)),
+    "root": Case(units),
+    "root, tied": Case(units, tied=True),
+    "root, freed": Case(functools.partial(units, root=True)),
+    "layers": sharded(),
+    "layers, tied, checkpointing": sharded(tied=True, checkpointing=True),
+    "layers, half": sharded(mp_policy=HALF),
+    "tail, freed": sharded(*TAIL, reshard_after_forward=True),
+    "tail, kept": sharded(*TAIL, reshard_after_forward=False),
+    "tail, tied, freed": sharded(*TIED_TAIL, tied=True, reshard_after_forward=True),
+    "tail, tied, kept": sharded(*TIED_TAIL, tied=True, reshard_after_forward=False),
+    "tail, two forwards": sharded(*TAIL, forwards=2),
+    "tail, half": sharded(*TAIL, mp_policy=HALF),
+    "head, freed": sharded(*HEAD, reshard_after_forward=True),
+    "head, kept": sharded(*HEAD, reshard_after_forward=False),
+    "head, checkpointing": sharded(*HEAD, checkpointing=True),
+    "head, two forwards": sharded(*HEAD, forwards=2),
+    "head, half": sharded(*HEAD, mp_policy=HALF),
+    "head, adapter": sharded(*HEAD, adapter=True),
+    "parts of the adapter": sharded("lm_head.base_layer", adapter=True),
+}
+
+
+# --- What each process does -------------------------------------------------------------------------------------------
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def made(case):
+    model = llama(case.tied, case.checkpointing)
+    if not case.adapter:
+        return model, model
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return model, get_peft_model(model, adapter)
+
+
+def compare(case, rank, one_pass, weighted):
+    (_, plain), (inner, ours) = made(case), made(case)
+    add_fused_lm_head(inner, one_pass=one_pass)
+    spread = case.spread(inner)
+    close = functools.partial(torch.testing.assert_close, rtol=case.rtol, atol=case.atol)
+    optimizers = [torch.optim.SGD(model.parameters(), LEARNING_RATE) for model in (plain, ours)]
+    for step in range(1 if case.rtol > 1e-2 else 2):  # rounding moves the weights apart
+        expected = plain_loss(plain, weighted)
+        expected.backward()
+        found = sum(our_loss(spread, weighted, rank) for _ in range(case.forwards)) / case.forwards
+        with torch.no_grad():  # before the backward, which must not miss what this one frees
+            evaluated = our_loss(spread, weighted, rank)
+        found.backward()
+        for loss in (evaluated.clone(), found.detach().clone()):
+            dist.all_reduce(loss)
+            close(loss / WORLD, expected.detach(), msg=lambda m: f"loss: {m}")
+        gradients = {key: whole(p.grad) for key, p in ours.named_parameters() if p.grad is not None}
+        assert gradients.keys() == {key for key, p in plain.named_parameters() if p.grad is not None}
+        for key, gradient in gradients.items():
+            where = f"step {step}, {key}"
+            close(gradient, plain.get_parameter(key).grad, msg=lambda m, where=where: f"{where}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def run_case(case, rank):
+    for one_pass, weighted in itertools.product((True, False), (False, True)):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*(needs the values|returned a view)")
+            try:
+                compare(case, rank, one_pass, weighted)
+            except Exception as error:
+                raise RuntimeError(f"with one_pass={one_pass} and log_probs in the loss: {weighted}") from error
+
+
+def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(ours.get_parameter(key).grad), parameter.grad, rtol=rtol, atol=atol)
+
+
+#: What serves the head of a model: TRL's, in two passes or one, or lazy logits.
+HEADS = {
+    "two passes": add_fused_lm_head,
+    "one pass": functools.partial(add_fused_lm_head, one_pass=True),
+    "lazy": make_head_lazy,
+}
+
+
+def loss_of_head(head, spread, rank, rows=ROWS):
+    """With TRL's head, of log-probabilities too."""
+    return our_loss(spread, head != "lazy", rank, rows, **({"use_cache": False} if head == "lazy" else {}))
+
+
+def accumulated(rank):
+    """Gradients are reduced with the last of three backward passes."""
+    for name, (head, serve) in itertools.product(("head, freed", "root", "tail, tied, freed", "DDP"), HEADS.items()):
+        case = CASES[name]
+        plain, ours = llama(case.tied), llama(case.tied)
+        serve(ours)
+        spread = case.spread(ours)
+        for last in (False, False, True):
+            if name == "DDP":
+                with contextlib.nullcontext() if last else spread.no_sync():
+                    (loss_of_head(head, spread, rank) / 3).backward()
+            else:
+                spread.set_requires_gradient_sync(last)
+                (loss_of_head(head, spread, rank) / 3).backward()
+        plain_loss(plain, head != "lazy").backward()
+        check_gradients(ours, plain)
+
+
+def log_probs_alone(rank):
+    """The loss that is returned takes no part in the backward."""
+    plain, ours = llama(), llama()
+    add_fused_lm_head(ours, one_pass=True)
+    CASES["head, freed"].spread(ours)
+    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+    found = ours(input_ids=ids, labels=labels, fused_lm_head=True)
+    (-found.log_probs.sum() * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
+    plain_loss(plain, False).backward()
+    check_gradients(ours, plain)
+
+
+def kernels(rank):
+    """In the models too, whose weights are split or not."""
+    for name in ("DDP", "root, freed", "layers", "layers, tied, checkpointing"):
+        case = CASES[name]
+        plain, ours = llama(case.tied, case.checkpointing), llama(case.tied, case.checkpointing)
+        report = patch(ours, loss_head=False)
+        assert report.counts
+        add_fused_lm_head(ours)
+        spread = case.spread(ours)  # which must live until the backward
+        our_loss(spread, True, rank).backward()
+        plain_loss(plain, True).backward()
+        check_gradients(ours, plain)
+        unpatch(ours)
+
+
+def lazy_logits(rank):
+    """The head of :func:`make_head_lazy`, and the model's own loss."""
+    for name in ("head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"):
+        case = CASES[name]
+        plain, ours = llama(case.tied), llama(case.tied)
+        make_head_lazy(ours)
+        case.spread(ours)
+        found, expected = loss_of_head("lazy", ours, rank), plain_loss(plain, False)
+        assert found.dtype == torch.float32
+        found.backward()
+        expected.backward()
+        check_gradients(ours, plain, case.rtol, case.atol)
+
+
+def offloaded(rank):
+    """Parameters and gradients that ``fully_shard`` keeps on the CPU, where they are gathered as well here."""
+    for head, serve in HEADS.items():
+        plain, ours = llama(), llama()
+        serve(ours)
+        units(ours, layers=True, parts=TAIL, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        loss_of_head(head, ours, rank).backward()
+        plain_loss(plain, head != "lazy").backward()
+        check_gradients(ours, plain)
+
+
+def checkpoints(rank):
+    """``torch.distributed.checkpoint`` of patched models and their optimizers loads into plain ones, and reversed."""
+    directory = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(directory)
+    for tied, from_patched in ((False, True), (True, True), (False, False)):
+        model, optimizer = sharded_and_optimizer(tied, from_patched)
+        train_step(model, optimizer, rank)
+        weights, moments = get_state_dict(model, optimizer)
+        assert weights.keys() == model.state_dict().keys() == llama(tied).state_dict().keys()
+        whole_weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{directory[0]}/{tied} {from_patched}")
+        train_step(model, optimizer, rank)
+        for to_patched in (True, False):
+            place = {"checkpoint_id": f"{directory[0]}/{tied} {from_patched}"}
+            other, optimizer = sharded_and_optimizer(tied, to_patched)
+            weights, moments = get_state_dict(other, optimizer)
+            checkpoint.load({"model": weights, "optimizer": moments}, **place)
+            set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            train_step(other, optimizer, rank)
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(whole(other.state_dict()[key]), whole(value), rtol=1e-4, atol=1e-5, msg=key)
+            other = patched_llama(tied) if to_patched else llama(tied)  # whole
+            weights = other.state_dict()
+            checkpoint.load({"model": weights}, **place)
+            other.load_state_dict(weights)
+            if rank == 0:  # the others have no whole_weights
+                plain = llama(tied)
+                plain.load_state_dict(whole_weights)
+                assert all(torch.equal(value, whole_weights[key]) for key, value in other.state_dict().items())
+                torch.testing.assert_close(plain_loss(other, False), plain_loss(plain, False))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory[0])
+
+
+@functools.cache
+def patched_once(tied):
+    model = llama(tied)
+    assert patch(model).counts
+    return model
+
+
+def patched_llama(tied):
+    return copy.deepcopy(patched_once(tied))
+
+
+def sharded_and_optimizer(tied, patched):
+    model = patched_llama(tied) if patched else llama(tied)
+    CASES["tail, tied, freed" if tied else "head, freed"].spread(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model, optimizer, rank):
+    loss_of_head("lazy", model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def lazy_logits_outlive_the_forward(rank):
+    """The same, the loss taken of what the sharded model returned."""
+    for name in ("root", "head, kept"):
+        plain, ours = llama(), llama()
+        make_head_lazy(ours)
+        CASES[name].spread(ours)
+        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+        logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        assert isinstance(logits, LazyLogits)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        (loss * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
+        plain_loss(plain, False).backward()
+        check_gradients(ours, plain)
+
+
+def lazy_logits_read_after_the_backward(rank):
+    """Where the weights were freed, they are gathered again; after a step, an error says what to do."""
+    for name in ("root", "head, freed"):
+        plain, ours = llama(), llama()
+        make_head_lazy(ours)
+        CASES[name].spread(ours)
+        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        with torch.no_grad():
+            assert torch.equal(ours(input_ids=ids).logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
+        outputs = ours(input_ids=ids, labels=labels)
+        outputs.loss.backward()
+        with pytest.warns(RuntimeWarning, match="all processes must read"):
+            assert torch.equal(outputs.logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
+        outputs = ours(input_ids=ids, labels=labels)
+        outputs.loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="before loss.backward"):
+            outputs.logits.argmax(-1)
+
+
+def forward_on_the_instance(rank):
+    """A head whose forward casts to fp32 is recognized after fully_shard, whether it was lazy before or not."""
+    for lazy_before in (False, True):
+        model = llama()
+        head = model.lm_head
+        if lazy_before:
+            make_head_lazy(model)
+            CASES["root"].spread(model)
+        head.forward = lambda hidden, head=head: torch.nn.functional.linear(hidden.float(), head.weight.float())
+        if not lazy_before:
+            CASES["root"].spread(model)
+        (entry,) = make_head_lazy(model)
+        assert entry.replaced_by == "LazyLinear", entry
+
+
+def sharded_before(rank):
+    model = llama()
+    CASES["head, freed"].spread(model)
+    add_fused_lm_head(model)
+    with pytest.raises(TypeError, match="shard it afterwards"):
+        our_loss(model, False, rank)
+
+
+def tensor_parallel(rank):
+    for layout in (Replicate(), Shard(-1)):
+        model = llama()
+        add_fused_lm_head(model)
+        plan = ColwiseParallel(output_layouts=layout)
+        parallelize_module(model, init_device_mesh("cpu", (WORLD,)), {"lm_head": plan})
+        with pytest.raises(TypeError, match="tensor parallelism"):
+            our_loss(model, False, 0)  # the same batch on both
+
+
+def first_fsdp(rank):
+    """FullyShardedDataParallel: the whole model is served, a head of its own is not."""
+    for use_orig_params, error in ((True, TypeError), (False, RuntimeError)):
+        options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+        model = llama()
+        add_fused_lm_head(model)
+        model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+        with pytest.raises(error, match="last layer"):
+            our_loss(FullyShardedDataParallel(model, **options), False, rank)
+    plain, model = llama(), llama()
+    add_fused_lm_head(model)
+    spread = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    our_loss(spread, True, rank).backward()
+    plain_loss(plain, True).backward()
+    with FullyShardedDataParallel.summon_full_params(spread, with_grads=True):
+        check_gradients(model, plain)
+
+
+CHECKS = (
+    accumulated,
+    log_probs_alone,
+    kernels,
+    lazy_logits,
+    offloaded,
+    checkpoints,
+    lazy_logits_outlive_the_forward,
+    lazy_logits_read_after_the_backward,
+    forward_on_the_instance,
+    sharded_before,
+    tensor_parallel,
+    first_fsdp,
+)
+
+
+def work(rank, rendezvous):
+    faulthandler.enable()  # a process that is killed by a signal says where it was
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
+    )
+    possible = {name: case for name, case in CASES.items() if find_spec("peft") or not case.adapter}
+    todo = {name: functools.partial(run_case, case) for name, case in possible.items()}
+    for name, run in (todo | {check.__name__: check for check in CHECKS}).items():
+        try:
+            run(rank)
+        except (Exception, pytest.fail.Exception) as error:
+            raise RuntimeError(f"the case {name!r} fails") from error
+    gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
+    dist.barrier()  # the first process to leave would close the other's connections
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_training_on_two_processes_is_that_of_one(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    mp.spawn(work, (tmp_path / "rendezvous",), nprocs=WORLD)

@@ -1,0 +1,89 @@
+"""TRL's experimental trainers: teachers and adapters whose heads are lazy or not."""
+
+import pytest
+import torch
+
+from tests.project.test_examples import tiny_model
+from tests.trl.trainers import lora, sft, train
+
+
+def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
+    from liger_losses.patching.lazy_head import LazyLinear
+    from liger_losses.trl.experimental import with_lazy_heads
+
+    class Quantised(torch.nn.Linear):
+        pass
+
+    class Trainer:
+        @with_lazy_heads
+        def __init__(self, model, teacher_model):
+            self.model, self.teacher_model = model, teacher_model
+
+    model, teacher = tiny_model()[0], tiny_model()[0]
+    teacher.lm_head.__class__ = Quantised
+    with pytest.warns(UserWarning, match=r"Quantised is not torch.nn.Linear\): as teacher_model, it computes"):
+        Trainer(model, teacher)
+    assert type(model.lm_head) is LazyLinear
+    with pytest.raises(TypeError, match="train it outside"):
+        Trainer(teacher, model)
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "parameter"),
+    [(("q_proj", "lm_head"), ValueError, "lm_head.lora"), (("some tokens",), AttributeError, "trainable_tokens_delta")],
+)
+def test_adapters_on_the_head_train(targets, error, parameter, tmp_path):
+    """TRL refuses them; here the adapter is part of the logits, with the gradient that the model's own loss gives."""
+    with pytest.raises(error):
+        train(sft, tmp_path / "plain", False, adapter=targets)
+    _, trained = train(sft, tmp_path / "ours", True, adapter=targets)
+    assert any(parameter in name for name in trained)
+
+    import peft
+
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    if "lm_head" in targets:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    add_fused_lm_head(model)
+    adapted = peft.get_peft_model(model, lora(*targets))
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for options in ({}, {"fused_lm_head": True}):
+        adapted.zero_grad()
+        loss = adapted(input_ids=ids, labels=ids, **options).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in adapted.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 4
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_asynchronous_distillation(beta, tail):
+    """Its rollouts come from elsewhere; what it computes of them is one function."""
+    import trl.experimental.async_distillation.async_distillation_trainer as module
+
+    from liger_losses.trl.divergences import chunked_jsd_loss
+
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((11, 6), (23, 6), (23,)))
+    columns = torch.stack([torch.randperm(23, generator=g)[:4] for _ in range(11)])
+    teacher = torch.randn(11, 23, generator=g).log_softmax(-1).gather(1, columns)
+    there = torch.rand(11, 4, generator=g) < 0.7
+    there[:, 0] = True
+    columns = torch.where(there, columns, -1)
+    results = []
+    for function in (module._chunked_jsd_loss, chunked_jsd_loss):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        loss, *sums = function(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, torch.arange(11) % 2, 2, 4)
+        results.append([loss.detach(), *sums, *torch.autograd.grad(loss, leaves)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # As with a head that is kept in fp32; TRL's product is in fp32 then.
+    leaves = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
+    loss, *_ = chunked_jsd_loss(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, None, 2, 4)
+    assert [g.dtype for g in torch.autograd.grad(loss, leaves)] == [t.dtype for t in leaves]

@@ -1,0 +1,157 @@
+"""The forward of a model with TRL's fused head: its contract, precision, metrics, and what is refused."""
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+
+from liger_losses.trl import enabled
+from tests.project.test_examples import tiny_model
+from tests.trl.trainers import sft
+
+
+def forward_outputs(model, ids, labels, outputs, add, **options):
+    model = copy.deepcopy(model)
+    add(model, outputs=outputs, **options)
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    weights = torch.linspace(0.5, 1.5, found.log_probs.numel()).view_as(found.log_probs)
+    total = found.loss + (weights * found.log_probs).sum()
+    if found.entropy is not None:
+        total = total + (weights * found.entropy).sum()
+    total.backward()
+    return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_the_contract_of_the_head(one_pass, temperature):
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    expected = forward_outputs(model, ids, labels, outputs, theirs, temperature=temperature)
+    found = forward_outputs(model, ids, labels, outputs, ours, temperature=temperature, one_pass=one_pass)
+    for name in (*outputs, "loss", "label_mask"):
+        a, b = getattr(expected[0], name), getattr(found[0], name)
+        torch.testing.assert_close(b, a.to(b.dtype), rtol=1e-4, atol=1e-5, msg=name)
+    assert expected[1].keys() == found[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_head_in_fp32():
+    """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
+
+    model = tiny_model()[0]
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.bfloat16()
+    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for add in (theirs, ours):
+
+        def cast_and_add(model, add=add, **options):
+            head = model.lm_head
+            head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
+            add(model, cast_lm_head_to_fp32=True, **options)
+
+        results.append(forward_outputs(model, ids, ids, ("log_probs", "entropy"), cast_and_add))
+    for name in ("log_probs", "entropy", "loss"):
+        torch.testing.assert_close(*(getattr(found, name) for found, _ in results), rtol=1e-5, atol=1e-6, msg=name)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        tolerance = 1e-5 if name == "lm_head.weight" else 2e-2  # of bf16
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_the_head_of_shifted_labels_without_padding():
+    """As asynchronous GRPO calls it: one row of several sequences, labels shifted by the caller."""
+    from trl.trainer.utils import add_fused_lm_head as theirs
+
+    from liger_losses.trl.fused_head import add_fused_lm_head as ours
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    labels = ids.roll(-1, 1).masked_fill(positions.roll(-1, 1) == 0, -100)
+    results = []
+    for add in (theirs, ours):
+        other = copy.deepcopy(model)
+        add(other, temperature=0.9, outputs=("log_probs", "entropy"))
+        found = other(input_ids=ids, position_ids=positions, shift_labels=labels, fused_lm_head=True)
+        found.log_probs.exp().sum().backward()
+        gradients = [p.grad for p in other.parameters()]
+        results.append([found.log_probs.detach(), found.entropy.detach(), found.label_mask, *gradients])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_of_evaluation(tmp_path):
+    """``compute_metrics`` sees the logits, which an extra forward computes; the loss is the same."""
+    found = []
+    for on in (False, True):
+        model, tokenizer, text = tiny_model()
+        seen = []
+
+        def accuracy(prediction, seen=seen):
+            seen.append(torch.as_tensor(prediction.predictions))
+            return {"mean": float(prediction.predictions.mean())}
+
+        with enabled() if on else contextlib.nullcontext():
+            trainer = sft(tmp_path / str(on), model, tokenizer, text, compute_metrics=accuracy)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                result = trainer.evaluate(trainer.train_dataset)
+        found.append((result["eval_loss"], result["eval_mean"], result["eval_entropy"], *seen))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), rtol=1e-4, atol=1e-5)
+
+
+def test_the_forward_without_it_is_the_models_own():
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (2, 7))
+    with torch.no_grad():
+        before = model(input_ids=ids, labels=ids)
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False)
+        add_fused_lm_head(model)
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+        after = model(input_ids=ids, labels=ids)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), generated)
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(before.loss, after.loss)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2.0)
+        a, b = (m(input_ids=ids, labels=ids, fused_lm_head=True).loss for m in (model, other))
+    assert a != b
+
+
+def test_models_it_cannot_serve_are_refused():
+    from liger_losses.trl.fused_head import add_fused_lm_head
+
+    model, _, _ = tiny_model()
+    ids = torch.randint(3, 19, (2, 7))
+    with pytest.raises(ValueError, match="unknown outputs"):
+        add_fused_lm_head(model, outputs=("log_probs", "logits"))
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="needs labels"):
+        model(input_ids=ids, fused_lm_head=True)
+    inner = model.lm_head
+    model.lm_head = torch.nn.Sequential(inner, torch.nn.Softmax(-1))
+    model.lm_head.weight = inner.weight
+    with (
+        pytest.raises(TypeError, match="must be LazyLogits here, got Tensor"),
+        pytest.warns(RuntimeWarning, match="softmax"),
+    ):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)

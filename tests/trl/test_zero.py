@@ -1,0 +1,193 @@
+"""DeepSpeed's ZeRO-3 on two processes: the head of TRL must be that of one process with both batches, and TRL's
+trainers must train as they do without this library.
+
+DeepSpeed is not among the project's dependencies: ``make test-zero`` installs it beside them and runs these.
+"""
+
+import faulthandler
+import gc
+import itertools
+import os
+import pathlib
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
+
+from liger_losses.patching.lazy.tensor import deferred_logits
+from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.patch import patch
+from liger_losses.trl.fused_head import add_fused_lm_head
+from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
+
+#: Tied weights, gradient checkpointing, and the smallest weights that are split.
+CASES = {
+    "split": (False, False, 0),
+    "tied": (True, False, 0),
+    "checkpointing": (False, True, 0),
+    "tied, checkpointing": (True, True, 0),
+    "the small ones whole": (False, False, 300),
+    "all whole": (False, False, 10**6),
+}
+#: What the loss is of: the head's own, computed at once or in two passes; beside it the log-probabilities; or neither.
+KINDS = ("one pass", "two passes", "one pass, log-probs", "two passes, log-probs", "lazy logits", "kernels")
+
+
+def split(model, threshold):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS[0],
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def lazy_loss(model, rank):
+    """Of logits that have left the model, with DeepSpeed's hooks on their gradient."""
+    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    assert deferred_logits(logits) is not None
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
+
+
+def run_case(rank, tied, checkpointing, threshold, kind):
+    from deepspeed.utils import safe_get_full_grad
+
+    plain, model = llama(tied, checkpointing), llama(tied, checkpointing)
+    weighted = "log-probs" in kind
+    if kind == "kernels":
+        patch(model, loss_head=False)
+    if kind == "lazy logits":
+        make_head_lazy(model)
+        loss_of = lazy_loss
+    else:
+        add_fused_lm_head(model, one_pass="one pass" in kind)
+
+        def loss_of(engine, rank):
+            return our_loss(engine, weighted, rank)
+
+    engine = split(model, threshold)
+    optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
+    for step in range(2):
+        expected = plain_loss(plain, weighted)
+        expected.backward()
+        found = loss_of(engine, rank)
+        with torch.no_grad():  # between a forward and its backward
+            evaluated = our_loss(engine, weighted, rank) if kind != "lazy logits" else found.detach()
+        engine.backward(found)
+        loss = evaluated.clone()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(
+            loss / WORLD, expected.detach(), rtol=1e-4, atol=3e-5, msg=lambda m, step=step: f"step {step}: {m}"
+        )
+        for name, parameter in model.named_parameters():
+            wanted = plain.get_parameter(name).grad
+            torch.testing.assert_close(
+                safe_get_full_grad(parameter), wanted, rtol=1e-4, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {p.ds_status.name for p in model.parameters() if not p.ds_persist} <= {"NOT_AVAILABLE"}
+    engine.destroy()
+
+
+#: Of tests/trl/test_trainers.py. A2PO and online DPO are not here, as TRL makes their reference models without ZeRO-3.
+TRAINERS = (
+    "distillation",
+    "CPO",
+    "ORPO, LoRA",
+    "ORPO, checkpointing",
+    "TPO",
+    "GKD",
+    "GOLD",
+    "GOLD, across tokenizers",
+    "IW-OPD",
+    "server distillation",
+    "SDFT",
+    "SDFT, whole vocabulary",
+    "SDPO, top-k",
+    "GMPO",
+)
+
+
+def train_trainers(rank, directory):
+    """Plain and enabled: the same numbers, and no logits where it is enabled."""
+    from accelerate.state import DistributedType, PartialState
+    from transformers import PreTrainedModel, Trainer
+
+    from tests.trl import trainers
+
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+
+    def save_for_all(self, *args, save=PreTrainedModel.save_pretrained, **kwargs):
+        save(self, *args, **kwargs)  # in the first process
+        dist.barrier()
+
+    def train_and_check(self, *args, train=Trainer.train, **kwargs):
+        result = train(self, *args, **kwargs)
+        assert {p.ds_status.name for p in self.model.parameters()} == {"NOT_AVAILABLE"}
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        # accelerate would not make out DeepSpeed's processes on a CPU.
+        patch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_CPU))
+        patch.setattr(PreTrainedModel, "save_pretrained", save_for_all)
+        patch.setattr(Trainer, "train", train_and_check)
+        for name in TRAINERS:
+            build, options = trainers.CASES[name]
+            for kind in ("plain", "ours"):
+                (directory / name / kind).mkdir(parents=True, exist_ok=True)
+            try:
+                trainers.check_training(build, directory / name, deepspeed=config, use_cpu=False, **options)
+            except (Exception, pytest.fail.Exception) as error:
+                raise RuntimeError(f"the trainer {name!r} fails") from error
+
+
+def train_models(rank, directory):
+    for (name, case), kind in itertools.product(CASES.items(), KINDS):
+        try:
+            run_case(rank, *case, kind)
+        except Exception as error:
+            raise RuntimeError(f"the case {name!r} fails with {kind}") from error
+
+
+def work(rank, run, port, directory):
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ.update({key: str(value) for key, value in where.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=180))
+    run(rank, pathlib.Path(directory))
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", [train_models, train_trainers])
+def test_training_on_two_processes(run, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, (run, port, str(tmp_path)), nprocs=WORLD)

@@ -241,7 +241,7 @@ def completion_logps(model: Any, tokenizer: Any, pairs: list[Any], side: str) ->
 def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any]) -> Iterator[dict[str, Any]]:
     """Every method, seed and provider not in `ended`, each in a process of its own, some at once on every GPU."""
     slots: queue.Queue[dict[str, str]] = queue.Queue()
-    for gpu in [str(i) for i in range(torch.cuda.device_count())] or [""]:
+    for gpu in visible_gpus():
         for _ in range(args.jobs):
             slots.put({"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")})
 
@@ -269,6 +269,12 @@ def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any])
             found = case.result()
             if found is not None:
                 yield found
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES of a process is to be for each GPU that this one sees; "" if there is none."""
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",")[:count] if visible else [str(i) for i in range(count)]) or [""]
 
 
 def of(runs: list[dict[str, Any]], method: str, provider: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.convergence import ROOT, distance, draw, smooth, table
+from benchmarks.convergence import ROOT, distance, draw, smooth, table, visible_gpus
 
 
 def run_of(method, provider, seed, curve):
@@ -36,6 +36,15 @@ def test_the_table_sets_providers_beside_seeds(tmp_path):
     assert ["plain,", "two", "seeds", "1.0000"] in lines
     draw(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("visible", "count", "expected"), [(None, 2, ["0", "1"]), ("3", 1, ["3"]), ("", 0, [""])])
+def test_runs_take_the_gpus_that_are_visible(monkeypatch, visible, count, expected):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == expected
 
 
 def test_a_study_that_was_cut_short_goes_on(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero docs lint dist clean
+.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero notebook docs lint dist clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -65,6 +65,9 @@ zero: .venv/zero/ready
 	.venv/test/bin/python -m pip --python .venv/zero/bin/python install --quiet --disable-pip-version-check \
 		-c requirements-tested.txt --no-build-isolation deepspeed
 	touch $@
+
+notebook: .venv/test/ready
+	.venv/test/bin/python -m tests.project.test_notebook
 
 docs: .venv/docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)

@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -94,6 +95,16 @@ def test_versions_agree():
     headings = re.findall(r"^## \[(.+?)\]", text("CHANGELOG.md"), re.MULTILINE)
     assert headings == ["Unreleased", *released]
     assert all(f"\n[{heading}]: https://" in text("CHANGELOG.md") for heading in headings)
+
+
+def test_make_alone_says_what_there_is():
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    (named,) = re.findall(r"^\.PHONY: (.+)$", text("Makefile"), re.MULTILINE)
+    helped = re.findall(r"^make (\S+)  ", done.stdout, re.MULTILINE)
+    assert "demo" in helped
+    assert {*helped} <= {*named.split()}
 
 
 def test_the_release_list_names_what_is_said_of_the_package_index():

@@ -1,12 +1,20 @@
-# `make demo`: a real DPO run. `make test`: the checks. `make test-slow`: tests that take long.
-# `make test-newest`, `make test-oldest`: the tests of `make test` on the newest torch, and on the oldest that is supported.
-# `make test-zero`: the tests of DeepSpeed's ZeRO-3. `make docs`: the documentation, into site/. `make dist`: the wheel
-# and the source distribution.
-# Each makes its own environment under .venv/.
+# make demo         a real DPO run in TRL, with this library and without it
+# make test         ruff, mypy and the tests
+# make test-slow    the tests that take long
+# make test-newest  the tests of `make test` on the newest torch
+# make test-oldest  the same on the oldest torch that is supported
+# make test-zero    the tests of DeepSpeed's ZeRO-3
+# make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
+# make docs         the documentation, into site/
+# make dist         the wheel and the source distribution
+# Each makes its own environment under .venv/. PYTHON=python3.12 chooses what makes it.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: demo test test-slow newest test-newest oldest test-oldest zero test-zero docs lint dist clean
+.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero notebook docs lint dist clean
+
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
 
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
@@ -58,6 +66,9 @@ zero: .venv/zero/ready
 		-c requirements-tested.txt --no-build-isolation deepspeed
 	touch $@
 
+notebook: .venv/test/ready
+	.venv/test/bin/python -m tests.project.test_notebook
+
 docs: .venv/docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)
 
@@ -75,6 +86,7 @@ dist:
 
 # torch first: the packages after it must not pull in another build of it.
 .venv/%/installed: pyproject.toml requirements-tested.txt
+	@echo "Installing into .venv/$*, once; with torch, several GB."
 	$(PYTHON) -m venv .venv/$*
 	$(call PIP,$*) --upgrade pip
 	$(call PIP,$*) torch

@@ -22,6 +22,7 @@ from benchmarks.measure import environment
 
 STEP = ("tokens_per_second", "peak_gib")
 HEAD = ("median_ms", "extra_mib")
+DASH = "\N{EN DASH}"
 COLUMNS = ("plain", "liger-kernel", "TRL", "ours")
 #: A row's name in README.md, what is measured, and where a provider goes by another name than its column's.
 STEPS = {
@@ -88,7 +89,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = {(row["name"], row["column"]): written(row["name"], row["values"]) for row in rows}
     cells |= {key: bold(cell) for key, cell in cells.items() if key[1] == "ours"}
     names = [name for name in (STEPS | LARGE | HEADS) if any(name == row["name"] for row in rows)]
-    return "\n".join(f"| {name} | {' | '.join(cells.get((name, c), '') for c in COLUMNS)} |" for name in names)
+    return "\n".join(f"| {name} | {' | '.join(cells.get((name, c), DASH) for c in COLUMNS)} |" for name in names)
 
 
 def main() -> None:

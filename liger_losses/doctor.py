@@ -28,6 +28,8 @@ from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED, triton
 from liger_losses.patching.report import PatchReport
 
 PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
+#: What :func:`trl_patch_points` says first if all is well.
+WILL_WORK = "will work"
 
 
 def versions() -> Iterator[str]:
@@ -72,7 +74,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def trl_patch_points() -> Iterator[str]:
-    """Whether the attributes that ``liger_losses.trl.enable()`` patches exist in TRL; patches nothing."""
+    """Whether ``liger_losses.trl.enable()`` will work, and which of its attributes TRL has; patches nothing."""
     from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent
 
     try:
@@ -87,13 +89,17 @@ def trl_patch_points() -> Iterator[str]:
     for point, target in targets:
         if isinstance(target, Absent):
             (missing if target.needed else absent.setdefault(point.feature, [])).append(target.reason)
-    count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that enable() replaces"
+    if missing:
+        yield f"liger_losses.trl.enable() will refuse this version; it is tested with {', '.join(TESTED)}"
+    else:
+        less = [
+            f"; {len(reasons)} attributes for {feature} are missing, and not needed ({reasons[0].rpartition(': ')[2]})"
+            for feature, reasons in absent.items()
+        ]
+        yield f"liger_losses.trl.enable() {WILL_WORK}{''.join(less)}"
+    count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that it replaces"
     yield f"{count} are there: {', '.join(dict.fromkeys(found))}"
-    for line, *others in absent.values():
-        yield f"not there, and not needed: {line}" + (f"; and {len(others)} more like it" if others else "")
     yield from (f"MISSING: {line}" for line in missing)
-    outcome = f"will refuse this version; it is tested with {', '.join(TESTED)}" if missing else "will work"
-    yield f"liger_losses.trl.enable() {outcome}"
 
 
 def patch_report(name: str) -> tuple[str, PatchReport]:
@@ -154,7 +160,7 @@ def kernels_advice() -> str:
 
 def trl_advice(lines: Sequence[str]) -> str:
     """What to do about TRL, given the lines of :func:`trl_patch_points`."""
-    if lines[-1].endswith("will work"):
+    if WILL_WORK in lines[0]:
         return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
     from liger_losses.trl.patch_points import TESTED
 
@@ -191,17 +197,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m liger_losses.doctor", description=description)
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     args = parser.parse_args(arguments)
-    points, report = list(trl_patch_points()), None
-    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", points)):
-        show(title, lines)
+    report, wrong = None, False
     if args.model is not None:
-        sys.stdout.flush()
         try:
             kind, report = patch_report(args.model)
         except (OSError, ValueError, ImportError) as error:
             takes = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
-            print(f"{args.model} cannot be built: {error}\n{takes}, or its config.json.", file=sys.stderr)
-            return 1
+            print(f"{args.model} cannot be built: {error}\n{takes}, or its config.json.", file=sys.stderr, flush=True)
+            wrong = True
+    points = list(trl_patch_points())
+    for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", points)):
+        show(title, lines)
+    if wrong:
+        return 1
+    if report is not None:
         show(f"patch() on {args.model}", [kind])
         print(textwrap.indent(str(report), "  "))  # a table's rows stay whole
     advice = (kernels_advice(), trl_advice(points), model_advice(report))

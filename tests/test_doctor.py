@@ -59,7 +59,7 @@ def test_a_model_by_its_configuration(config):
     assert "3. Call liger_losses.patch(model)" in printed
 
 
-def test_a_model_that_is_not_there(tmp_path, capsys):
+def test_a_model_that_is_not_there(tmp_path, capsys, monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     assert doctor.main([str(tmp_path)]) == 1
@@ -67,6 +67,12 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert "cannot be built" in printed.err
     assert "no_such_type" in printed.err
     assert "Versions" in printed.out
+    order = []
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor, "show", lambda title, lines: order.append(title))
+        patched.setattr(doctor, "print", lambda text, **_: order.append("error"), raising=False)
+        doctor.main([str(tmp_path)])
+    assert order == ["error", "Versions", "Devices", "TRL"]
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, capsys):
@@ -89,17 +95,28 @@ def test_missing_patch_points_are_named(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
     import trl.trainer.dpo_trainer as module
 
-    assert list(doctor.trl_patch_points())[-1] == "liger_losses.trl.enable() will work"
+    assert next(doctor.trl_patch_points()) == "liger_losses.trl.enable() will work"
     original = module.add_fused_lm_head
     monkeypatch.setattr(module, "add_fused_lm_head", lambda model: None)
     lines = list(doctor.trl_patch_points())
     assert any("MISSING" in line and "(DPO) takes no temperature" in line for line in lines)
-    assert "will refuse this version" in lines[-1]
+    assert "will refuse this version" in lines[0]
     assert "Install trl==1.16.*" in doctor.trl_advice(lines)
     monkeypatch.delattr(module, "add_fused_lm_head")
     assert any("(DPO) is not there" in line for line in doctor.trl_patch_points())
     monkeypatch.undo()
     assert module.add_fused_lm_head is original
+
+
+def test_what_is_not_needed_is_said_after_what_works(monkeypatch):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for trainer in ("dpo", "kto"):
+        monkeypatch.delattr(f"trl.trainer.{trainer}_trainer.BaseTunerLayer", raising=False)
+    lines = list(doctor.trl_patch_points())
+    missing = "2 attributes for adapters on the head are missing, and not needed (PEFT is not installed)"
+    assert lines[0] == f"liger_losses.trl.enable() will work; {missing}"
+    assert lines[1].startswith("51 of the 53 attributes that it replaces are there")
+    assert "call liger_losses.trl.enable(kernels=True)" in doctor.trl_advice(lines)
 
 
 def test_without_trl(monkeypatch):

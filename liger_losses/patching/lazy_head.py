@@ -102,9 +102,8 @@ def make_head_lazy(
     """
     layers = _head_layers(model)
     if not layers:
-        return [
-            Entry("", type(model).__name__, None, "it has no output embedding (get_output_embeddings() gives none)")
-        ]
+        without = "it has no output embedding; pass the model with its lm_head (AutoModelForCausalLM)"
+        return [Entry("", type(model).__name__, None, without)]
     entries = []
     for module in layers:
         if _is_lazy(module, only_when_forced):

@@ -24,7 +24,7 @@ class LossInputs(NamedTuple):
 
 def loss_inputs(
     model: nn.Module,
-    *,
+    *by_position: Any,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
     ignore_index: int = -100,
@@ -57,6 +57,8 @@ def loss_inputs(
         TypeError: a model whose last layer, or what it does to its logits, the head cannot express.
         ValueError: an encoder-decoder; labels that are missing or do not fit the hidden states.
     """
+    if by_position:
+        raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
     name, inner = type(model).__name__, _unwrapped(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")

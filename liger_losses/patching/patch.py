@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching import rotations
-from liger_losses.patching.lazy_head import keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
+from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
@@ -87,6 +87,7 @@ def patch(
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
     if residuals:
         modules += [(Residuals, path, module) for path, module in model.named_modules()]  # after their norms
+    before = _replaced_in(model)
     entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
     if rope:
         entries.extend(_patch_rope(model, filter_fn))
@@ -96,7 +97,13 @@ def patch(
         entries += lazy + [entry for entry in left if entry.path or not lazy]
         if lazy:
             keep_head_lazy(model)
-    return PatchReport(entries)
+    return PatchReport(entries, _replaced_in(model) == before)
+
+
+def _replaced_in(model: nn.Module) -> list[Any]:
+    """What is replaced in a model, to be compared."""
+    pieces = [(path, replacement_of(module), is_patched_head(module)) for path, module in model.named_modules()]
+    return [*pieces, rotations.replaced_for(model)]
 
 
 def unpatch(model: nn.Module) -> None:

@@ -33,9 +33,11 @@ class PatchReport:
 
     Attributes:
         entries: one :class:`Entry` per piece, in the order of the model.
+        unchanged: whether all that is replaced was so before.
     """
 
     entries: list[Entry] = field(default_factory=list)
+    unchanged: bool = False
 
     @property
     def replaced(self) -> list[Entry]:
@@ -64,4 +66,5 @@ class PatchReport:
         table = [("module", "class", "count", "replaced by", "reason"), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-        return "\n".join([*map(str.rstrip, lines), summary])
+        again = ["already patched; nothing was changed"] if self.unchanged and self.replaced else []
+        return "\n".join([*map(str.rstrip, lines), summary, *again])

@@ -168,6 +168,11 @@ def replace_function(model: nn.Module, namespace: dict[str, Any], name: str) -> 
     return wrapper.rotation
 
 
+def replaced_for(model: nn.Module) -> list[str]:
+    """The functions that are replaced for this model."""
+    return [name for _, name, models in _REPLACED.values() if id(model) in models]
+
+
 def release(model: int) -> None:
     """Put the functions back that only the model with this id needs replaced."""
     for wrapper, (namespace, name, models) in list(_REPLACED.items()):

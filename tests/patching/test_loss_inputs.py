@@ -143,6 +143,8 @@ def test_policies_and_references():
 
 def test_bad_input_is_refused():
     model, inputs = make(), batch()
+    with pytest.raises(TypeError, match=r"by keyword: loss_inputs\(model, input_ids="):
+        loss_inputs(model, inputs["input_ids"])
     with pytest.raises(ValueError, match="neither labels nor input_ids"):
         loss_inputs(model, inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64))
     with pytest.raises(TypeError, match="int64 token ids"):
@@ -159,6 +161,13 @@ def test_bad_input_is_refused():
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
     with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM gives no Head: .*Parametrized"):
         loss_inputs(model, **inputs)
+
+
+def test_logits_of_a_patched_model_are_refused():
+    model, inputs = make(), batch()
+    liger_losses.patch(model)
+    with pytest.raises(ValueError, match=r"look like logits.* Of a patched model, take the model's own loss \(labels="):
+        LigerFusedLinearCrossEntropyLoss()(model.lm_head, model(**inputs).logits, inputs["input_ids"])
 
 
 def test_the_readmes_first_snippet_runs():

@@ -1,10 +1,12 @@
 """The report of what was patched."""
 
 import pytest
+import torch
 
+from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.report import Entry, PatchReport
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def test_the_report_prints_as_a_table():
@@ -16,3 +18,24 @@ def test_the_report_prints_as_a_table():
     assert lines[1].split() == ["layers.*.norm", "Norm", "3", "rms_norm"]
     assert lines[2].split() == ["head.*", "Odd", "1", "-", "it", "is", "odd"]
     assert lines[3] == "3 of 4 pieces replaced: rms_norm 3, left 1"
+
+
+def test_patching_again_says_that_nothing_was_changed():
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    again = "already patched; nothing was changed"
+    lines = [str(patch(model, **options)).splitlines() for options in ({"loss_head": False}, {}, {})]
+    assert [line[-1] == again for line in lines] == [False, False, True]
+    lines = [str(patch(model, **options)).splitlines() for options in ({"tile_mlps": 8}, {"tile_mlps": 8}, {})]
+    assert [line[-1] == again for line in lines] == [False, True, True]
+    unpatch(model)
+    assert again not in str(patch(model))
+    assert again not in str(patch(torch.nn.Linear(2, 2)))
+
+
+def test_a_model_without_its_head_is_named():
+    with torch.device("meta"):
+        report = patch(transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1)))
+    assert report.left[0].reason.endswith("pass the model with its lm_head (AutoModelForCausalLM)")

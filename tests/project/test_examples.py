@@ -237,7 +237,14 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
     capsys.readouterr()
     dpo.print_report(dpo.parse_arguments(), ours, plain)
     printed = capsys.readouterr().out
-    for line in ("reward accuracy", "peak memory, MiB", "tokens per second", "loss, step 3"):
+    assert f"this library by enable(kernels={torch.cuda.is_available()})" in printed
+    for line in (
+        "reward accuracy",
+        "(ties, as before training, count as wrong)",
+        "peak memory, MiB",
+        "tokens per second",
+        "loss, step 3",
+    ):
         assert line in printed
 
 

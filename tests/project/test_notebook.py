@@ -1,6 +1,12 @@
-"""The notebook runs from top to bottom, and shows what its text says."""
+"""The notebook runs from top to bottom, shows what its text says, and is saved with what it shows.
+
+python -m tests.project.test_notebook  # runs it, and saves it with its outputs: `make notebook`
+"""
 
 import ast
+import base64
+import contextlib
+import io
 import json
 import pathlib
 
@@ -9,33 +15,70 @@ import pytest
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
-def code_cells():
-    cells = json.loads(PATH.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+def read():
+    return json.loads(PATH.read_text(encoding="utf-8"))
 
 
-def test_it_has_no_outputs_and_is_python():
-    cells = json.loads(PATH.read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
-    assert len({cell["id"] for cell in cells}) == len(cells)
-    for source in code_cells():
-        ast.parse(source)
+def code_cells(notebook):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.slow
-def test_it_runs_from_top_to_bottom(monkeypatch):
-    pytest.importorskip("trl", reason="TRL is not installed")
-    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+def run(notebook):
+    """The variables that its cells leave; each cell gets its outputs: what it prints, and its plots."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = []
-    monkeypatch.setattr(pyplot, "show", lambda: shown.append(pyplot.gcf()))
-    namespace = {"__name__": "__main__"}
-    for number, source in enumerate(code_cells()):
-        exec(compile(source, f"{PATH.name}, code cell {number}", "exec"), namespace)
-    pyplot.close("all")
-    assert len(shown) == 3
+    namespace, show = {"__name__": "__main__"}, pyplot.show
+    try:
+        for number, cell in enumerate(code_cells(notebook), 1):
+            plots, printed = [], io.StringIO()
+            pyplot.show = lambda plots=plots: plots.append(saved(pyplot.gcf()))
+            with contextlib.redirect_stdout(printed):
+                exec(compile("".join(cell["source"]), f"{PATH.name}, code cell {number}", "exec"), namespace)
+            text = printed.getvalue().splitlines(True)
+            texts = [{"output_type": "stream", "name": "stdout", "text": text}] if text else []
+            cell["execution_count"], cell["outputs"] = number, [*plots, *texts]
+    finally:
+        pyplot.show = show
+        pyplot.close("all")
+    return namespace
+
+
+def saved(figure):
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    picture = base64.b64encode(buffer.getvalue()).decode()
+    return {"output_type": "display_data", "metadata": {}, "data": {"image/png": picture}}
+
+
+def kinds(notebook):
+    """Which outputs each code cell has."""
+    return [[output["output_type"] for output in cell["outputs"]] for cell in code_cells(notebook)]
+
+
+def test_it_is_python_with_outputs():
+    notebook = read()
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in code_cells(notebook):
+        ast.parse("".join(cell["source"]))
+        shows = any(word in "".join(cell["source"]) for word in ("print(", "plt.show()"))
+        assert bool(cell["outputs"]) == shows
+    assert [cell["execution_count"] for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
+    assert sum(kind == "display_data" for cell in kinds(notebook) for kind in cell) == 3
+    assert PATH.stat().st_size < 300_000
+
+
+@pytest.mark.slow
+def test_it_runs_from_top_to_bottom():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    notebook = read()
+    expected = kinds(notebook)
+    namespace = run(notebook)
+    assert kinds(notebook) == expected
     assert namespace["ours"].item() == pytest.approx(namespace["plain"].item(), rel=1e-6)
     assert namespace["difference"] < 1e-5
     plain, ours = namespace["peaks"].values()
@@ -44,3 +87,9 @@ def test_it_runs_from_top_to_bottom(monkeypatch):
     assert ours == pytest.approx(plain, abs=0.02)
     assert ours[-1] < ours[0] - 2
     assert namespace["dpo"][-1]["loss"] < 0.5
+
+
+if __name__ == "__main__":
+    executed = read()
+    run(executed)
+    PATH.write_text(json.dumps(executed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

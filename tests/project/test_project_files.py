@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -96,6 +97,25 @@ def test_versions_agree():
     assert all(f"\n[{heading}]: https://" in text("CHANGELOG.md") for heading in headings)
 
 
+def test_make_alone_says_what_there_is():
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    (named,) = re.findall(r"^\.PHONY: (.+)$", text("Makefile"), re.MULTILINE)
+    helped = re.findall(r"^make (\S+)  ", done.stdout, re.MULTILINE)
+    assert "demo" in helped
+    assert {*helped} <= {*named.split()}
+
+
+def test_the_release_list_names_what_is_said_of_the_package_index():
+    sentence = "Not on the package index yet"
+    files = [path for path in ("README.md", "docs/quick_start.md") if sentence in text(path)]
+    _, _, release = text("CONTRIBUTING.md").partition("## Release")
+    assert (sentence in release) == bool(files)
+    assert all(path in release for path in files)
+    assert "pip install liger-losses" not in (text("README.md") if files else "")
+
+
 def test_addresses_are_those_of_the_project():
     urls = project()["urls"]
     assert urls["Documentation"] == DOCUMENTATION
@@ -119,7 +139,7 @@ def test_the_readmes_table_is_what_its_benchmark_prints():
     names = [row.split("|")[1].strip() for row in rows]
     assert [name for name in names if not name.startswith("longest")] == [*readme.STEPS, *readme.LARGE, *readme.HEADS]
     row = {"name": names[0], "column": "ours", "values": (63512, 22.94)}
-    assert readme.table([row]) == f"| {names[0]} |  |  |  | **63.5k** / 22.9 |"
+    assert readme.table([row]) == f"| {names[0]} | {' | '.join([readme.DASH] * 3)} | **63.5k** / 22.9 |"
 
 
 def test_prose_has_lines_of_at_most_120_characters():

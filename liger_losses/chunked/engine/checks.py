@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: What counts as several hidden states, heads or labels.
 LISTS = (list, tuple, nn.ModuleList)
 
+#: Where hidden states come from.
+LOSS_INPUTS = "loss_inputs(model, input_ids=...) gives head, hidden states and labels"
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -44,8 +47,7 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
     With ``allow_dtensor``, hidden states may be a DTensor: :class:`liger_losses.Head` says with which weights.
     """
     if not isinstance(value, Tensor):
-        layer = "; a layer such as model.lm_head goes where the weight goes" if isinstance(value, nn.Module) else ""
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{layer}.")
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{_what_to_do(name, value)}.")
     if hasattr(value, "full_tensor") and not allow_dtensor:
         raise TypeError(
             f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
@@ -54,6 +56,19 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
+
+
+def _what_to_do(name: str, value: Any) -> str:
+    """What to pass in place of something that is no tensor."""
+    if isinstance(value, nn.Module):
+        return "; a layer such as model.lm_head goes where the weight goes"
+    if getattr(value, "last_hidden_state", None) is not None:
+        return "; pass its .last_hidden_state"
+    if hasattr(value, "logits"):
+        return "; " + LOSS_INPUTS
+    if isinstance(value, (list, tuple)) and name == "hidden_states" and any(isinstance(v, Tensor) for v in value):
+        return f" of {len(value)}; for the last layer, pass outputs.hidden_states[-1]"
+    return f"; pass torch.tensor({name})" if isinstance(value, list) else ""
 
 
 def check_group(group: Any, dimension: str) -> None:
@@ -185,9 +200,7 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
         )
-    # Rows that are dequantized take the dtype of the hidden states.
-    weights = [head.weight] if head.weight.shape[1] else []
-    return _compute_dtype([*hidden_states, *weights, *([] if head.bias is None else [head.bias])])
+    return _compute_dtype(hidden_states, head)
 
 
 def check_like_labels(name: str, value: Any, labels_shape: torch.Size) -> None:
@@ -201,9 +214,15 @@ def check_like_labels(name: str, value: Any, labels_shape: torch.Size) -> None:
 
 def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.Size) -> None:
     if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
+        logits = ""
+        if len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
+            logits = (
+                f" These look like logits: pass the last hidden states; {LOSS_INPUTS}. Of a patched model, take the "
+                "model's own loss (labels=)."
+            )
         raise ValueError(
             f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
-            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear."
+            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear.{logits}"
             + see("shapes-dtypes-and-devices")
         )
     if labels != hidden_states[:-1]:
@@ -212,21 +231,27 @@ def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.S
                 f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
                 f"{tuple(labels)}, one for each row of the weight." + see("shapes-dtypes-and-devices")
             )
+        advice = "Shorten neither: with shift=True, each position predicts the next one's label."
+        if labels.numel() == hidden_states[:-1].numel() and len(labels) != len(hidden_states) - 1:
+            advice = f"Give both flat, or both {list(labels if len(labels) > 1 else hidden_states[:-1])}."
         raise ValueError(
             f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
-            f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. To predict the next token, "
-            "pass both unshortened with shift=True." + see("shapes-dtypes-and-devices")
+            f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. {advice}" + see("shapes-dtypes-and-devices")
         )
 
 
-def _compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def _compute_dtype(hidden_states: Sequence[Tensor], head: Head) -> torch.dtype:
+    # Rows that are dequantized take the dtype of the hidden states.
+    weights = [head.weight] if head.weight.shape[1] else []
+    tensors = [*hidden_states, *weights, *([] if head.bias is None else [head.bias])]
     dtypes, autocast = {tensor.dtype for tensor in tensors}, autocast_dtype(tensors[0].device)
     if autocast is not None and torch.float64 not in dtypes:
         return autocast
     if len(dtypes) > 1:
-        given = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        names = [*["hidden_states"] * len(hidden_states), *["weight"] * len(weights), "bias"]
+        given = dict.fromkeys(f"{name} {tensor.dtype}" for name, tensor in zip(names, tensors, strict=False))
         raise TypeError(
-            f"hidden_states, weight and bias must share a dtype outside autocast, got {given}. "
+            f"hidden_states, weight and bias must share a dtype outside autocast, got {', '.join(given)}. "
             "Cast one side, or run under torch.autocast." + see("shapes-dtypes-and-devices")
         )
     return dtypes.pop()

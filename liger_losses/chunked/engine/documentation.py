@@ -5,5 +5,5 @@ DOCUMENTATION = "https://liger-losses.github.io/liger-losses/"
 
 
 def see(heading: str) -> str:
-    """The end of an error's text: its heading in docs/errors.md, by the anchor that the site gives to it."""
-    return f" See {DOCUMENTATION}errors/#{heading}"
+    """The end of an error's text: its heading in the repository, and by the same anchor on the site."""
+    return f" See docs/errors.md#{heading} in the repository, or {DOCUMENTATION}errors/#{heading}"

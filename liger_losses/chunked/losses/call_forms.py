@@ -110,8 +110,11 @@ class CompletionBatch:
         labels = [*self.labels, *extra]
         for part in labels:
             check_device(self.head.weight, labels=part)
-        size = self.head.vocab_size if self.ref_head is None else min(self.head.vocab_size, self.ref_head.vocab_size)
-        return Tokens.select(labels, size, options.ignore_index, options.compact, options.backend)
+        chosen = options.ignore_index, options.compact, options.backend
+        if self.ref_head is None or self.ref_head.vocab_size >= self.head.vocab_size:
+            return Tokens.select(labels, self.head.vocab_size, *chosen)
+        with naming_the_reference():
+            return Tokens.select(labels, self.ref_head.vocab_size, *chosen)
 
     @torch.no_grad()
     def reference_logps(self, tokens: Tokens, options: EngineOptions) -> list[Tensor | None]:
@@ -209,6 +212,11 @@ def read_pairs(
     for name, value in references.items():
         if value is not None:
             check_tensor(name, value, allow_dtensor=name == "ref_input")
+    if second.is_floating_point() and second.dim() == 3:
+        raise TypeError(
+            "target must be labels, got hidden states: for chosen and rejected completions, call loss(head, "
+            "Completions(hidden_states, labels), Completions(hidden_states, labels))."
+        )
     if first.dim() != 3 or second.dim() != 2:
         raise ValueError(
             "the stacked form takes hidden states [2 * pairs, tokens, hidden_size] and labels [2 * pairs, tokens], "

@@ -188,6 +188,8 @@ class DistillationLoss(ChunkedLoss):
             the student's.
     """
 
+    call_forms = "loss(head, hidden_states, labels, Teacher(hidden_states, weight))"
+
     def __init__(
         self,
         divergence: Divergence | None,

@@ -79,6 +79,10 @@ class PreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
+    call_forms = (
+        "loss(head, chosen, rejected), each side Completions(hidden_states, labels), or as loss(head, hidden_states, "
+        "labels), chosen rows first"
+    )
 
     def __init__(
         self,

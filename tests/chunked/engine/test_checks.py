@@ -1,5 +1,7 @@
 """Bad input is refused before any work, with what was given, what was expected and what to do."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -44,15 +46,22 @@ def wide(**dtypes):
 LOGPS = [
     ("transposed weight", lambda h, w, y: (h, w.t(), y), ValueError, r"hidden_states must be \[..., 61\]"),
     ("weight of another model", lambda h, w, y: (h, w[:, :-1], y), ValueError, r"\[vocab_size, hidden_size\]"),
-    ("unshifted labels", lambda h, w, y: (h[:, :-1], w, y), ValueError, "shift=True"),
+    ("unshifted labels", lambda h, w, y: (h[:, :-1], w, y), ValueError, "Shorten neither: with shift=True"),
+    ("flat labels", lambda h, w, y: (h, w, y.flatten()), ValueError, r"Give both flat, or both \[4, 5\]"),
+    ("flat hidden states", lambda h, w, y: (h.flatten(0, 1), w, y), ValueError, r"Give both flat, or both \[4, 5\]"),
     ("float labels", lambda h, w, y: (h, w, y.float()), TypeError, r"int64 token ids.*\.long\(\)"),
     ("int32 labels", lambda h, w, y: (h, w, y.int()), TypeError, "int64"),
     ("integer hidden states", lambda h, w, y: (y[..., None].expand(4, 5, 24), w, y), TypeError, "token ids go into"),
-    ("mixed dtypes", lambda h, w, y: (h.bfloat16(), w, y), TypeError, "torch.bfloat16, torch.float32.*autocast"),
+    (
+        "mixed dtypes",
+        lambda h, w, y: (h.bfloat16(), w, y),
+        TypeError,
+        "hidden_states torch.bfloat16, weight torch.float32.*cast",
+    ),
     ("label too large", lambda h, w, y: (h, w, y.masked_fill(y == -100, 61)), ValueError, r"\[0, 61\).*to 61"),
     ("negative label", lambda h, w, y: (h, w, y.masked_fill(y == -100, -1)), ValueError, "from -1"),
     ("1-d weight", lambda h, w, y: (h, w[0], y), ValueError, "weight must be"),
-    ("lists", lambda h, w, y: (h, w, y.tolist()), TypeError, "must be a tensor"),
+    ("lists", lambda h, w, y: (h, w, y.tolist()), TypeError, r"got list; pass torch.tensor\(labels\)"),
     ("another device", lambda h, w, y: (h, w, y.to("meta")), ValueError, "on one device"),
 ]
 
@@ -242,6 +251,23 @@ MISTAKES = {
         r"TeacherLogits\(logits\), got Tensor",
     ),
     "a sparse weight": (lambda h, w, y: CE(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
+    "logits": (lambda h, w, y: CE(w, h @ w.t(), y), r"look like logits: pass the last hidden states; loss_inputs"),
+    "all layers": (lambda h, w, y: CE(w, (h, h, h), y), r"a tuple of 3 .*hidden_states\[-1\]; for .* pass a list"),
+    "all layers of an operation": (lambda h, w, y: linear_logps((h, h), w, y), r"outputs.hidden_states\[-1\]"),
+    "all layers of completions": (lambda h, w, y: DPO(w, ((h, h), y), (h, y)), r"outputs.hidden_states\[-1\]"),
+    "a model's output": (
+        lambda h, w, y: CE(w, SimpleNamespace(last_hidden_state=h), y),
+        r"pass its .last_hidden",
+    ),
+    "an output with logits": (lambda h, w, y: CE(w, SimpleNamespace(logits=h), y), "loss_inputs.* gives head, hidden"),
+    "hidden states of pairs": (
+        lambda h, w, y: DPO(w, h, h),
+        r"target must be labels.* Completions\(hidden_",
+    ),
+    "a reference's vocabulary": (
+        lambda h, w, y: LigerFusedLinearDPOLoss()(w, h, y, None, h, w[:20]),
+        r"^of the reference model.* labels must be in \[0, 20\)",
+    ),
     "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; give one tensor"),
     "shapes of a function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], torch.ones(4), y[:, 1:]),

@@ -33,10 +33,21 @@ from ...chunked.engine.traced import empty_statistics
 from ...kernels.autograd import once_differentiable, scale_
 from ...kernels.logit_transform import LogitTransform
 
+#: What errors call the first argument.
+HIDDEN = "hidden states"
+
 
 def count_targets(**given: Any) -> int:
-    """How many targets these arguments are for; ValueError unless all lists among them have the same length."""
+    """How many targets these arguments are for; ValueError unless all lists among them have the same length.
+
+    A TypeError for a tuple of hidden states alone: transformers has one of all layers.
+    """
     lengths = {name: len(value) for name, value in given.items() if isinstance(value, LISTS)}
+    if list(lengths) == [HIDDEN] and isinstance(given[HIDDEN], tuple):
+        raise TypeError(
+            f"got a tuple of {lengths[HIDDEN]} tensors of hidden states beside one head and one tensor of labels: for "
+            "the last layer, pass outputs.hidden_states[-1]; for several heads, pass a list."
+        )
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         found = ", ".join(f"{length} of {name}" for name, length in lengths.items()) or "no list"
         raise ValueError(f"got {found}: each argument is one for all heads, or a list that has one for each of them.")

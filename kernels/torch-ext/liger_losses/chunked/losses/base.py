@@ -23,6 +23,7 @@ from ...chunked.engine.call import Query
 from ...chunked.engine.checks import check_labels, check_tensor, checked_items
 from ...chunked.engine.operators import call_in_graph, losses, register
 from ...chunked.engine.tokens import Tokens, shift_labels
+from ...chunked.losses.arguments import check_arguments, explaining, unknown_options
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from ...chunked.losses.context_parallel import agree, check_call, check_sliced, on_slices, sum_over_group
 from ...kernels.logit_transform import LogitTransform
@@ -48,7 +49,11 @@ def operator(forward: F) -> F:
         if torch.compiler.is_dynamo_compiling():
             parameters = dict(self.named_parameters())
             return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
-        return forward(self, *arguments, **keywords)
+        try:
+            return forward(self, *arguments, **keywords)
+        except TypeError:
+            check_arguments(self, forward, arguments, keywords)
+            raise
 
     return cast(F, wrapped)
 
@@ -101,6 +106,8 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
+    #: How it is called, for error messages.
+    call_forms: ClassVar[str] = "loss(head, hidden_states, labels)"
     #: What attributes make, until one of them changes: a call reads them while the device is idle.
     _transform: LogitTransform | None = None
     _options: EngineOptions | None = None
@@ -124,7 +131,10 @@ class ChunkedLoss(nn.Module):
         accum_dtype: torch.dtype | None = None,
         backend: str | None = None,
         group: dist.ProcessGroup | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise TypeError(unknown_options(type(self), unknown))
         super().__init__()
         self.group = group
         self.ignore_index, self.shift, self.compact = ignore_index, shift, compact
@@ -273,6 +283,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
+    @explaining
     def forward(
         self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:

@@ -100,6 +100,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
     """
 
+    call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
+
     def __init__(
         self,
         beta: float = 0.04,

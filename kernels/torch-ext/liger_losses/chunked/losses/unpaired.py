@@ -125,6 +125,10 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
+    call_forms = (
+        "loss(head, desirable, undesirable), each Completions(hidden_states, labels), or loss(head, completions, "
+        "preference_labels=...)"
+    )
     loss_types: tuple[str, ...] = tuple(LOSSES)
 
     def __init__(

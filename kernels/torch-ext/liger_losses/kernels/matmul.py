@@ -78,8 +78,12 @@ def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[
         return lambda: None
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        work()
+    try:
+        with torch.cuda.stream(side):
+            work()
+    except BaseException:  # what is queued already may use memory that the caller frees now
+        main.wait_stream(side)
+        raise
     return lambda: main.wait_stream(side)
 
 

@@ -105,6 +105,7 @@ def make_tiny(folder: Path, steps: int) -> None:
     ids = [tokenizer.apply_chat_template(row, return_dict=False) + [tokenizer.eos_token_id] for row in rows]
     text = torch.tensor([token for row in ids for token in row], device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    print(f"{steps} steps of training for the model that all runs start from", flush=True)
     for _ in range(steps):
         starts = torch.randint(len(text) - 129, (16, 1))
         batch = text[starts.to(device) + torch.arange(128, device=device)]
@@ -316,7 +317,11 @@ def distance(first: list[float], second: list[float]) -> float:
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
     """A panel for each method: the mean over the seeds, and from the lowest to the highest of them."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed", flush=True)
+        return
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import warnings
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -60,12 +63,13 @@ def loss_inputs(
     if by_position:
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
     name, inner = type(model).__name__, _unwrapped(model)
+    _check_names(inner, batch)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
     given = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if given is None else given
     if targets is None:
-        raise ValueError("there are neither labels nor input_ids; give labels= [batch, tokens].")
+        raise ValueError("there are neither input_ids nor labels; give input_ids= [batch, tokens], or labels=.")
     check_labels(targets)
     reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
     if reasons:
@@ -94,6 +98,17 @@ def loss_inputs(
         active = mask.to(targets.device) != 0
         shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
+
+
+def _check_names(model: Any, batch: dict[str, Any]) -> None:
+    """Warn of what looks like a misspelt argument (``attn_mask``): a model's forward takes it and ignores it."""
+    known = {"labels", "shift_labels"}
+    for module in (model, getattr(model, "base_model", None), getattr(model, "model", None)):
+        known |= set(inspect.signature(module.forward).parameters) if isinstance(module, nn.Module) else set()
+    for name in batch.keys() - known:
+        close = difflib.get_close_matches(name, known, 1, cutoff=0.7)
+        if close:
+            warnings.warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?", stacklevel=3)
 
 
 def _unwrapped(model: nn.Module) -> Any:

@@ -145,7 +145,7 @@ def test_bad_input_is_refused():
     model, inputs = make(), batch()
     with pytest.raises(TypeError, match=r"by keyword: loss_inputs\(model, input_ids="):
         loss_inputs(model, inputs["input_ids"])
-    with pytest.raises(ValueError, match="neither labels nor input_ids"):
+    with pytest.raises(ValueError, match="neither input_ids nor labels"):
         loss_inputs(model, inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64))
     with pytest.raises(TypeError, match="int64 token ids"):
         loss_inputs(model, **inputs, labels=inputs["input_ids"].double())
@@ -161,6 +161,14 @@ def test_bad_input_is_refused():
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
     with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM gives no Head: .*Parametrized"):
         loss_inputs(model, **inputs)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])
+def test_a_misspelt_argument_is_named(given, meant):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
+    ids = torch.randint(61, (2, 5))
+    with pytest.warns(UserWarning, match=f"LlamaForCausalLM has no argument {given}; did you mean {meant}"):
+        loss_inputs(model, input_ids=ids, **{given: torch.ones_like(ids)})
 
 
 def test_logits_of_a_patched_model_are_refused():

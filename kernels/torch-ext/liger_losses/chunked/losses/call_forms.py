@@ -132,9 +132,9 @@ class CompletionBatch:
         for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
             if needed and hidden is None and logps is None:
                 raise ValueError(
-                    f"{needed}, but the {which} completions have none. Give its log-probabilities (ref_logps, "
-                    "ref_per_token_logps), or its hidden states (ref_hidden_states, ref_input=) and ref_weight=, or "
-                    "build the loss with use_ref_model=False."
+                    f"{needed}, but the {which} completions have none. Give Completions "
+                    "ref_logps=, or ref_hidden_states= and the call ref_weight=; to one tensor of all completions "
+                    "belong the call's own ref_ arguments; or build the loss with use_ref_model=False."
                 )
             if logps is None:
                 continue

@@ -39,7 +39,7 @@ except ImportError:
 
 #: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
 _SUM_ROWS, _SUM_TILES = 8, 512
-#: Columns that a program adds up of a row that exists.
+#: Columns of a row of projections in memory, whose exponentials one program of `_row_sums_kernel` adds up.
 _COLUMNS = 4096
 
 

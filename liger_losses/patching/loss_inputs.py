@@ -16,6 +16,9 @@ from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
 
+#: What most batches consist of, for which no signature is looked up in every step.
+_USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
+
 
 class LossInputs(NamedTuple):
     """The first three arguments of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss` and most other losses."""
@@ -102,10 +105,13 @@ def loss_inputs(
 
 def _check_names(model: Any, batch: dict[str, Any]) -> None:
     """Warn of what looks like a misspelt argument (``attn_mask``): a model's forward takes it and ignores it."""
-    known = {"labels", "shift_labels"}
+    given = batch.keys() - _USUAL
+    if not given:
+        return
+    known = {"labels", "shift_labels", *_USUAL}
     for module in (model, getattr(model, "base_model", None), getattr(model, "model", None)):
         known |= set(inspect.signature(module.forward).parameters) if isinstance(module, nn.Module) else set()
-    for name in batch.keys() - known:
+    for name in given - known:
         close = difflib.get_close_matches(name, known, 1, cutoff=0.7)
         if close:
             warnings.warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?", stacklevel=3)

@@ -8,13 +8,7 @@ from liger_losses.modules import RMSNorm, SwiGLUMLP
 from tests.chunked.engine.compiled import DEVICE, HALF, assert_same, compiled, flat, gradients
 from tests.reference import relative_error
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 WIDTH = 24
 g = torch.Generator().manual_seed(3)

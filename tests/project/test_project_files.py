@@ -129,6 +129,14 @@ def test_addresses_are_those_of_the_project():
     assert not [pair for pair in found if pair[1] != owner]
 
 
+def test_the_readme_has_the_commands_that_need_no_installation():
+    lines = text("README.md").splitlines()
+    assert len(lines) <= 130
+    for target in ("demo", "test"):
+        assert any(line.split("#")[0].strip() == f"make {target}" for line in lines), target
+        assert f"\n{target}:" in text("Makefile"), target
+
+
 def test_the_readmes_table_is_what_its_benchmark_prints():
     from benchmarks import readme
 

@@ -199,7 +199,7 @@ class Plan:
     """Sizes of the blocks."""
 
     rows: int  # tokens in a block of whole rows (the statistics pass, the one-pass strategies)
-    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time; 0: none, as few would fit
+    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time; 0 where too few fit
     tile_rows: int  # tokens in a tile of the gradient pass
     tile_columns: int  # columns of the vocabulary in such a tile
     scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any

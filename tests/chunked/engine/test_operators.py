@@ -41,12 +41,7 @@ from tests.chunked.engine.compiled import (
     pairs,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def step(loss):

@@ -11,18 +11,12 @@ from liger_losses.patching.patch import patch
 from tests.reference import relative_error
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),  # inductor's own
 ]
 MODES = ("default", "reduce-overhead")
 H, V = 256, 5003
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def batch(length, rows=4):

@@ -21,10 +21,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
+def no_group_left(nothing_compiled):
     yield
-    torch._dynamo.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -132,9 +132,10 @@ class CompletionBatch:
         for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
             if needed and hidden is None and logps is None:
                 raise ValueError(
-                    f"{needed}, but the {which} completions have none. Give Completions "
-                    "ref_logps=, or ref_hidden_states= and the call ref_weight=; to one tensor of all completions "
-                    "belong the call's own ref_ arguments; or build the loss with use_ref_model=False."
+                    f"{needed}, but the {which} completions have none. Pass ref_logps= to "
+                    "Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
+                    "Completions, pass the ref_ arguments of the loss itself. Or build the loss with "
+                    "use_ref_model=False."
                 )
             if logps is None:
                 continue

@@ -11,8 +11,8 @@ from liger_losses.patching.patch import patch
 from tests.reference import relative_error
 
 pytestmark = [
-    pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.gpu,
+    pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.filterwarnings("ignore"),  # inductor's own
 ]
 MODES = ("default", "reduce-overhead")

@@ -1,21 +1,16 @@
 """Tiny models that transformers splits over processes, and how tests compare them."""
 
 import contextlib
-import faulthandler
-import gc
 import os
 import warnings
-from datetime import timedelta
 from unittest import mock
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from liger_losses.patching.lazy import LazyLogits, warning
+from tests import processes
 
 ROWS, LENGTH = 2, 9
 WORDS = 31  # of the inputs: the smallest vocabulary
@@ -133,29 +128,15 @@ def fully_sharded(model, mesh, tail):
 
 
 def work(rank, folder, world, run):
-    faulthandler.enable()  # a process that is killed by a signal says where it was
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # which accelerate demands, and nobody uses
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=180),
-    )
     for name, case in run(folder).items():
-        try:
+        with processes.case_named(name):
             case()
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the case {name!r} fails") from error
-    gc.collect()
-    dist.barrier()  # the first process to leave would close the other's connections
-    dist.destroy_process_group()
 
 
 def start(folder, run, world):
     """Save the models, and run the cases that ``run(folder)`` names on so many processes."""
     save(folder)
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # transformers takes the accelerator that it finds
-        mp.spawn(work, (folder, world, run), nprocs=world)
+        processes.start(work, world, folder, folder, world, run)

@@ -2,13 +2,10 @@
 
 import copy
 import pickle
-import tempfile
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,6 +23,7 @@ from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
 from liger_losses.patching.token_mlps import TokenMLP
+from tests.processes import start
 
 H, INNER = 16, 40
 
@@ -448,10 +446,7 @@ def spread_by(name, model):
     return fully_shard(model, **policy)
 
 
-def work(rank, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def work(rank):
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     gathers = []
@@ -477,7 +472,6 @@ def work(rank, folder):
         for other in grads[1:]:
             for a, e in zip(other, grads[0], strict=True):
                 assert (a - e).norm() <= (2e-2 if "half" in name else 1e-5) * e.norm(), name
-    dist.destroy_process_group()
 
 
 def checkpointed(checkpointing, name):
@@ -485,9 +479,8 @@ def checkpointed(checkpointing, name):
 
 
 @pytest.mark.distributed
-def test_processes():
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder,), nprocs=2)
+def test_processes(tmp_path):
+    start(work, 2, tmp_path)
 
 
 def test_a_layer_that_is_a_unit_of_its_own():

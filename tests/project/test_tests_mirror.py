@@ -114,3 +114,11 @@ def test_the_table_names_modules_that_there_are():
 def test_files_for_gpus_are_marked():
     for path in TESTS.rglob("test_*_gpu.py"):
         assert re.search(r"^pytestmark = (\[\n +)?pytest\.mark\.gpu", path.read_text(), re.MULTILINE), path
+
+
+def test_processes_end_by_leaving():
+    """What tests start by ``start`` leaves; what they start themselves must, or torch may abort it as it ends."""
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
+        for start, end in (("mp.spawn(", "    leave()"), ("torch.distributed.run", '"-m", "tests.processes"')):
+            assert start not in text or end in text, f"processes of {path} must end by leave() of tests/processes.py"

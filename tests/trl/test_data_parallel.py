@@ -1,19 +1,16 @@
 """HSDP on four processes: sharded over two, replicated over two. It takes the gradients of one process."""
 
-import faulthandler
-import gc
 import itertools
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.processes import case_named, start
 from tests.trl import test_distributed as two
 
 ROWS = (1, 1, 2, 1)  # of each process
@@ -48,24 +45,14 @@ def check(rank, mesh, layout, head, steps):
     two.check_gradients(ours, plain, **tolerance)
 
 
-def work(rank, rendezvous):
-    faulthandler.enable()  # a process that is killed by a signal says where it was
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(ROWS), timeout=timedelta(seconds=180)
-    )
+def work(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for case in itertools.product(LAYOUTS, two.HEADS, (1, 3)):
-        try:
+        with case_named(case):
             check(rank, mesh, *case)
-        except Exception as error:
-            raise RuntimeError(f"the case {case!r} fails") from error
-    gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
-    dist.barrier()  # the first process to leave would close the others' connections
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_hybrid_sharding_on_four_processes(tmp_path):
-    mp.spawn(work, (tmp_path / "rendezvous",), nprocs=len(ROWS))
+    start(work, len(ROWS), tmp_path)

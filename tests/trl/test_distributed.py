@@ -2,22 +2,18 @@
 
 import contextlib
 import copy
-import faulthandler
 import functools
-import gc
 import itertools
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -38,6 +34,7 @@ from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.trl.fused_head import add_fused_lm_head
+from tests.processes import case_named, start
 
 WORLD = 2
 VOCAB, LENGTH = 23, 9
@@ -466,25 +463,15 @@ CHECKS = (
 )
 
 
-def work(rank, rendezvous):
-    faulthandler.enable()  # a process that is killed by a signal says where it was
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
-    )
+def work(rank):
     possible = {name: case for name, case in CASES.items() if find_spec("peft") or not case.adapter}
     todo = {name: functools.partial(run_case, case) for name, case in possible.items()}
     for name, run in (todo | {check.__name__: check for check in CHECKS}).items():
-        try:
+        with case_named(name):
             run(rank)
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the case {name!r} fails") from error
-    gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
-    dist.barrier()  # the first process to leave would close the other's connections
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_training_on_two_processes_is_that_of_one(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
-    mp.spawn(work, (tmp_path / "rendezvous",), nprocs=WORLD)
+    start(work, WORLD, tmp_path)

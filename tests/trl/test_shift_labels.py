@@ -2,13 +2,10 @@
 
 import contextlib
 import copy
-import faulthandler
 import functools
-import gc
 import os
 import socket
 import sys
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -19,6 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch
+from tests.processes import case_named, leave, start
 from tests.project.test_examples import tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -232,24 +230,10 @@ def environment(rank, port=0):
 
 
 def work(rank, folder):
-    faulthandler.enable()
-    torch.set_num_threads(1)
     environment(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=180),
-    )
     for check in (sequence_parallel, context_parallel):
-        try:
+        with case_named(check.__name__):
             check(rank, folder)
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"{check.__name__} fails") from error
-    gc.collect()
-    dist.barrier()  # the first process to leave would close the other's connections
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
@@ -257,11 +241,10 @@ def test_trainers_on_two_processes(tmp_path):
     """In one start of the processes."""
     pytest.importorskip("trl", reason="TRL is not installed")
     pytest.importorskip("datasets", reason="datasets is not installed")
-    mp.spawn(work, (tmp_path,), nprocs=WORLD)
+    start(work, WORLD, tmp_path, tmp_path)
 
 
 def work_with_deepspeed(rank, folder, port, train):
-    faulthandler.enable()
     torch.set_num_threads(1)
     environment(rank, port)
     os.environ |= {"LOCAL_SIZE": str(WORLD), "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
@@ -287,6 +270,7 @@ def work_with_deepspeed(rank, folder, port, train):
         },
     )
     torch.save(found, folder / f"{train.__name__} {rank}.pt")
+    leave()
 
 
 @pytest.mark.distributed

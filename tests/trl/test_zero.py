@@ -24,6 +24,7 @@ from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch
 from liger_losses.trl.fused_head import add_fused_lm_head
+from tests.processes import case_named, leave
 from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
@@ -155,18 +156,14 @@ def train_trainers(rank, directory):
             build, options = trainers.CASES[name]
             for kind in ("plain", "ours"):
                 (directory / name / kind).mkdir(parents=True, exist_ok=True)
-            try:
+            with case_named(name):
                 trainers.check_training(build, directory / name, deepspeed=config, use_cpu=False, **options)
-            except (Exception, pytest.fail.Exception) as error:
-                raise RuntimeError(f"the trainer {name!r} fails") from error
 
 
 def train_models(rank, directory):
     for (name, case), kind in itertools.product(CASES.items(), KINDS):
-        try:
+        with case_named(f"{name} with {kind}"):
             run_case(rank, *case, kind)
-        except Exception as error:
-            raise RuntimeError(f"the case {name!r} fails with {kind}") from error
 
 
 def work(rank, run, port, directory):
@@ -182,6 +179,7 @@ def work(rank, run, port, directory):
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.distributed

@@ -39,6 +39,7 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine import support as engine_support
+from tests.processes import case_named
 from tests.reference import relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
@@ -334,19 +335,5 @@ def all_cases(parts):
         for i, name in enumerate([*LOSSES, *OPERATIONS]):
             for j in range(2) if cut == "four" else (2,):
                 variant = list(VARIANTS)[(i + j) % len(VARIANTS)]
-                with raising(f"{name}, {variant}, {cut}"):
+                with case_named(f"{name}, {variant}, {cut}"):
                     compare(case_of(name), d, VARIANTS[variant], part)
-
-
-class raising:
-    """Names the case that fails."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, (Exception, pytest.fail.Exception)):
-            raise RuntimeError(f"the case {self.name!r} fails") from error

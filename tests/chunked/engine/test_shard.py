@@ -1,13 +1,10 @@
 """Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
 
-import faulthandler
 import functools
-import gc
 import itertools
 import os
 import random
 import types
-from datetime import timedelta
 
 import pytest
 import torch
@@ -51,10 +48,10 @@ from tests.chunked.engine.shared_vocabulary import (
     case_of,
     compare,
     flat,
-    raising,
     run,
     support,
 )
+from tests.processes import case_named, leave, start
 from tests.quantized_layers import Int8Weight
 from tests.reference import NAMES, problem, relative_error
 
@@ -80,7 +77,7 @@ def random_shapes(parts):
         def call(head, ref, d, names=names, options=options):
             return linear_statistics(d["h"], head, d["y"], names, metrics=["argmax"], options=options)
 
-        with raising(f"{names} with {options}, {variant}, {sizes}"):
+        with case_named(f"{names} with {options}, {variant}, {sizes}"):
             compare(call, d, variant, Part.of(dist.group.WORLD, sizes))
 
 
@@ -123,7 +120,7 @@ def half_precision(parts, names=tuple(KERNELS)[:3], kinds=("plain",)):
     d["y"][0, 0] = int((d["h"][0, 0] @ d["weight"].t()).argmin())
     exact = {name: value.double() if value.dtype == torch.bfloat16 else value for name, value in d.items()}
     for cut, kind, name in itertools.product(parts, kinds, names):
-        with raising(f"{name}, {kind}, {cut}, bf16"):
+        with case_named(f"{name}, {kind}, {cut}, bf16"):
             part = parts[cut]
             found, grads = run(KERNELS[name], d, VARIANTS[kind], part)
             expected, expected_grads = run(KERNELS[name], exact, VARIANTS[kind])
@@ -155,7 +152,7 @@ def dtensors(parts):
         weight, bias, ref = (distribute_tensor(d[key], mesh, [Shard(0)]) for key in ("weight", "bias", "ref_weight"))
         for leaf in (weight, bias):
             leaf.requires_grad_()
-        with raising(f"{name}, DTensors, {placement}"):
+        with case_named(f"{name}, DTensors, {placement}"):
             found = flat(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b)
@@ -166,7 +163,7 @@ def dtensors(parts):
             for grad, at, b in zip(grads, placements, expected_grads, strict=True):
                 assert list(grad.placements) == at, (grad.placements, at)
                 torch.testing.assert_close(grad.full_tensor(), b)
-    with raising("compiled"):
+    with case_named("compiled"):
         loss, head, rows = CE(), Head(weight, bias), (weight.to_local(), bias.to_local())
         for given in (head, Head(*rows, group=mesh.get_group())):
             compiled = torch.compile(lambda h, given=given: loss(given, h, d["y"]).sum(), backend="eager")
@@ -193,7 +190,7 @@ def errors(parts):
     def expect(one, others, call, only=1):
         """What the rank ``only`` gets, and what the others get."""
         with (
-            raising(f"error {one!r}"),
+            case_named(f"error {one!r}"),
             pytest.raises((ValueError, RuntimeError, TypeError), match=one if rank == only else others),
         ):
             call()
@@ -366,7 +363,7 @@ def partial_gradients(parts):
         group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
         whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
         context = OutputOptions(0.7, entropy=True)
-        with raising(name):
+        with case_named(name):
             found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
             (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
             torch.testing.assert_close(
@@ -412,7 +409,7 @@ def quantized(parts):
     for name, part in parts.items():
         *expected, grad_b = compute(slice(None), None)
         for at_once in (True, False):
-            with pytest.MonkeyPatch.context() as patched, raising(f"{name}, {at_once}"):
+            with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {at_once}"):
                 if not at_once:
                     patched.setattr("liger_losses.chunked.engine.head.fits_dequantized", lambda *size: False)
                 for ours, theirs in zip(compute(part.rows, part.group), (*expected, grad_b[part.rows]), strict=True):
@@ -459,49 +456,41 @@ CHECKS = (
 )
 
 
-def work(rank, rendezvous, checks):
-    faulthandler.enable()
+def work(rank, checks):
     os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=180)
-    )
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     cut = ("two even", "two uneven")[rank // 2]
     parts = {"four": Part.of(dist.group.WORLD, CUTS["four"]), cut: Part.of(pairs[rank // 2], CUTS[cut])}
     for check in checks:
-        with raising(check.__name__):
+        with case_named(check.__name__):
             check(parts)
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_a_shared_vocabulary_on_four_processes(tmp_path):
     """All cases in one start of the processes, which takes longer than they do."""
-    mp.spawn(work, (tmp_path / "rendezvous", CHECKS), nprocs=WORLD)
+    start(work, WORLD, tmp_path, CHECKS)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_all_kernels_on_four_processes(tmp_path):
-    mp.spawn(work, (tmp_path / "rendezvous", (all_kernels,)), nprocs=WORLD)
+    start(work, WORLD, tmp_path, (all_kernels,))
 
 
 def work_on_gpu(rank, rendezvous):
-    faulthandler.enable()
     torch.cuda.set_device(rank)
     torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
     for check in (all_cases, random_shapes, errors_of_labels):
-        with raising(check.__name__):
+        with case_named(check.__name__):
             check(parts)
     # Compiling all variants takes minutes.
     for (cut, part), kind in zip(parts.items(), ("plain", "soft-cap and scale"), strict=True):
         half_precision({cut: part}, KERNELS, (kind,))
     dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.distributed

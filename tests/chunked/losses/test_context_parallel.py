@@ -1,16 +1,12 @@
 """Losses of sequences that are cut over two processes: loss, metrics and gradients are those of one process."""
 
-import faulthandler
 import functools
-import gc
 import itertools
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import liger_losses
@@ -20,6 +16,7 @@ from liger_losses.chunked.losses.context_parallel import agree, on_slices
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES
+from tests.processes import case_named, start
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 9, 6, 13
 CUT = 5  # the first rank has the first five tokens of each sequence, the second the other four
@@ -449,29 +446,18 @@ CHECKS = (
 
 
 def work(rank, folder):
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=180)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timeout
-    )
     expected = torch.load(folder / "expected.pt")
     todo = {name: functools.partial(check_case, name, expected[name]) for name in CASES}
     for name, check in (todo | {check.__name__: check for check in CHECKS}).items():
-        try:
+        with case_named(name):
             check(rank)
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the case {name!r} fails") from error
-    gc.collect()
-    dist.barrier()  # the first process to leave would close the other's connections
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 def test_slices_of_sequences_on_two_processes(tmp_path):
     """All cases in one start of the processes."""
     torch.save({name: run(name) for name in CASES}, tmp_path / "expected.pt")
-    mp.spawn(work, (tmp_path,), nprocs=WORLD)
+    start(work, WORLD, tmp_path, tmp_path)
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------

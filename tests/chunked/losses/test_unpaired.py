@@ -1,14 +1,12 @@
 """KTO, APO-zero and BCO on single completions, against their definitions in float64 and against Liger."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from liger_losses import Completions, LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
+from liger_losses.chunked.losses.unpaired import mean_over_processes
+from tests.processes import start
 from tests.reference import assert_as_exact_as_plain, plain_statistics, relative_error
 
 B, T, H, V = 5, 9, 16, 37
@@ -271,16 +269,12 @@ def test_other_bad_input_is_refused():
         LigerFusedLinearKTOLoss()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)
 
 
+def means(rank):
+    values = torch.tensor([[1.0, 2.0, 3.0], [10.0]][rank])
+    assert mean_over_processes(values).item() == 4.0
+
+
+@pytest.mark.distributed
 def test_means_are_over_all_processes(tmp_path):
     """Two processes with batches of different sizes: the mean of all values, not of the processes' means."""
-    script = textwrap.dedent(f"""
-        import sys, torch, torch.distributed as dist
-        from liger_losses.chunked.losses.unpaired import mean_over_processes
-        rank = int(sys.argv[1])
-        dist.init_process_group("gloo", init_method="file://{tmp_path}/rendezvous", rank=rank, world_size=2)
-        values = torch.tensor([[1.0, 2.0, 3.0], [10.0]][rank][: 3 if rank == 0 else 1])
-        assert mean_over_processes(values).item() == 4.0
-        dist.destroy_process_group()
-    """)
-    running = [subprocess.Popen([sys.executable, "-c", script, str(rank)]) for rank in (0, 1)]
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    start(means, 2, tmp_path)

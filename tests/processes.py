@@ -1,0 +1,58 @@
+"""Tests on several processes of this machine, and how such processes end."""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import runpy
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def start(work, world, folder, *arguments):
+    """Run ``work(rank, *arguments)`` on ``world`` processes of a gloo group, which meet by a file in ``folder``."""
+    mp.spawn(member, (work, world, folder, arguments), nprocs=world)
+
+
+def member(rank, work, world, folder, arguments):
+    faulthandler.enable()  # a process that is killed by a signal says where it was
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)
+    work(rank, *arguments)
+    gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
+    dist.barrier()  # the first process to leave would close the others' connections
+    dist.destroy_process_group()
+    leave()
+
+
+def leave():
+    """End this process without the end of Python's interpreter.
+
+    A thread of gloo may drop the last collective's tensors after ``destroy_process_group``. If the interpreter is
+    ending by then, torch aborts the process (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def case_named(name):
+    """An error within it, or a failed assertion, tells the test which case of several has failed."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        raise RuntimeError(f"the case {name!r} fails") from error
+
+
+if __name__ == "__main__":  # torchrun ... -m tests.processes SCRIPT ARGUMENTS: the script, and then leave()
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    leave()

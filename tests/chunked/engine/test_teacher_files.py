@@ -68,7 +68,7 @@ def test_a_reader_waits_for_the_writer(tmp_path):
 
     thread = threading.Thread(target=write)
     thread.start()
-    files = TeacherFiles(tmp_path / "later", timeout=20)
+    files = TeacherFiles(tmp_path / "later", timeout=60)
     assert torch.equal(files.teacher(7).hidden_states, states)
     thread.join()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
@@ -31,6 +32,7 @@ def meet(head: Head, error: Exception | None = None, facts: str = "") -> None:
     agreement.wait()
 
 
+@torch.compiler.disable
 def raise_on_all_ranks(
     error: Exception, failures: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
 ) -> None:

@@ -1,6 +1,7 @@
-"""Wrong arguments of a loss or its constructor: the error says how it is called, or which options there are."""
+"""Wrong arguments of a loss, its constructor, or a function: the error says how it is called, or what there is."""
 
 import pytest
+import torch
 
 from liger_losses import (
     ChunkedLoss,
@@ -8,6 +9,8 @@ from liger_losses import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearORPOLoss,
+    functional,
+    linear_logps,
 )
 from tests.reference import problem
 
@@ -27,6 +30,18 @@ MISTAKES = {
     "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
     "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
     "an option of JSD": (lambda h, w, y: LigerFusedLinearJSDLoss(x=1), "JSDLoss has no option 'x'; .*beta, convention"),
+    "an operation": (
+        lambda h, w, y: linear_logps(h, w, y, tmperature=2.0),
+        r"linear_logps: it has no tmperature= \(did you mean 'temperature'\?\); its arguments are hidden_states, ",
+    ),
+    "a function": (
+        lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1),
+        r"^dpo_loss has no argument 'bta' \(did you mean 'beta'\?\); its .* chosen_logps, .*chosen_nll, beta, label_",
+    ),
+    "a policy's function": (
+        lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
+        r"^grpo_loss has no argument 'epsilon' \(did .*'epsilon_low'.* logps, advantages, mask, .*loss_type, beta",
+    ),
 }
 
 
@@ -36,6 +51,25 @@ def test_the_error_says_how_it_is_called(name):
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
     with pytest.raises(TypeError, match=message):
         call(hidden, weight, labels)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("name", ["labels=", "a loss on pairs", "a loss that derives", "one's own", "an operation"])
+def test_a_compiled_function_says_the_same(name):
+    call, message = MISTAKES[name]
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    losses = {"labels=": CE, "a loss on pairs": DPO, "a loss that derives": LigerFusedLinearORPOLoss}
+    loss = losses.get(name, ChunkedLoss)()
+    calls = {
+        "labels=": lambda h: loss(weight, h, labels=labels),
+        "an operation": lambda h: call(h, weight, labels),
+    }
+    function = calls.get(name, lambda h: loss(weight, h))
+    with pytest.raises(TypeError, match=message):
+        torch.compile(function, backend="eager")(hidden)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=message):
+        torch.compile(function, backend="eager", fullgraph=True)(hidden)
 
 
 def test_a_type_error_inside_of_a_loss_stays_as_it_is():

@@ -43,6 +43,17 @@ def test_importing_it_brings_no_heavy_package():
     assert not set(ast.literal_eval(out.stdout)) & (set(HEAVY) - {"triton", "numpy"})
 
 
+def test_submodules_are_imported_when_they_are_read():
+    code = (
+        "import sys, liger_losses; names = ['liger_losses.trl', 'liger_losses.modules']; "
+        "assert not {*names} & {*sys.modules} and {'trl', 'modules', 'patch'} <= {*dir(liger_losses)}; "
+        "liger_losses.trl.enable, liger_losses.modules.RMSNorm; assert {*names} <= {*sys.modules}; "
+        "print('trl' in sys.modules or 'transformers' in sys.modules, hasattr(liger_losses, 'trll'))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "False False", out.stderr
+
+
 def layer_of(parts):
     """The layer of a module, given as the names below the package; ``None`` for one on top of all layers."""
     name = ".".join(parts[: 2 if parts[0] == "chunked" else 1])

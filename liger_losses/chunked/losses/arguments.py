@@ -25,8 +25,12 @@ def check_arguments(loss: ChunkedLoss, forward: Any, arguments: Any, keywords: A
     try:
         signature.bind(loss, *arguments, **keywords)
     except TypeError as error:
-        unknown = [f"{name}=" for name in keywords if name not in signature.parameters]
-        reason = f"it has no {', '.join(unknown)}" if unknown else error
+        unknown = [name for name in keywords if name not in signature.parameters]
+        reason = f"it has no {_listed(unknown)}" if unknown else str(error)
+        if options := [name for name in unknown if name in options_of(type(loss))]:
+            given = ", ".join(f"{name}=..." for name in options)
+            verb = "is an option" if len(options) == 1 else "are options"
+            reason += f"; {_listed(options)} {verb} of the constructor, {type(loss).__name__}({given})"
         names = [name for name in signature.parameters if name not in ("self", "inputs")]
         advice = (
             f"call it as {loss.call_forms}. Its arguments are {', '.join(names)}; it takes no logits: {LOSS_INPUTS}."
@@ -55,15 +59,24 @@ def explaining(forward: F) -> F:
     return cast(F, wrapped)
 
 
-def unknown_options(cls: type[ChunkedLoss], unknown: Iterable[str]) -> str:
-    """What is wrong with the keywords of a constructor, and which there are."""
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}=" for name in names)
+
+
+def options_of(cls: type[ChunkedLoss]) -> list[str]:
+    """The keywords that a constructor takes."""
     known, kinds = dict[str, None](), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         named = inspect.signature(vars(base).get("__init__", lambda **options: None)).parameters.values()
         known |= {each.name: None for each in named if each.kind not in kinds and each.name != "self"}
         if named and not any(each.kind == each.VAR_KEYWORD for each in named):
             break
-    found = []
+    return [*known]
+
+
+def unknown_options(cls: type[ChunkedLoss], unknown: Iterable[str]) -> str:
+    """What is wrong with the keywords of a constructor, and which there are."""
+    known, found = options_of(cls), list[str]()
     for name in unknown:
         close = difflib.get_close_matches(name, known, 1)
         found.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))

@@ -28,7 +28,13 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         any_other = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
         known = [name for name, each in signature.parameters.items() if each.kind != each.VAR_KEYWORD]
         unknown = [] if any_other else [name for name in keywords if name not in known]
-        reason = f"it has no {', '.join(f'{name}={meant(name, known)}' for name in unknown)}" if unknown else str(error)
+        options = [] if loss is None else [name for name in unknown if name in constructor_options(type(loss))]
+        known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, known)}" for name in unknown)
+        reason = f"it has no {known_or_not}" if unknown else str(error)
+        if options:
+            named, given = (", ".join(f"{name}={value}" for name in options) for value in ("", "..."))
+            verb = "is an option" if len(options) == 1 else "are options"
+            reason += f"; {named} {verb} of the constructor, {type(loss).__name__}({given})"
         if loss is None:
             return f"{function.__name__}: {reason}; its arguments are {', '.join(known)}."
         named = f"Its arguments are {', '.join(known)}; it takes no logits: {LOSS_INPUTS}."
@@ -59,13 +65,19 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def unknown_options(cls: type, unknown: Iterable[str]) -> str:
-    """What is wrong with the keywords of a loss's constructor, and which there are."""
+def constructor_options(cls: type) -> list[str]:
+    """The keywords that a loss's constructor takes."""
     known, kinds = dict[str, None](), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         named = inspect.signature(vars(base).get("__init__", lambda **options: None)).parameters.values()
         known |= {each.name: None for each in named if each.kind not in kinds and each.name != "self"}
         if named and not any(each.kind == each.VAR_KEYWORD for each in named):
             break
+    return [*known]
+
+
+def unknown_options(cls: type, unknown: Iterable[str]) -> str:
+    """What is wrong with the keywords of a loss's constructor, and which there are."""
+    known = constructor_options(cls)
     found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
     return f"{cls.__name__} has no option {found}; its options are {', '.join(known)}."

@@ -28,6 +28,14 @@ MISTAKES = {
     ),
     "one's own": (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
+    "an option of the constructor": (
+        lambda h, w, y: DPO()(w, h, y, beta=0.1),
+        r"no beta=; beta= is an option of the constructor, LigerFusedLinearDPOLoss\(beta=\.\.\.\); call it as",
+    ),
+    "an option of the base class, and one that there is not": (
+        lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
+        r"no temp.*, x=; temperature=, label_smoothing= are options .*\(temperature=\.\.\., label_sm[^x]*; call",
+    ),
     "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
     "an option of JSD": (lambda h, w, y: LigerFusedLinearJSDLoss(x=1), "JSDLoss has no option 'x'; .*beta, convention"),
     "an operation": (

@@ -40,11 +40,11 @@ PROCESSES = ("plain", "liger-kernel", "TRL", "ours", "heads")
 
 
 def steps(column: str, large: bool, tiny: bool) -> list[dict[str, Any]]:
-    """Training steps of one provider: SFT without TRL, DPO with its own head or ours."""
+    """Training steps of one provider: SFT without TRL, and DPO with all logits, with TRL's head or with ours."""
     found = []
     for name, case in (STEPS | LARGE if large else STEPS).items():
         in_trl = case.task == "DPO"
-        if (column == "TRL") != in_trl and column != "ours":
+        if column == ("liger-kernel" if in_trl else "TRL"):
             continue
         if tiny:
             case = replace(case, model="tiny", sequences=2, length=32)

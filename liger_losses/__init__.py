@@ -1,5 +1,8 @@
 """Chunked loss heads for LLM post-training: exact losses on ``lm_head`` without the logits."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from liger_losses import functional
 from liger_losses.chunked.engine import (
     EngineOptions,
@@ -58,6 +61,10 @@ from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.loss_inputs import LossInputs, loss_inputs
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.report import PatchReport
+
+if TYPE_CHECKING:
+    from liger_losses import modules as modules
+    from liger_losses import trl as trl
 
 __version__ = "0.1.0"
 
@@ -119,3 +126,17 @@ __all__ = [
     "unpatch",
     "workspace",
 ]
+
+#: Imported when they are first read, so that ``import liger_losses`` is enough for ``liger_losses.trl.enable()``.
+_SUBMODULES = ("modules", "trl")
+
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})

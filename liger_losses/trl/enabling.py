@@ -49,7 +49,7 @@ def enable(*, kernels: bool = False) -> None:
     """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
-    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
+    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
     ``lm_head`` works. A second call adds the kernels if it is the first to ask for them, and changes nothing else.
     Trainers that exist already and keep TRL's heads are named in a warning.
 

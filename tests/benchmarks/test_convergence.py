@@ -25,6 +25,19 @@ def test_distances_are_of_the_last_half():
     assert smooth([0.0, 3.0, 6.0], width=3) == [1.5, 3.0, 4.5]
 
 
+def test_the_page_has_the_settings_of_the_results():
+    report = json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text())
+    lines = (ROOT / "docs" / "convergence.md").read_text().splitlines()
+    rows = {cells[1].strip(): cells[2:-1] for line in lines if len(cells := line.split("|")) == 7}
+    for column, method in enumerate(("sft", "dpo", "distillation", "grpo")):
+        of, runs = report["settings"][method], [run for run in report["runs"] if run["method"] == method]
+        cells = {name: row[column].strip() for name, row in rows.items()}
+        assert int(cells["steps"]) == of["steps"] == len(runs[0]["loss"])
+        assert float(cells["learning rate"]) == of["learning_rate"]
+        assert int(cells["batch of a step"].split()[0]) == of["batch_size"]
+        assert [int(seed) for seed in cells["seeds"].split(",")] == sorted({run["seed"] for run in runs})
+
+
 def test_the_table_sets_providers_beside_seeds(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     curves = {("plain", 0): [4.0, 2.0], ("plain", 1): [4.0, 3.0], ("liger_losses", 0): [4.0, 2.25]}

@@ -66,9 +66,10 @@ def test_sums_of_tiles():
 
 
 def check_rows(rows, columns, every_option, backend):
-    """In several parts, of which some have only logits of -inf; rows of a wider matrix."""
+    """In several parts, of which some have only logits of -inf; rows of a wider matrix; one of -inf, two with inf."""
     g = torch.Generator(DEVICE).manual_seed(0)
     projected = 30 * torch.randn(rows, columns + 7, device=DEVICE, generator=g)[:, :columns]
+    projected[1], projected[2, 3], projected[3, -1] = float("-inf"), float("inf"), float("inf")
     epilogue, wide = Epilogue(), Epilogue()
     if every_option:
         bias = torch.randn(columns, device=DEVICE, generator=g)

@@ -35,11 +35,16 @@ def test_importing_it_needs_torch_alone():
 
 
 def test_importing_it_brings_no_heavy_package():
+    """Nor does reading ``liger_losses.trl``, which is imported then."""
     code = (
         "import sys, torch; before = set(sys.modules); import liger_losses, liger_losses.integrations.liger; "
+        "lazy = {'trl', 'modules'}; assert not {f'liger_losses.{name}' for name in lazy} & set(sys.modules); "
+        "assert lazy <= {*dir(liger_losses)}; liger_losses.trl.enable, liger_losses.modules.RMSNorm; "
+        "assert not hasattr(liger_losses, 'trainers'); "
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
     assert not set(ast.literal_eval(out.stdout)) & (set(HEAVY) - {"triton", "numpy"})
 
 

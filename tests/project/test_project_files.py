@@ -150,6 +150,23 @@ def test_the_readmes_table_is_what_its_benchmark_prints():
     assert readme.table([row]) == f"| {names[0]} | {' | '.join([readme.DASH] * 3)} | **63.5k** / 22.9 |"
 
 
+def test_the_readmes_steps_are_those_of_each_column(monkeypatch):
+    from benchmarks import end_to_end, readme
+
+    rates = {"tokens_per_second": 1, "peak_gib": 1}
+    monkeypatch.setattr(end_to_end, "run", lambda provider, cases, steps: [{"provider": provider, **rates}])
+    measured = {
+        column: {(row["name"].split()[0], row["row"]["provider"]) for row in readme.steps(column, False, True)}
+        for column in readme.COLUMNS
+    }
+    assert measured == {
+        "plain": {("SFT", "plain"), ("DPO", "plain")},
+        "liger-kernel": {("SFT", "liger-kernel")},
+        "TRL": {("DPO", "TRL")},
+        "ours": {("SFT", "ours"), ("DPO", "ours+kernels")},
+    }
+
+
 def test_prose_has_lines_of_at_most_120_characters():
     """In every Markdown file; rows of tables, code, and lines with an address may be longer."""
     folders = ("", "docs/", "benchmarks/", "kernels/", ".github/")

@@ -12,16 +12,22 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from liger_losses.chunked.engine.arguments import wrong_arguments
+from liger_losses.chunked.engine.call import Statistics
+from liger_losses.chunked.engine.ranks import raise_on_all_ranks
+from liger_losses.chunked.engine.shard import Agreement
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: What an operator calls, by name: operations, and ``forward`` of losses.
 _operations: dict[str, Callable[..., Any]] = {}
@@ -39,6 +45,34 @@ def register(function: F) -> F:
     return function
 
 
+def operation(function: Callable[P, R]) -> Callable[P, R]:
+    """In a compiled function, a call is one operator of its graph. If it raises, all ranks do that share the head."""
+    register(function)
+
+    @functools.wraps(function)
+    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            metrics: Any = keywords.get("metrics", ())
+            found = call_in_graph(function.__name__, arguments, keywords)
+            return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
+        failures = Agreement.failures
+        try:
+            return function(*arguments, **keywords)
+        except (TypeError, ValueError) as error:
+            raise_on_all_ranks(error, failures, function, arguments, keywords)
+            raise
+
+    return wrapped
+
+
+def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
+    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
+    if isinstance(found, Statistics):
+        named = zip(Statistics._fields, found, strict=True)
+        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
+    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
+
+
 # --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
 
 
@@ -48,6 +82,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     Args:
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
+    check_arguments(name, arguments, keywords, loss)
     tensors: list[Tensor] = []
     form = encode([arguments, keywords, parameters], tensors, once=True)
     if form is None or not tensors:
@@ -60,6 +95,18 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
+
+
+def check_arguments(name: str, arguments: Any, keywords: Any, loss: str = "") -> None:
+    """Raise a TypeError that says how it is called, if these are no arguments of an operation, or of a loss."""
+    wrong = _wrong_arguments(name, loss, len(arguments), tuple(keywords))
+    if wrong is not None:  # in one graph, torch.compile shows the message of what the code that it traces raises
+        raise TypeError(wrong)
+
+
+@torch.compiler.assume_constant_result
+def _wrong_arguments(name: str, loss: str, count: int, keywords: tuple[str, ...]) -> str | None:
+    return wrong_arguments(_operations[name], count, keywords, losses.get(loss))
 
 
 def _attached(structure: Any) -> int:

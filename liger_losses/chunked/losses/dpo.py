@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Statistics
+from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses.base import MAX_EXPONENT, sequence_logps, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
@@ -172,7 +173,7 @@ def dpo_loss(
     Raises:
         TypeError, ValueError: an option out of its range, or lengths or a likelihood that are missing.
     """
-    o = DPOOptions(**options)
+    o = options_of(DPOOptions, dpo_loss, options)
     if _PER_TOKEN & {*o.loss_types} and (chosen_lengths is None or rejected_lengths is None):
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
     if "sft" in o.loss_types and chosen_nll is None:

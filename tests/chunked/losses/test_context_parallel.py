@@ -12,7 +12,8 @@ from torch import nn
 import liger_losses
 from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, functional
 from liger_losses.chunked.engine.shard import RankError
-from liger_losses.chunked.losses.context_parallel import agree, on_slices
+from liger_losses.chunked.losses.base import operator
+from liger_losses.chunked.losses.context_parallel import agree
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES
@@ -351,6 +352,29 @@ def check_wrong_inputs(rank):
             call()
 
 
+def check_wrong_arguments(rank):
+    """Arguments that there are not, and inputs of policies that do not fit, on one rank."""
+    p, group = problem(rank), {"group": dist.group.WORLD}
+    unknown, short = {"ref_inputs": p.hidden} if rank else {}, p.advantages[: ROWS - rank]
+    old = p.old_logps[:, : p.old_logps.shape[1] - rank]
+    mask = p.labels != -100
+    for words, call in (
+        ("no ref_inputs=", lambda: build("ORPO", **group)()(p.weight, p.hidden, p.labels, **unknown)),
+        ("no ref_inputs=", lambda: policy(build("GRPO", **group)(), p, **unknown)),
+        (
+            "^advantages must be",
+            lambda: policy(build("GRPO", **group)(), SimpleNamespace(**{**vars(p), "advantages": short})),
+        ),
+        ("^old_per_token_logps must be", lambda: policy(build("GRPO", **group)(), p, old_per_token_logps=old)),
+        ("no argument 'ref_inputs'", lambda: functional.grpo_loss(p.logps, p.advantages, mask, **group, **unknown)),
+        ("^advantages must be", lambda: functional.grpo_loss(p.logps, short, mask, **group)),
+    ):
+        words = words if rank else f"rank 1: (Type|Value)Error: .*{words.strip('^')}"
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
+    functional.grpo_loss(p.logps, p.advantages, mask, **group)
+
+
 def check_workspaces(rank):
     """A workspace that is too small on one rank is an error on both."""
     p = problem(rank)
@@ -389,13 +413,15 @@ def check_errors_of_other_groups(rank):
     p = problem(rank)
     words = "another group" if rank else "rank 1: RankError: another group"
 
-    def raised():
-        if rank:
-            raise RankError("another group")
-        agree(dist.group.WORLD)
+    class Raising(liger_losses.ChunkedLoss):
+        @operator
+        def forward(self):
+            if rank:
+                raise RankError("another group")
+            agree(self.group)
 
     with pytest.raises((ValueError, RankError), match=words):
-        on_slices(dist.group.WORLD, raised)
+        Raising(group=dist.group.WORLD)()
     build("ORPO", group=dist.group.WORLD)()(p.weight, p.hidden, p.labels)
 
 
@@ -437,6 +463,7 @@ CHECKS = (
     check_compiled,
     check_batch_sizes,
     check_wrong_inputs,
+    check_wrong_arguments,
     check_workspaces,
     check_errors_of_one_rank_alone,
     check_errors_of_other_groups,

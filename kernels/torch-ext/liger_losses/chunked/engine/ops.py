@@ -10,10 +10,9 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from ...chunked.engine.call import Call, Comparison, EngineOptions, Query, Stati
 from ...chunked.engine.checks import LISTS, check_shift, check_tensor
 from ...chunked.engine.head import Head
 from ...chunked.engine.many_heads import Targets
-from ...chunked.engine.operators import call_in_graph, register
+from ...chunked.engine.operators import operation
 from ...chunked.engine.stream import Stream
 from ...chunked.engine.support import TokenSupport, linear_support_statistics
 from ...chunked.engine.teachers import Teacher, TeacherLogits
@@ -33,35 +32,11 @@ from ...kernels.divergence_forms import Divergence
 from ...kernels.logit_transform import LogitTransform
 from ...kernels.tracing import state
 
-P = ParamSpec("P")
-R = TypeVar("R")
 #: One for all targets, or a list of one for each.
 OneOrEach = Any
 
 
-def _operator(function: Callable[P, R]) -> Callable[P, R]:
-    """In a compiled function, a call is one operator of its graph."""
-    register(function)
-
-    @functools.wraps(function)
-    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():
-            metrics: Any = keywords.get("metrics", ())
-            return _detached(call_in_graph(function.__name__, arguments, keywords), _names(metrics))
-        return function(*arguments, **keywords)
-
-    return wrapped
-
-
-def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
-    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
-    if isinstance(found, Statistics):
-        named = zip(Statistics._fields, found, strict=True)
-        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
-    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
-
-
-@_operator
+@operation
 def linear_statistics(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -108,7 +83,7 @@ def linear_statistics(
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
-@_operator
+@operation
 def linear_logps(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -181,7 +156,7 @@ def linear_logps(
     return statistics if len(names) > 1 else statistics.logp
 
 
-@_operator
+@operation
 def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -302,7 +277,7 @@ def linear_token_loss(
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
-@_operator
+@operation
 def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,

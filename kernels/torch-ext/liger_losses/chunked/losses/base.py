@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from ...chunked.engine.arguments import unknown_options
 from ...chunked.engine.call import Query
 from ...chunked.engine.checks import check_labels, check_tensor, checked_items
-from ...chunked.engine.operators import call_in_graph, losses, register
+from ...chunked.engine.operators import call_in_graph, check_arguments, losses, register
+from ...chunked.engine.ranks import raise_on_all_ranks
+from ...chunked.engine.shard import Agreement, RankError
 from ...chunked.engine.tokens import Tokens, shift_labels
-from ...chunked.losses.arguments import check_arguments, explaining, unknown_options
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
-from ...chunked.losses.context_parallel import agree, check_call, check_sliced, on_slices, sum_over_group
+from ...chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
 from ...kernels.logit_transform import LogitTransform
 from ...kernels.tracing import state
 
@@ -37,25 +39,38 @@ MAX_EXPONENT = 80.0
 _numbers = itertools.count()
 
 
-def operator(forward: F) -> F:
-    """The ``forward`` of a loss; in a compiled function, a call is one operator of its graph."""
+def operator(forward: F, *, opaque: bool = True) -> F:
+    """The ``forward`` of a loss, whose errors say how it is called, and which raises on all ranks that compute it.
+
+    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
+    """
     register(forward)
     name = forward.__qualname__  # torch.compile cannot read it
 
     @functools.wraps(forward)
     def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
-        if self.group is not None and self.spans_ranks:
-            return on_slices(self.group, forward, self, *arguments, **keywords)
         if torch.compiler.is_dynamo_compiling():
+            if self.spans_ranks:
+                return _eagerly(wrapped, self, *arguments, **keywords)
+            if not opaque:
+                check_arguments(name, arguments, keywords, self._name_for_operators)
+                return forward(self, *arguments, **keywords)
             parameters = dict(self.named_parameters())
             return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
+        failures = Agreement.failures
         try:
             return forward(self, *arguments, **keywords)
-        except TypeError:
-            check_arguments(self, forward, arguments, keywords)
+        except (TypeError, ValueError, RankError) as error:
+            raise_on_all_ranks(error, failures, forward, arguments, keywords, self)
             raise
 
     return cast(F, wrapped)
+
+
+@torch.compiler.disable
+def _eagerly(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Outside of the graph that is being compiled."""
+    return call(*arguments, **keywords)
 
 
 def _name(loss: nn.Module) -> str:
@@ -283,7 +298,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
-    @explaining
+    @functools.partial(operator, opaque=False)
     def forward(
         self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:

@@ -34,20 +34,21 @@ def meet(head: Head, error: Exception | None = None, facts: str = "") -> None:
 
 @torch.compiler.disable
 def raise_on_all_ranks(
-    error: Exception, failures: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
+    error: Exception, agreements: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
 ) -> None:
     """Make all ranks raise that compute this call together, unless they know of its error, which is to be raised next.
 
     Args:
         error: that of a call with these arguments. Where a loss or an operation takes no such arguments, this function
             raises a TypeError that says how it is called.
-        failures: :attr:`Agreement.failures` as it was before the call.
+        agreements: :attr:`Agreement.count` as it was before the call. If it is another now, the ranks know of the
+            error, or have gone on, and cannot be told.
         function: what was called: an operation, or the ``forward`` of the ``loss``.
     """
     wrong = wrong_arguments(function, len(arguments), keywords, loss) if type(error) is TypeError else None
     error = error if wrong is None else TypeError(wrong)
     head = _shared_head((*arguments, *keywords.values()))
-    if head is not None and Agreement.failures == failures:
+    if head is not None and Agreement.count == agreements:
         with suppress(type(error)):
             meet(head, error)
     if loss is not None and loss.spans_ranks:

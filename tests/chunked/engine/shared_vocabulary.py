@@ -1,5 +1,6 @@
 """Every loss and operation on a head whose vocabulary processes share, and on the whole head."""
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from liger_losses import (
+    ChunkedLoss,
     Completions,
     DistillationLoss,
     Divergence,
@@ -340,6 +342,13 @@ def all_cases(parts):
                     compare(case_of(name), d, VARIANTS[variant], part)
 
 
+class RaisingLoss(ChunkedLoss):
+    def loss(self, statistics, mask):
+        if dist.get_rank() == 1:
+            raise ValueError("on rank 1")
+        return -statistics.logp.sum()
+
+
 def errors_before_a_call(parts):
     """What is wrong on one rank before it compares its call with the others' is an error on all, which says what."""
     rank, d = dist.get_rank(), batch()
@@ -384,4 +393,7 @@ def errors_before_a_call(parts):
     told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0: RankError: rank 1 of", 3: "rank 0: ValueError"}[rank]
     with case_named("slices"), pytest.raises((ValueError, RankError), match=f"{told}.*"):
         LigerFusedLinearGRPOLoss(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
+    # The others have gone on when a loss of one's own raises: they cannot be told, and are in step afterwards.
+    with case_named("own loss"), pytest.raises(ValueError, match="on rank 1") if bad else contextlib.nullcontext():
+        RaisingLoss()(head, d["h"], d["y"])
     torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))

@@ -56,11 +56,11 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
             metrics: Any = keywords.get("metrics", ())
             found = call_in_graph(function.__name__, arguments, keywords)
             return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
-        failures = Agreement.failures
+        agreements = Agreement.count
         try:
             return function(*arguments, **keywords)
         except (TypeError, ValueError) as error:
-            raise_on_all_ranks(error, failures, function, arguments, keywords)
+            raise_on_all_ranks(error, agreements, function, arguments, keywords)
             raise
 
     return wrapped

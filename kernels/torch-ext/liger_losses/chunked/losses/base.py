@@ -57,11 +57,11 @@ def operator(forward: F, *, opaque: bool = True) -> F:
                 return forward(self, *arguments, **keywords)
             parameters = dict(self.named_parameters())
             return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
-        failures = Agreement.failures
+        agreements = Agreement.count
         try:
             return forward(self, *arguments, **keywords)
         except (TypeError, ValueError, RankError) as error:
-            raise_on_all_ranks(error, failures, forward, arguments, keywords, self)
+            raise_on_all_ranks(error, agreements, forward, arguments, keywords, self)
             raise
 
     return cast(F, wrapped)

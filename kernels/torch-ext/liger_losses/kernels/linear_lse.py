@@ -128,7 +128,8 @@ def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK
     if bias is not None or transform.factor is not None:
         z = transform_block(z, bias, at, inside, transform, inverse)
     z = tl.where(inside, z, float("-inf"))
-    top = tl.maximum(tl.max(z, 0), -3.0e38)  # finite, where all are -inf
+    # Finite where all are -inf, and where one is inf: the sum is inf then, as torch's is.
+    top = tl.minimum(tl.maximum(tl.max(z, 0), -3.0e38), 3.4028234663852886e38)
     place = partial + tl.program_id(1) * tl.num_programs(0) + row
     tl.store(place, top)
     tl.store(place + tl.num_programs(1) * tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
@@ -202,7 +203,7 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
             if column_tile == grid.column_tiles - 1:  # nowhere else are columns beyond the vocabulary
                 x = gl.where(columns < grid.vocab_size, x, float("-inf"))
             x = x * 1.4426950408889634
-            highest = gl.maximum(tops, gl.max(x, 1))
+            highest = gl.minimum(gl.maximum(tops, gl.max(x, 1)), 3.0e38)  # inf - inf would be NaN
             sums = sums * gl.exp2(tops - highest) + gl.sum(gl.exp2(x - highest[:, None]), 1)
             tops = highest
         at = partial + column_tile * grid.tokens + rows

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...chunked.engine.arguments import wrong_arguments
+from ...chunked.engine.call import Statistics
 from ...kernels.autograd import autocast_dtype
 from ...kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
@@ -40,6 +42,21 @@ def register(function: F) -> F:
     return function
 
 
+def call_operation(function: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """Put a call of a registered operation into the graph that is being compiled."""
+    metrics: Any = keywords.get("metrics", ())
+    found = call_in_graph(function.__name__, arguments, keywords)
+    return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
+
+
+def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
+    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
+    if isinstance(found, Statistics):
+        named = zip(Statistics._fields, found, strict=True)
+        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
+    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
+
+
 # --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
 
 
@@ -49,6 +66,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     Args:
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
+    check_arguments(name, arguments, keywords, loss)
     tensors: list[Tensor] = []
     form = encode([arguments, keywords, parameters], tensors, once=True)
     if form is None or not tensors:
@@ -61,6 +79,24 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
+
+
+@torch.compiler.disable
+def eagerly(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """A call outside of the graph that is being compiled."""
+    return call(*arguments, **keywords)
+
+
+def check_arguments(name: str, arguments: Any, keywords: Any, loss: str = "") -> None:
+    """Raise a TypeError that says how it is called, if these are no arguments of an operation, or of a loss."""
+    wrong = _wrong_arguments(name, loss, len(arguments), tuple(keywords))
+    if wrong is not None:  # in one graph, torch.compile shows the message of what the code that it traces raises
+        raise TypeError(wrong)
+
+
+@torch.compiler.assume_constant_result
+def _wrong_arguments(name: str, loss: str, count: int, keywords: tuple[str, ...]) -> str | None:
+    return wrong_arguments(_operations[name], count, keywords, losses.get(loss))
 
 
 def _attached(structure: Any) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from ...chunked.engine.call import Call, Comparison, EngineOptions, Query, Stati
 from ...chunked.engine.checks import LISTS, check_shift, check_tensor
 from ...chunked.engine.head import Head
 from ...chunked.engine.many_heads import Targets
-from ...chunked.engine.operators import call_in_graph, register
+from ...chunked.engine.operators import F, call_operation, register
+from ...chunked.engine.ranks import raise_on_all_ranks
+from ...chunked.engine.shard import Agreement
 from ...chunked.engine.stream import Stream
 from ...chunked.engine.support import TokenSupport, linear_support_statistics
 from ...chunked.engine.teachers import Teacher, TeacherLogits
@@ -33,32 +35,26 @@ from ...kernels.divergence_forms import Divergence
 from ...kernels.logit_transform import LogitTransform
 from ...kernels.tracing import state
 
-P = ParamSpec("P")
-R = TypeVar("R")
 #: One for all targets, or a list of one for each.
 OneOrEach = Any
 
 
-def _operator(function: Callable[P, R]) -> Callable[P, R]:
-    """In a compiled function, a call is one operator of its graph."""
+def _operator(function: F) -> F:
+    """In a compiled function, a call is one operator of its graph. If it raises, all ranks do that share the head."""
     register(function)
 
     @functools.wraps(function)
-    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            metrics: Any = keywords.get("metrics", ())
-            return _detached(call_in_graph(function.__name__, arguments, keywords), _names(metrics))
-        return function(*arguments, **keywords)
+            return call_operation(function, arguments, keywords)
+        failures = Agreement.failures
+        try:
+            return function(*arguments, **keywords)
+        except (TypeError, ValueError) as error:
+            raise_on_all_ranks(error, failures, function, arguments, keywords)
+            raise
 
-    return wrapped
-
-
-def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
-    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
-    if isinstance(found, Statistics):
-        named = zip(Statistics._fields, found, strict=True)
-        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
-    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
+    return cast(F, wrapped)
 
 
 @_operator
@@ -270,6 +266,8 @@ def linear_token_loss(
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
     many = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
     if not many:
         check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
@@ -337,6 +335,8 @@ def linear_divergence_loss(
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):
+        raise TypeError(f"statistics are named, as in ('logp', 'entropy'); got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -246,6 +246,9 @@ class Agreement:
     context the exchange begins, and :meth:`wait` must come before any other collective.
     """
 
+    #: How many have ended in an error, on this rank or on another.
+    failures: ClassVar[int] = 0
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.facts = ""
@@ -267,25 +270,35 @@ class Agreement:
             mine[2] = self.checksum
         self._gathered = mine.new_empty(3 * self.group.size())
         _all_gather(self._gathered, mine, group=self.group)
+        if error is not None:
+            Agreement.failures += 1
+            self._gather_texts(f"{type(error).__name__}: {error}")
+
+    def _gather_texts(self, own: str) -> list[str]:
+        """Each rank's."""
+        found: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     def wait(self) -> tuple[int, ...]:
         """The ``number`` of each rank, in their order.
 
         Raises:
-            RuntimeError: another rank has raised.
+            RankError: another rank has raised.
             ValueError: the ranks' ``facts`` or ``checksum`` differ.
         """
         gathered = self._gathered.tolist()
         digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
+        if -1 in digests or len(set(digests)) > 1 or len(set(checksums)) > 1:
+            Agreement.failures += 1
         if -1 in digests:
+            first = digests.index(-1)
             raise RankError(
-                f"rank {digests.index(-1)} of the group that shares the vocabulary raised an error, so this rank "
-                "raises too; see that rank's error."
+                f"rank {first} of the group that shares the vocabulary raised an error, so this rank raises too: "
+                f"{self._gather_texts('')[first]}"
             )
         if len(set(digests)) > 1:
-            facts: list[Any] = [None] * self.group.size()
-            dist.all_gather_object(facts, self.facts, group=self.group)
-            listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(facts))
+            listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(self._gather_texts(self.facts)))
             raise ValueError(
                 "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with "
                 f"the same options; they differ:\n{listed}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...chunked.engine.call import EngineOptions, Statistics
 from ...chunked.engine.checks import check_inputs, check_tensor
 from ...chunked.engine.head import Head, operand_dtype
-from ...chunked.engine.plan import default_bound, default_workspace
+from ...chunked.engine.plan import default_bound, default_workspace, device_memory
 from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
 from ...chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from ...kernels import LOGIT_DTYPES, choose_backend
@@ -155,7 +155,9 @@ def linear_support_statistics(
         raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
     shard, local = head.shard, hidden_states
     if shard is not None:
-        local = shard.local(hidden_states)  # an exchange that all ranks reach, before checks that one alone may fail
+        # Exchanges that all ranks reach, before checks that one alone may fail.
+        local = shard.local(hidden_states)
+        shard.least_memory(device_memory(head.weight.device), head.weight.device)
     agreed = None if shard is None else Agreement(shard.group, head.weight.device)
     with agreed or nullcontext():
         compute_dtype = check_inputs([local], head, [labels])

@@ -5,7 +5,6 @@ Sums over a sequence's tokens, and over a batch's, are then sums over the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from ...chunked.engine.call import EngineOptions, Query, make_call
 from ...chunked.engine.checks import check_group
 from ...chunked.engine.head import Head
-from ...chunked.engine.shard import RankError
 from ...chunked.engine.tokens import Tokens
 
 
@@ -96,16 +94,3 @@ def agree(group: Any, **facts: Any) -> None:
         error = ValueError(f"the ranks of the loss's group= disagree, or one has wrong inputs: {'; '.join(wrong)}.")
         error.ranks_know = True  # type: ignore[attr-defined]
         raise error
-
-
-@torch.compiler.disable
-def on_slices(group: Any, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """A call that reaches :func:`agree` on all ranks; if its inputs are wrong on one, it raises on all of them."""
-    try:
-        return call(*arguments, **keywords)
-    except (TypeError, ValueError, RankError) as error:
-        if not getattr(error, "ranks_know", False):
-            error.ranks_know = True  # type: ignore[union-attr]
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, f"{type(error).__name__}: {error}", group=group)
-        raise

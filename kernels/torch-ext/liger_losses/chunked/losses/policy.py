@@ -255,7 +255,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             is_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
             group=self.group,
-            vocabulary_ranks=head.vocabulary_ranks,
+            head=head,
             common_options=None if self.group is None else self.common_options,
         )
         if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:

@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...chunked.engine.checks import check_names, check_range, check_tensor, checked_items
+from ...chunked.engine.arguments import options_of
+from ...chunked.engine.checks import (
+    check_alike,
+    check_group,
+    check_mask,
+    check_names,
+    check_range,
+    check_tensor,
+    checked_items,
+)
+from ...chunked.engine.head import Head
+from ...chunked.engine.ranks import meet, tell_slices
 from ...chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 from ...chunked.losses.context_parallel import agree, sum_over_group
 from ...kernels.tracing import state
@@ -199,8 +210,8 @@ class PolicyInputs:
     Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool; other
     arguments as in :func:`grpo_loss`.
 
-    ``vocabulary_ranks`` ranks share the head's rows, and have the same completions. ``common_options`` are those of the
-    loss, which all ranks of the group have in common.
+    ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
+    the loss, which all ranks of the group have in common.
     ``lengths [B, 1]`` and ``tokens []`` are the completions' numbers of tokens and that of all of them, over the group.
     """
 
@@ -218,7 +229,7 @@ class PolicyInputs:
         is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         group: dist.ProcessGroup | None = None,
-        vocabulary_ranks: int = 1,
+        head: Head | None = None,
         common_options: Mapping[str, Any] | None = None,
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
@@ -245,10 +256,13 @@ class PolicyInputs:
         self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
         normalizer = LOSS_TYPES[options.loss_type][1]
         # Only losses that divide by it synchronize all processes.
-        ranks = vocabulary_ranks * (1 if group is None else dist.get_world_size(group))
+        copies = 1 if head is None else head.vocabulary_ranks
+        ranks = copies * (1 if group is None else dist.get_world_size(group))
         items = self.tokens
         if normalizer == "items":
-            items = _items(mask, num_items_in_batch, vocabulary_ranks, ranks)
+            if head is not None and head.shard is not None and num_items_in_batch is None:
+                meet(head, facts=str(options))  # a rank whose inputs are wrong does not get to the sum
+            items = _items(mask, num_items_in_batch, copies, ranks)
         self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
@@ -278,6 +292,8 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
         raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
     if value.device != mask.device:
         raise ValueError(f"{name} is on {value.device}, the completions on {mask.device}; move it with .to(...).")
+    if value.is_complex() or (not column and not value.is_floating_point()):
+        raise TypeError(f"{name} must be floating point, got {value.dtype}.")
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -380,21 +396,31 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    check_tensor("logps", logps)
-    check_tensor("mask", mask)
-    if logps.dim() != 2 or logps.shape != mask.shape:
-        raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
-    inputs = PolicyInputs(
-        PolicyOptions(**options),
-        mask != 0,
-        advantages,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        sampling_logps=sampling_logps,
-        is_ratio=is_ratio,
-        num_items_in_batch=num_items_in_batch,
-        group=group,
-    )
+    if group is not None:
+        check_group(group, "cp")
+    try:
+        made = options_of(PolicyOptions, grpo_loss, options)
+        check_tensor("logps", logps)
+        check_tensor("mask", mask)
+        if logps.dim() != 2 or logps.shape != mask.shape:
+            raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
+        if acting is not None:
+            check_mask("acting", acting, "mask", mask)
+        inputs = PolicyInputs(
+            made,
+            mask != 0,
+            advantages,
+            old_logps=old_logps,
+            ref_logps=ref_logps,
+            sampling_logps=sampling_logps,
+            is_ratio=is_ratio,
+            num_items_in_batch=num_items_in_batch,
+            group=group,
+        )
+    except (TypeError, ValueError) as error:
+        if group is not None:
+            tell_slices(group, error)
+        raise
     return coupled_loss(logps, inputs, acting)
 
 
@@ -424,6 +450,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
     Returns:
         ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
+    check_alike(entropy=entropy)
+    check_mask("mask", mask, "entropy", entropy)
+    check_range("share", share, 0.0, 1.0, open_low=True)
     if state.shapes_only:
         return mask
     entropy = entropy.detach()

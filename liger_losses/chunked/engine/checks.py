@@ -170,7 +170,7 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
     return value.to(device, torch.float32).reshape(())
 
 
-def check_device(weight: Tensor, **tensors: Tensor) -> None:
+def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
     """Raise ValueError if a tensor is on another device than the weight."""
     for name, tensor in tensors.items():
         if tensor.device != weight.device:

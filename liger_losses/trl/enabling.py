@@ -61,6 +61,8 @@ def enable(*, kernels: bool = False) -> None:
         ImportError: TRL is not installed.
         RuntimeError: this TRL version lacks an attribute that we patch; the error lists them, and nothing is changed.
     """
+    if not isinstance(kernels, bool):
+        raise TypeError(f"kernels must be True or False, got {kernels!r}.")
     try:
         import trl
     except ImportError as error:

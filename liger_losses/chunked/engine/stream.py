@@ -239,9 +239,10 @@ class Stream:
             inputs = _rows_of(query.token_inputs, rows)
             result = query.token_loss(Statistics(**named), tokens.labels[rows], **inputs)
             losses, derivatives = result if isinstance(result, tuple) else (result, None)
-            if losses.shape != (rows.stop - rows.start,):
+            if not isinstance(losses, Tensor) or losses.shape != (rows.stop - rows.start,):
                 count = rows.stop - rows.start
-                raise ValueError(f"token_loss must return one value per token, [{count}], got {tuple(losses.shape)}.")
+                got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+                raise ValueError(f"token_loss must return one value per token, [{count}], got {got}.")
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
                 return losses.detach(), {n: tokens.masked(g.detach(), rows) for n, g in derivatives.items()}

@@ -99,9 +99,13 @@ class TeacherLogits:
 
     @property
     def vocab_size(self) -> int:
-        if isinstance(self.logits, Tensor):
+        if isinstance(self.logits, Tensor) and self.logits.dim():
             return self.logits.shape[-1]
-        if self.columns is None:
+        if not callable(self.logits):
+            shape = " without dimensions" if isinstance(self.logits, Tensor) else ""
+            kind = type(self.logits).__name__ + shape
+            raise TypeError(f"TeacherLogits takes logits [..., Vt], or a function that returns them, got {kind}.")
+        if not isinstance(self.columns, int):
             raise ValueError("TeacherLogits from a function needs columns=, the width of what it returns.")
         return self.columns
 

@@ -21,8 +21,15 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.arguments import unknown_options
 from liger_losses.chunked.engine.call import Query
-from liger_losses.chunked.engine.checks import check_labels, check_tensor, checked_items
-from liger_losses.chunked.engine.operators import call_in_graph, check_arguments, losses, register
+from liger_losses.chunked.engine.checks import (
+    check_alike,
+    check_labels,
+    check_mask,
+    check_shift,
+    check_tensor,
+    checked_items,
+)
+from liger_losses.chunked.engine.operators import call_in_graph, check_arguments, eagerly, losses, register
 from liger_losses.chunked.engine.ranks import raise_on_all_ranks
 from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
@@ -35,6 +42,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 MAX_EXPONENT = 80.0
+
+#: Options that are true or false, of any loss.
+_FLAGS = (
+    *("average_log_prob", "compiled", "compute_nll_loss", "length_normalization", "return_predicted_tokens"),
+    *("return_soft_hard_loss", "return_token_accuracy", "return_z_loss", "single_step", "temperature_squared"),
+    *("use_bias_correction_kl", "use_ref_model", "use_token_scaling", "use_weighting"),
+)
 
 _numbers = itertools.count()
 
@@ -51,7 +65,7 @@ def operator(forward: F, *, opaque: bool = True) -> F:
     def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             if self.spans_ranks:
-                return _eagerly(wrapped, self, *arguments, **keywords)
+                return eagerly(wrapped, self, *arguments, **keywords)
             if not opaque:
                 check_arguments(name, arguments, keywords, self._name_for_operators)
                 return forward(self, *arguments, **keywords)
@@ -65,12 +79,6 @@ def operator(forward: F, *, opaque: bool = True) -> F:
             raise
 
     return cast(F, wrapped)
-
-
-@torch.compiler.disable
-def _eagerly(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Outside of the graph that is being compiled."""
-    return call(*arguments, **keywords)
 
 
 def _name(loss: nn.Module) -> str:
@@ -182,6 +190,11 @@ class ChunkedLoss(nn.Module):
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
         _ = self.transform, self.options  # both check themselves when they are made
+        if not isinstance(self.shift, bool):
+            check_shift(self.shift, several=hasattr(self, "head_weights"))
+        for name in _FLAGS:
+            if isinstance(self.__dict__.get(name), (str, float)):  # all texts would be true
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.group is not None:
             check_sliced(self.group, self.shift, self.reads_order)
 
@@ -260,7 +273,7 @@ class ChunkedLoss(nn.Module):
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
         check_labels(labels)
-        return shift_labels(labels, self.ignore_index) if self.shift else labels
+        return shift_labels(labels, self.ignore_index, int(self.shift)) if self.shift else labels
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
@@ -351,6 +364,8 @@ def sequence_logps(
         ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
         would leave it two digits. (Devices without fp64: fp32.)
     """
+    check_alike(logps=logps, weights=weights)
+    check_mask("mask", mask, "logps", logps)
     logps = torch.where(mask, logps, 0.0)
     total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
     if group is not None:

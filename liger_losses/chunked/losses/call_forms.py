@@ -143,6 +143,8 @@ class CompletionBatch:
                 raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
             name = f"ref_logps of the {which} completions"
             check_tensor(name, logps)
+            if not logps.is_floating_point():
+                raise TypeError(f"{name} must be floating point, got {logps.dtype}.")
             if logps.shape not in (labels.shape[:1], labels.shape):
                 expected = f"[{labels.shape[0]}] (one per sequence) or {tuple(labels.shape)} (one per token)"
                 raise ValueError(f"{name} must be {expected}, got {tuple(logps.shape)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from liger_losses.chunked.engine.checks import (
     check_labels,
     check_names,
     check_range,
-    check_shift,
     check_tensor,
     check_vector,
     checked_items,
@@ -104,11 +104,13 @@ def cross_entropy(
         numbers = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
         each = [{name: one_each(value, count)[k] for name, value in tensors.items()} for k in range(count)]
         return [cross_entropy(part, **given, **numbers) for part, given in zip(logps, each, strict=True)]
+    if (label_smoothing and mean_logps is None) or (lse_square_scale and lse is None):
+        raise ValueError("label_smoothing needs mean_logps=, and lse_square_scale needs lse=.")
     ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
     label_scale = ce_scale if label_weights is None else ce_scale * label_weights
     derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}
     ce = derivatives["logp"] * logps
-    if label_smoothing and mean_logps is not None:
+    if label_smoothing:
         derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
         ce = ce + derivatives["mean_logp"] * mean_logps
     if lse is None:
@@ -172,9 +174,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def check_options(self) -> None:
         super().check_options()
         check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        if not (isinstance(self.lse_square_scale, Real) and 0 <= self.lse_square_scale < math.inf):
+            check_range("lse_square_scale", self.lse_square_scale, 0.0, math.inf)
         check_names([self.reduction], ("mean", "sum", "none"), "reduction")
-        if not isinstance(self.shift, bool):
-            check_shift(self.shift)
         if self.head_weights is not None:
             if not isinstance(self.head_weights, (list, tuple)):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
@@ -405,6 +407,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if token_weights.shape != labels.shape:
             expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
             raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
+        if token_weights.is_complex():
+            raise TypeError(f"token_weights must be real, got {token_weights.dtype}.")
         check_device(head.weight, token_weights=token_weights)
         return token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.call import Comparison, Query
-from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
+from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, operator
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
@@ -54,6 +54,9 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
     Raises:
         ValueError: the divergence is the cosine.
     """
+    if not isinstance(which, Divergence):
+        raise TypeError(f"which must be a liger_losses.Divergence, got {which!r}.")
+    check_alike(log_p=log_p, log_q=log_q)
     if which.form == "cosine":
         raise ValueError(
             "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
@@ -148,6 +151,8 @@ def sparse_divergence(logps: Tensor, teacher_logps: Tensor, which: Divergence, t
     Returns:
         ``[...]``, in nats.
     """
+    check_alike(logps=logps, teacher_logps=teacher_logps)
+    check_names([tail], ("bucket", "renormalize"), "tail")
     return divergence(distribution(logps, tail), distribution(teacher_logps, tail), which)
 
 

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.arguments import options_of
-from liger_losses.chunked.engine.checks import check_names, check_range, check_tensor, checked_items
+from liger_losses.chunked.engine.checks import (
+    check_alike,
+    check_group,
+    check_mask,
+    check_names,
+    check_range,
+    check_tensor,
+    checked_items,
+)
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
 from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
@@ -284,6 +292,8 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
         raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
     if value.device != mask.device:
         raise ValueError(f"{name} is on {value.device}, the completions on {mask.device}; move it with .to(...).")
+    if value.is_complex() or (not column and not value.is_floating_point()):
+        raise TypeError(f"{name} must be floating point, got {value.dtype}.")
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -386,13 +396,16 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
+    if group is not None:
+        check_group(group, "cp")
     try:
         made = options_of(PolicyOptions, grpo_loss, options)
         check_tensor("logps", logps)
         check_tensor("mask", mask)
         if logps.dim() != 2 or logps.shape != mask.shape:
             raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
-        per_token("acting", acting, mask)
+        if acting is not None:
+            check_mask("acting", acting, "mask", mask)
         inputs = PolicyInputs(
             made,
             mask != 0,
@@ -437,6 +450,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
     Returns:
         ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
+    check_alike(entropy=entropy)
+    check_mask("mask", mask, "entropy", entropy)
+    check_range("share", share, 0.0, 1.0, open_low=True)
     if state.shapes_only:
         return mask
     entropy = entropy.detach()

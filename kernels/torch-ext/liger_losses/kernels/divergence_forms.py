@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,14 @@ class Divergence:
     a: float = 0.0
     b: float = 0.0
     c: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS and self.form != "cosine":
+            raise ValueError(f"unknown divergence {self.form!r}; it must be one of {', '.join(FORMS)}, cosine.")
+        for name in ("a", "b", "c"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and math.isfinite(value)):
+                raise ValueError(f"the parameters of a divergence must be finite numbers, got {value!r}.")
 
     @property
     def balanced(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...chunked.engine.checks import check_inputs, check_like_labels, check_names, check_tensor, check_vector
+from ...chunked.engine.checks import check_inputs, check_like_labels, check_names, check_vector
 from ...chunked.engine.head import (
     Head,
     Projection,
@@ -24,14 +24,7 @@ from ...chunked.engine.head import (
     dequantized_bytes,
     operand_dtype,
 )
-from ...chunked.engine.plan import (
-    EngineOptions,
-    Plan,
-    Workload,
-    default_bound,
-    device_memory,
-    make_plan,
-)
+from ...chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory, make_plan
 from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
 from ...chunked.engine.teachers import Teacher, TeacherLogits, check_comparison, teacher_row_bytes_of
@@ -296,6 +289,8 @@ class _Draft:
     def __init__(
         self, checked: CheckedInputs, head: Head, query: Query, options: EngineOptions, memory: int | None = None
     ) -> None:
+        if not isinstance(options, EngineOptions):
+            raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
         self.checked, self.head, self.query, self.options, self.memory = checked, head, query, options, memory
         hidden, labels, shapes, compute_dtype, vocab_size = checked
         device, grad = head.weight.device, torch.is_grad_enabled()
@@ -479,9 +474,9 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     check_names(query.statistics, names, f"differentiable statistic{beside}")
     check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")
     if query.selected is not None:
-        check_tensor("selected", query.selected)
         if len(shapes) != 1:
             raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
+        check_like_labels("selected", query.selected, shapes[0], head)
         if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != shapes[0]:
             raise ValueError(
                 f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
@@ -489,7 +484,7 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
             )
     like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
-        check_like_labels(name, value, like)
+        check_like_labels(name, value, like, head)
     return vocab_size
 
 

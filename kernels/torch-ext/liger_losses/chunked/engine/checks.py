@@ -56,6 +56,8 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(0.0).")
 
 
 def _what_to_do(name: str, value: Any) -> str:
@@ -68,7 +70,9 @@ def _what_to_do(name: str, value: Any) -> str:
         return "; " + LOSS_INPUTS
     if isinstance(value, (list, tuple)) and name == "hidden_states" and any(isinstance(v, Tensor) for v in value):
         return f" of {len(value)}; for the last layer, pass outputs.hidden_states[-1]"
-    return f"; pass torch.tensor({name})" if isinstance(value, list) else ""
+    if name.isidentifier() and isinstance(value, list):
+        return f"; pass torch.tensor({name})"
+    return "; pass torch.as_tensor(...) of it" if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
 def check_group(group: Any, dimension: str) -> None:
@@ -115,6 +119,43 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
         raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}.")
 
 
+def check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    """:func:`check_range`, for an option of a function that may also be a tensor."""
+    if not isinstance(value, Tensor):
+        check_range(name, value, low, high, open_low=open_low)
+
+
+def check_alike(**tensors: Any) -> None:
+    """Raise TypeError or ValueError unless these are floating-point tensors of one shape, or numbers in tensors.
+
+    The first has the shape; ``None`` is left out.
+    """
+    first = next(iter(tensors))
+    for name, value in tensors.items():
+        if value is None:
+            continue
+        check_tensor(name, value)
+        if value.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be floating point, got {value.dtype} of shape {tuple(value.shape)}.")
+        check_shape_of(name, value, first, tensors[first])
+
+
+def check_mask(name: str, mask: Any, of: str, values: Tensor) -> None:
+    """Raise TypeError or ValueError unless this is a bool tensor in the shape of the values that are called ``of``."""
+    check_tensor(name, mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be bool, got {mask.dtype}; compare it with the value that marks these.")
+    check_shape_of(name, mask, of, values)
+
+
+def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
+    """Raise ValueError unless a tensor has the shape and device of another one, or is a number there."""
+    if value.shape not in (values.shape, ()):
+        raise ValueError(f"{name} must be {list(values.shape)}, as {of}, got {list(value.shape)}.")
+    if value.device != values.device:
+        raise ValueError(f"{name} is on {value.device}, {of} on {values.device}; move it with .to(...).")
+
+
 def checked_items(value: Any, device: torch.device) -> Tensor:
     """``num_items_in_batch`` as a 0-dim fp32 tensor; TypeError or ValueError unless it is one number, at least 0."""
     name = "num_items_in_batch"
@@ -129,7 +170,7 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
     return value.to(device, torch.float32).reshape(())
 
 
-def check_device(weight: Tensor, **tensors: Tensor) -> None:
+def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
     """Raise ValueError if a tensor is on another device than the weight."""
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
@@ -203,9 +244,10 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
     return _compute_dtype(hidden_states, head)
 
 
-def check_like_labels(name: str, value: Any, labels_shape: torch.Size) -> None:
-    """Raise TypeError or ValueError unless this is a tensor of one value, or one row, for each label."""
+def check_like_labels(name: str, value: Any, labels_shape: torch.Size, head: Head) -> None:
+    """Raise TypeError or ValueError unless this is a tensor of one value, or one row, for each label, beside a head."""
     check_tensor(name, value)
+    check_device(head.weight, **{name: value})
     if value.shape[: len(labels_shape)] != labels_shape or value.dim() > len(labels_shape) + 1:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels_shape)}."

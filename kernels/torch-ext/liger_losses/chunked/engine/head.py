@@ -89,6 +89,8 @@ class Head:
         quantized: QuantizedWeight | None = None,
     ) -> None:
         shard = None
+        if not (transform is None or isinstance(transform, LogitTransform)):
+            raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
         if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
             quantized = find_quantized(weight)
             if quantized is not None:

@@ -95,7 +95,7 @@ class HeadGroup:
         def ours(name: str, values: Sequence[Tensor]) -> Tensor:
             found = [values[i] for i in self.places]
             for value, shape in zip(found, shapes, strict=True):
-                check_like_labels(name, value, shape)
+                check_like_labels(name, value, shape, self.head)
             if len(found) == 1:
                 return found[0]
             return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(found, shapes, strict=True)])

@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from ..._ops import add_op_namespace_prefix, ops
 from ...chunked.engine.arguments import wrong_arguments
 from ...chunked.engine.call import Statistics
-from ...chunked.engine.ranks import raise_on_all_ranks
-from ...chunked.engine.shard import Agreement
 from ...kernels.autograd import autocast_dtype
 from ...kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
 F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: What an operator calls, by name: operations, and ``forward`` of losses.
 _operations: dict[str, Callable[..., Any]] = {}
@@ -46,24 +42,11 @@ def register(function: F) -> F:
     return function
 
 
-def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """In a compiled function, a call is one operator of its graph. If it raises, all ranks do that share the head."""
-    register(function)
-
-    @functools.wraps(function)
-    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():
-            metrics: Any = keywords.get("metrics", ())
-            found = call_in_graph(function.__name__, arguments, keywords)
-            return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
-        agreements = Agreement.count
-        try:
-            return function(*arguments, **keywords)
-        except (TypeError, ValueError) as error:
-            raise_on_all_ranks(error, agreements, function, arguments, keywords)
-            raise
-
-    return wrapped
+def call_operation(function: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """Put a call of a registered operation into the graph that is being compiled."""
+    metrics: Any = keywords.get("metrics", ())
+    found = call_in_graph(function.__name__, arguments, keywords)
+    return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
 
 
 def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
@@ -96,6 +79,12 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
+
+
+@torch.compiler.disable
+def eagerly(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """A call outside of the graph that is being compiled."""
+    return call(*arguments, **keywords)
 
 
 def check_arguments(name: str, arguments: Any, keywords: Any, loss: str = "") -> None:

@@ -10,9 +10,10 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from ...chunked.engine.call import Call, Comparison, EngineOptions, Query, Stati
 from ...chunked.engine.checks import LISTS, check_shift, check_tensor
 from ...chunked.engine.head import Head
 from ...chunked.engine.many_heads import Targets
-from ...chunked.engine.operators import operation
+from ...chunked.engine.operators import F, call_operation, register
+from ...chunked.engine.ranks import raise_on_all_ranks
+from ...chunked.engine.shard import Agreement
 from ...chunked.engine.stream import Stream
 from ...chunked.engine.support import TokenSupport, linear_support_statistics
 from ...chunked.engine.teachers import Teacher, TeacherLogits
@@ -36,7 +39,25 @@ from ...kernels.tracing import state
 OneOrEach = Any
 
 
-@operation
+def _operator(function: F) -> F:
+    """In a compiled function, a call is one operator of its graph. If it raises, all ranks do that share the head."""
+    register(function)
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return call_operation(function, arguments, keywords)
+        agreements = Agreement.count
+        try:
+            return function(*arguments, **keywords)
+        except (TypeError, ValueError) as error:
+            raise_on_all_ranks(error, agreements, function, arguments, keywords)
+            raise
+
+    return cast(F, wrapped)
+
+
+@_operator
 def linear_statistics(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -83,7 +104,7 @@ def linear_statistics(
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
-@operation
+@_operator
 def linear_logps(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -156,7 +177,7 @@ def linear_logps(
     return statistics if len(names) > 1 else statistics.logp
 
 
-@operation
+@_operator
 def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -245,6 +266,8 @@ def linear_token_loss(
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
     many = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
     if not many:
         check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
@@ -277,7 +300,7 @@ def linear_token_loss(
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
-@operation
+@_operator
 def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -312,6 +335,8 @@ def linear_divergence_loss(
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):
+        raise TypeError(f"statistics are named, as in ('logp', 'entropy'); got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -101,6 +101,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
+        if not isinstance(self.compact, (bool, Integral)):
+            raise TypeError(f"compact must be True or False, got {self.compact!r}.")
         for name in ("workspace", "chunk_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):

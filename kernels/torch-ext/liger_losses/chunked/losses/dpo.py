@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...chunked.engine import Statistics
 from ...chunked.engine.arguments import options_of
-from ...chunked.engine.checks import check_names, check_range
+from ...chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
 from ...chunked.losses.base import MAX_EXPONENT, sequence_logps, wide_dtype
 from ...chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
 
@@ -33,14 +33,17 @@ class DPOOptions:
     @property
     def loss_types(self) -> tuple[str, ...]:
         """One or several names."""
-        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+        return tuple(self.loss_type) if isinstance(self.loss_type, (list, tuple)) else (self.loss_type,)  # type: ignore
 
     def __post_init__(self) -> None:
         types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names(types or ("",), DPO_LOSSES, "loss_type")
-        if weights is not None and len(weights) != len(types):
+        if weights is not None and (not isinstance(weights, (list, tuple)) or len(weights) != len(types)):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
+        for weight in weights or ():
+            check_range("each of loss_weights", weight, -math.inf, math.inf)
+        check_range("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf, math.inf)
         check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if self.f_divergence_type != "reverse_kl":
             check_names(types, _MARGIN_LOSSES, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
@@ -178,6 +181,16 @@ def dpo_loss(
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
     if "sft" in o.loss_types and chosen_nll is None:
         raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
+    check_alike(
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
+    )
+    for name, value in (("chosen_lengths", chosen_lengths), ("rejected_lengths", rejected_lengths)):
+        if value is not None:
+            check_tensor(name, value)
+            check_shape_of(name, value, "chosen_logps", chosen_logps)
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     return _losses(Pairs(*logps, chosen_lengths, rejected_lengths, chosen_nll), o)  # type: ignore[arg-type]
 

@@ -103,6 +103,7 @@ class PreferenceLoss(CompletionLoss):
     def check_options(self) -> None:
         super().check_options()
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_range("alpha", self.alpha, 0.0, math.inf)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...chunked.engine.checks import check_names, check_range
+from ...chunked.engine.checks import check_alike, check_names, check_number, check_range
 from ...chunked.losses.base import MAX_EXPONENT, operator
 from ...chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, smoothed
 
@@ -64,6 +65,7 @@ def cpo_loss(
         ValueError: another ``loss_type``.
     """
     check_names([loss_type], _CPO_LOSSES, "loss_type")
+    _check(chosen_logps, rejected_logps, beta, label_smoothing)
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
     return _CPO_LOSSES[loss_type](margin, beta, label_smoothing, gamma)
 
@@ -78,6 +80,7 @@ def simpo_loss(
         beta, gamma: as in the formula.
         label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
     """
+    _check(chosen_logps, rejected_logps, beta, label_smoothing)
     return _CPO_LOSSES["simpo"](chosen_logps - rejected_logps, beta, label_smoothing, gamma)
 
 
@@ -92,7 +95,15 @@ def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
         chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
         beta: weight of the term.
     """
+    _check(chosen_logps, rejected_logps, beta)
     return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
+
+
+def _check(chosen_logps: Tensor, rejected_logps: Tensor, beta: float, label_smoothing: float = 0.0) -> None:
+    """Raise TypeError or ValueError unless these fit together."""
+    check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    check_number("beta", beta, 0.0, math.inf, open_low=True)
+    check_number("label_smoothing", label_smoothing, 0.0, 1.0)
 
 
 def _log_odds(logps: Tensor) -> Tensor:
@@ -139,6 +150,8 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
         super().check_options()
         check_names([self.loss_type], _CPO_LOSSES, "loss_type")
         check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        for name in ("gamma", "reward_alpha"):
+            check_range(name, getattr(self, name), -math.inf, math.inf)
         if self.loss_type == "alphapo" and self.reward_alpha == 0:
             raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
 

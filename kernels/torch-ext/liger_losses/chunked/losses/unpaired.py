@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...chunked.engine import Head
-from ...chunked.engine.checks import check_names, check_range
+from ...chunked.engine.checks import (
+    check_alike,
+    check_mask,
+    check_names,
+    check_number,
+    check_range,
+    check_shape_of,
+)
 from ...chunked.losses import call_forms
 from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch
@@ -57,6 +64,12 @@ def unpaired_loss(
         ValueError: another ``loss_type``.
     """
     check_names([loss_type], LOSSES, "loss_type")
+    check_alike(rewards=rewards)
+    check_mask("desirable", desirable, "rewards", rewards)
+    check_number("desirable_weight", desirable_weight, 0.0, math.inf)
+    check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)
+    if isinstance(shift, Tensor):
+        check_shape_of("shift", shift, "rewards", rewards)
     losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
     return losses * torch.where(desirable, desirable_weight, undesirable_weight)
 
@@ -78,6 +91,9 @@ def kto_loss(
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
         desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, as is the result.
     """
+    check_alike(logps=logps, ref_logps=ref_logps)
+    check_number("beta", beta, 0.0, math.inf, open_low=True)
+    check_number("kl", kl, 0.0, math.inf)
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
 
@@ -89,6 +105,8 @@ def bco_loss(
 
     Arguments and result as in :func:`kto_loss`; ``shift`` is the running mean of the rewards, constant.
     """
+    check_alike(logps=logps, ref_logps=ref_logps)
+    check_number("beta", beta, 0.0, math.inf, open_low=True)
     return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
 
 
@@ -258,7 +276,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
         head = Head.of(weight, bias, self.transform)
-        completions = call_forms.as_completions(kl_completions, "mismatched")
+        completions = call_forms.as_completions(kl_completions, "kl_completions")
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
         ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)

@@ -1,0 +1,161 @@
+"""Wrong inputs of the public API: each is an error before any work that says what was given and what was expected."""
+
+import importlib
+import math
+
+import pytest
+import torch
+
+from liger_losses import (
+    Completions,
+    Divergence,
+    Head,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearSimPOLoss,
+    Teacher,
+    TeacherLogits,
+    functional,
+    linear_divergence_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from tests.reference import problem
+
+CE, DPO, GRPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+JSD, KTO, F = LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss, functional
+NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
+MASK = torch.ones(4, 5, dtype=torch.bool)
+
+
+def policy(h, w, y, advantages=ONES, **options):
+    return GRPO(beta=0.0)(h, w, y.clamp(min=0), MASK, advantages, **options)
+
+
+def one_token(statistics, labels):
+    return statistics.logp
+
+
+WRONG = {
+    # options
+    "z-loss": (lambda h, w, y: CE(lse_square_scale=NAN), r"lse_square_scale must lie in \[0.0, inf\), got nan"),
+    "z-loss as text": (lambda h, w, y: CE(lse_square_scale="x"), "lse_square_scale must be a number, got 'x'"),
+    "compact": (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
+    "a flag as text": (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
+    "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. goes with lists of hidden states"),
+    "alpha": (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
+    "loss weights": (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
+    "a loss weight": (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must lie in"),
+    "loss type": (lambda h, w, y: DPO(loss_type=3), "unknown loss_type 3"),
+    "f-alpha": (lambda h, w, y: DPO(f_alpha_divergence_coef=NAN), "f_alpha_divergence_coef must lie in"),
+    "gamma": (lambda h, w, y: LigerFusedLinearSimPOLoss(gamma="x"), "gamma must be a number"),
+    "AlphaPO's alpha": (lambda h, w, y: LigerFusedLinearCPOLoss(reward_alpha=NAN), "reward_alpha must lie in"),
+    "a form": (lambda h, w, y: Divergence("kl"), "unknown divergence 'kl'; it must be one of .*reverse_kl"),
+    "a mixture": (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
+    "a head's transform": (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
+    "streaming": (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
+    # tensors
+    "NumPy": (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
+    "nested": (
+        lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y),
+        r"nested tensor; pass hidden_states.to_padded_tensor",
+    ),
+    "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "token_weights must be real"),
+    "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"named, as in \('logp', 'entropy'\); got 3"),
+    "columns elsewhere": (
+        lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
+        "selected is on meta, the weight on cpu",
+    ),
+    "no token loss": (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
+    "a token loss of nothing": (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
+    "token inputs elsewhere": (
+        lambda h, w, y: linear_token_loss(h, w, y, one_token, token_inputs={"x": PER_TOKEN.to("meta")}),
+        "x is on meta",
+    ),
+    "weights elsewhere": (
+        lambda h, w, y: linear_divergence_loss(
+            h, w, y, Teacher(h, w), Divergence.forward_kl(), {"divergence": PER_TOKEN.to("meta")}
+        ),
+        "divergence is on meta",
+    ),
+    "a teacher's list": (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
+    "a teacher's number": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
+    "a teacher's columns": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(lambda at: at, "61")), "needs columns="),
+    "integer log-probabilities": (
+        lambda h, w, y: DPO()(w, *[Completions(h, y, ref_logps=ONES.long())] * 2),
+        "ref_logps of the chosen completions must be floating point, got torch.int64",
+    ),
+    "completions for KL": (
+        lambda h, w, y: KTO()(w, (h, y), preference_labels=ONES > 0, kl_completions=h),
+        "kl_completions must be Completions",
+    ),
+    "integer old log-probabilities": (
+        lambda h, w, y: policy(h, w, y, old_per_token_logps=y),
+        "old_per_token_logps must be floating point, got torch.int64",
+    ),
+    "complex advantages": (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
+    # functions
+    "a list": (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
+    "shapes": (
+        lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES),
+        r"rejected_logps must be \[4\], as chosen_logps",
+    ),
+    "lengths": (
+        lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="ipo", chosen_lengths=[1], rejected_lengths=[1]),
+        "chosen_lengths must be a tensor",
+    ),
+    "negative beta": (lambda h, w, y: F.cpo_loss(ONES, ONES, beta=-1), r"beta must lie in \(0.0, inf\), got -1"),
+    "smoothing": (lambda h, w, y: F.simpo_loss(ONES, ONES, label_smoothing=3), "label_smoothing must lie in"),
+    "ORPO": (lambda h, w, y: F.orpo_loss([1.0], ONES), "chosen_logps must be a tensor"),
+    "marks": (lambda h, w, y: F.kto_loss(ONES, ONES, ONES), "desirable must be bool, got torch.float32; compare"),
+    "negative KL": (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
+    "BCO": (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
+    "sequences": (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
+    "acting tokens": (
+        lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN),
+        "acting must be bool, got torch.float32",
+    ),
+    "a group": (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
+    "a share": (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
+    "mean log-probabilities": (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
+    "a discount": (lambda h, w, y: F.minillm_returns(PER_TOKEN, MASK, 2.0), r"gamma must lie in \[0.0, 1.0\]"),
+    "columns": (lambda h, w, y: F.forward_kl(PER_TOKEN, PER_TOKEN[:, 1:]), r"log_q must be \[4, 5\], as log_p"),
+    "a divergence's name": (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a liger_losses.Div"),
+    "a tail": (
+        lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"),
+        "unknown tail 'x'; it must be one of bucket, renormalize",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_named(name):
+    call, message = WRONG[name]
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(hidden.detach(), weight, labels)
+
+
+def test_a_loss_on_pairs_shifts_by_any_number():
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    moved = torch.cat([labels[:, 2:], labels.new_full((4, 2), -100)], 1)
+    found, expected = (DPO(use_ref_model=False, shift=s)(weight, hidden, y)[0] for s, y in ((2, labels), (0, moved)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_options_of_trl():
+    pytest.importorskip("trl")
+    with pytest.raises(TypeError, match="kernels must be True or False, got 'x'"):
+        importlib.import_module("liger_losses.trl").enable(kernels="x")
+
+
+def test_what_is_right_stays_right():
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    assert torch.isfinite(functional.dpo_loss(ONES, ONES, ONES[0] * 0, ONES[0] * 0)).all()
+    assert torch.isfinite(policy(hidden, weight, labels, ONES.long())[0])
+    assert linear_logps(hidden, weight, labels, shift=1).shape == labels.shape

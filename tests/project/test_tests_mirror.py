@@ -1,6 +1,7 @@
 """Each module's tests are where its name says, so that who changes a module finds them."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -67,8 +68,13 @@ def file_of(name):
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
 def imported(path):
     """The library's modules that a file imports, and those in which a package finds what the file takes from it."""
+    return frozenset(imports(path))
+
+
+def imports(path):
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -88,6 +94,7 @@ def imported(path):
                     yield from (found for found in imported(file_of(name)) if defines(found, alias.name))
 
 
+@functools.cache
 def defines(module, name):
     return re.search(rf"^(def |class |)({re.escape(name)})\b", file_of(module).read_text(), re.MULTILINE) is not None
 
@@ -102,7 +109,7 @@ def test_a_module_has_a_file_of_tests(module):
     file = TESTS / ELSEWHERE[module]
     assert file.exists(), f"there is no {file}"
     name = "liger_losses." + module.removesuffix(".py").replace("/", ".")
-    direct = set(imported(file))
+    direct = imported(file)
     package = name.rpartition(".")[0]
     through = {found for module in direct - {"liger_losses"} for found in imported(file_of(module))}
     assert {name, package} & direct or name in through, f"{file} imports neither {name}, nor a module that does"

@@ -17,6 +17,7 @@ from liger_losses.chunked.losses.context_parallel import agree
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES
+from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import case_named, start
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 9, 6, 13
@@ -285,6 +286,12 @@ def check_functional(rank):
     torch.testing.assert_close(cut, gradient.split([CUT, LENGTH - CUT], 1)[rank], check_dtype=False)
 
 
+def check_means_of_processes(rank):
+    """KTO's and BCO's, over processes with batches of different sizes: of all values, not of the processes' means."""
+    values = torch.tensor([[1.0, 2.0, 3.0], [10.0]][rank])
+    assert mean_over_processes(values).item() == 4.0
+
+
 def check_averaged_gradients(rank):
     """DDP averages over the group: the loss is multiplied by its size."""
     gradients = []
@@ -459,6 +466,7 @@ def check_members(rank):
 
 CHECKS = (
     check_functional,
+    check_means_of_processes,
     check_averaged_gradients,
     check_compiled,
     check_batch_sizes,

@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import Completions, LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
-from liger_losses.chunked.losses.unpaired import mean_over_processes
-from tests.processes import start
 from tests.reference import assert_as_exact_as_plain, plain_statistics, relative_error
 
 B, T, H, V = 5, 9, 16, 37
@@ -267,14 +265,3 @@ def test_other_bad_input_is_refused():
         LigerFusedLinearKTOLoss()(weight, (hidden, labels), preference_labels=desirable.to("meta"), kl=0.0)
     with pytest.raises(TypeError, match="given must be Completions"):
         LigerFusedLinearKTOLoss()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)
-
-
-def means(rank):
-    values = torch.tensor([[1.0, 2.0, 3.0], [10.0]][rank])
-    assert mean_over_processes(values).item() == 4.0
-
-
-@pytest.mark.distributed
-def test_means_are_over_all_processes(tmp_path):
-    """Two processes with batches of different sizes: the mean of all values, not of the processes' means."""
-    start(means, 2, tmp_path)

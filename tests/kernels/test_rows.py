@@ -116,6 +116,6 @@ def test_long_rows(backend, columns):
     """Longer than what the tiles in flight have shared memory for."""
     if columns > 8192 and backend == "triton" and DEVICE == "cpu":
         pytest.skip("takes the interpreter minutes")
-    x, weight = normal(3, columns), normal(columns)
+    x, weight = normal(2, columns), normal(columns)
     for norm in NORMS.values():
         check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))  # noqa: B023

@@ -136,7 +136,7 @@ def test_no_tokens():
 
 
 def test_strided_hidden_states():
-    hidden, weight, labels, _ = on_device(150, 24, 203)
+    hidden, weight, labels, _ = on_device(150, 24, 77)
     for strided in (hidden.detach().t().contiguous().t(), hidden.detach().repeat(1, 2)[:, ::2], hidden.detach()[::2]):
         some = labels[: len(strided)]
         for strategy in STRATEGIES.values():
@@ -146,7 +146,7 @@ def test_strided_hidden_states():
 
 
 def test_strided_labels_bias_and_class_weight():
-    hidden, weight, labels, bias = on_device(150, 24, 203, bias=True, masked=0.0)
+    hidden, weight, labels, bias = on_device(150, 24, 77, bias=True, masked=0.0)
     wide_bias = torch.stack([bias.detach(), -bias.detach()], 1)[:, 0]
     for strided in (torch.stack([labels, labels.flip(0)], 1)[:, 0], labels[:1].expand(150)):
         for strategy in STRATEGIES.values():

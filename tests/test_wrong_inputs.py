@@ -3,6 +3,7 @@
 import importlib
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,3 +160,27 @@ def test_what_is_right_stays_right():
     assert torch.isfinite(functional.dpo_loss(ONES, ONES, ONES[0] * 0, ONES[0] * 0)).all()
     assert torch.isfinite(policy(hidden, weight, labels, ONES.long())[0])
     assert linear_logps(hidden, weight, labels, shift=1).shape == labels.shape
+    logits, types, weights = torch.zeros(4, 5, 61), np.array(["sigmoid", "hinge"]), np.array([1.0, 0.5])
+    JSD()(weight, hidden, labels, TeacherLogits(lambda at: logits.flatten(0, 1)[: len(at)], np.int64(61)))
+    DPO(shift=np.int64(1), compact=np.True_, loss_type=types, loss_weights=weights)
+    linear_logps(hidden, weight, labels, shift=np.int64(1))
+
+
+def test_values_expand_to_the_shape_of_the_first():
+    logps, teacher = torch.randn(4, 5), torch.randn(5).log_softmax(-1)
+    for weights in (torch.rand(5), torch.rand(4, 1), MASK):
+        found = F.sequence_logps(logps, MASK[0], weights=weights, average=True)
+        torch.testing.assert_close(found, (logps * weights).mean(1), check_dtype=False)
+    everything = torch.tensor(True)
+    torch.testing.assert_close(F.sequence_logps(logps, everything, average=True), logps.mean(1), check_dtype=False)
+    torch.testing.assert_close(F.kto_loss(ONES, ONES, ONES > 0, ONES[:1]), F.kto_loss(ONES, ONES, ONES > 0, 1.0))
+    torch.testing.assert_close(F.forward_kl(logps, teacher), F.forward_kl(logps, teacher.expand(4, 5)))
+    with pytest.raises(ValueError, match=r"ref_logps must be \[4\], as logps, got \[4, 1\]"):
+        F.bco_loss(ONES, ONES[:, None], ONES > 0)
+
+
+def test_numbers_may_be_on_the_cpu():
+    rewards = torch.ones(4, device="meta")
+    assert F.bco_loss(rewards, rewards, rewards > 0, torch.tensor(0.5)).device == rewards.device
+    with pytest.raises(ValueError, match="shift is on cpu, rewards on meta"):
+        F.bco_loss(rewards, rewards, rewards > 0, ONES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +104,7 @@ def check_shift(shift: Any, several: bool = True) -> None:
             f"shift={shift!r} goes with lists of hidden states or heads: for one of each, give a number of positions."
         )
     for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
-        if not isinstance(positions, int):
+        if not isinstance(positions, Integral):
             raise TypeError(f"shift must be a number of positions, or a list of one for each head, got {shift!r}.")
         if positions < 0:
             raise ValueError(f"shift must not be negative, as labels come from later positions; got {shift!r}.")
@@ -126,9 +126,9 @@ def check_number(name: str, value: Any, low: float, high: float, *, open_low: bo
 
 
 def check_alike(**tensors: Any) -> None:
-    """Raise TypeError or ValueError unless these are floating-point tensors of one shape, or numbers in tensors.
+    """Raise TypeError or ValueError unless these are floating-point tensors that expand to the shape of the first.
 
-    The first has the shape; ``None`` is left out.
+    ``None`` is left out.
     """
     first = next(iter(tensors))
     for name, value in tensors.items():
@@ -140,19 +140,25 @@ def check_alike(**tensors: Any) -> None:
         check_shape_of(name, value, first, tensors[first])
 
 
-def check_mask(name: str, mask: Any, of: str, values: Tensor) -> None:
-    """Raise TypeError or ValueError unless this is a bool tensor in the shape of the values that are called ``of``."""
+def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
+    """A bool tensor in the shape of the values that are called ``of``; TypeError or ValueError for another mask."""
     check_tensor(name, mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be bool, got {mask.dtype}; compare it with the value that marks these.")
     check_shape_of(name, mask, of, values)
+    return mask if mask.shape == values.shape else mask.expand(values.shape)
 
 
 def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
-    """Raise ValueError unless a tensor has the shape and device of another one, or is a number there."""
-    if value.shape not in (values.shape, ()):
-        raise ValueError(f"{name} must be {list(values.shape)}, as {of}, got {list(value.shape)}.")
-    if value.device != values.device:
+    """Raise ValueError unless a tensor expands to the shape of another one, on its device; a number may be on the CPU.
+
+    ``[B]`` beside ``[B, 1]``, which would make a matrix of them, does not.
+    """
+    given, shape = tuple(value.shape), tuple(values.shape)
+    fits = len(given) <= len(shape) and all(n in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"{name} must be {list(shape)}, as {of}, got {list(given)}.")
+    if value.device != values.device and (value.dim() or value.device.type != "cpu"):
         raise ValueError(f"{name} is on {value.device}, {of} on {values.device}; move it with .to(...).")
 
 

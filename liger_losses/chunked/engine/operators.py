@@ -20,6 +20,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
 from liger_losses.chunked.engine.call import Statistics
+from liger_losses.chunked.engine.ranks import raise_on_all_ranks
+from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
 
@@ -65,11 +67,11 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     Args:
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
-    check_arguments(name, arguments, keywords, loss)
     tensors: list[Tensor] = []
     form = encode([arguments, keywords, parameters], tensors, once=True)
     if form is None or not tensors:
         return _call_eagerly(name, loss, arguments, keywords)
+    check_arguments(name, arguments, keywords, loss)
     dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])
     key = f"{name}|{loss}|{_autocast_name(tensors)}|{dtypes}|{form}"
     needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
@@ -131,8 +133,13 @@ def _structure(key: str) -> Any:
 
 @torch.compiler.disable
 def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
-    """A call with arguments that no operator can take, such as a function: the graph ends here."""
-    return _named(name, loss)(*arguments, **keywords)
+    """A call with arguments that no operator can take, such as a function or a shared head: the graph ends here."""
+    call, agreements = _named(name, loss), Agreement.count
+    try:
+        return call(*arguments, **keywords)
+    except (TypeError, ValueError, RankError) as error:
+        raise_on_all_ranks(error, agreements, _operations[name], arguments, keywords, losses.get(loss))
+        raise
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------

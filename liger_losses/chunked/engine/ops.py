@@ -39,14 +39,17 @@ from liger_losses.kernels.tracing import state
 OneOrEach = Any
 
 
-def _operator(function: F) -> F:
-    """In a compiled function, a call is one operator of its graph. If it raises, all ranks do that share the head."""
+def _operator(function: F, *, opaque: bool = True) -> F:
+    """If a call raises, all ranks do that share the head.
+
+    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
+    """
     register(function)
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return call_operation(function, arguments, keywords)
+            return call_operation(function, arguments, keywords) if opaque else function(*arguments, **keywords)
         agreements = Agreement.count
         try:
             return function(*arguments, **keywords)
@@ -221,6 +224,7 @@ def linear_divergence(
     return _statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
 
 
+@functools.partial(_operator, opaque=False)
 def linear_token_loss(
     hidden_states: OneOrEach,
     weight: OneOrEach,

@@ -17,11 +17,11 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import (
     check_alike,
-    check_mask,
     check_names,
     check_number,
     check_range,
     check_shape_of,
+    checked_mask,
 )
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
@@ -65,7 +65,7 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
-    check_mask("desirable", desirable, "rewards", rewards)
+    desirable = checked_mask("desirable", desirable, "rewards", rewards)
     check_number("desirable_weight", desirable_weight, 0.0, math.inf)
     check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)
     if isinstance(shift, Tensor):

@@ -349,6 +349,10 @@ class RaisingLoss(ChunkedLoss):
         return -statistics.logp.sum()
 
 
+def compiled(function, given):
+    return torch.compile(function, backend="eager")(given)
+
+
 def errors_before_a_call(parts):
     """What is wrong on one rank before it compares its call with the others' is an error on all, which says what."""
     rank, d = dist.get_rank(), batch()
@@ -380,6 +384,14 @@ def errors_before_a_call(parts):
         "linear_logps: it has no labls=": lambda: linear_logps(d["h"], head, d["y"], **unknown),
         "support must be a TokenSupport": lambda: linear_logps(
             d["h"], head, d["y"], support=support(d).ids if bad else support(d)
+        ),
+        "token_loss must be a function": lambda: linear_token_loss(
+            d["h"], head, d["y"], None if bad else lambda statistics, labels: -statistics.logp
+        ),
+        "labels must be int64": lambda: compiled(lambda y: CE()(head, d["h"], y), d["y"].int() if bad else d["y"]),
+        "advantages must be .* as the completions": lambda: compiled(lambda a: grpo(d["h"], head, ids, mask, a), signs),
+        "linear_logps: it has no labl=": lambda: compiled(
+            lambda y: linear_logps(d["h"], head, y, **({"labl": y} if bad else {})), d["y"]
         ),
     }
     for words, call in calls.items():

@@ -101,7 +101,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
-        if not isinstance(self.compact, (bool, Integral)):
+        if isinstance(self.compact, (str, float)):  # all texts would be true
             raise TypeError(f"compact must be True or False, got {self.compact!r}.")
         for name in ("workspace", "chunk_size"):
             value = getattr(self, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,9 +106,9 @@ class TeacherLogits:
             shape = " without dimensions" if isinstance(self.logits, Tensor) else ""
             kind = type(self.logits).__name__ + shape
             raise TypeError(f"TeacherLogits takes logits [..., Vt], or a function that returns them, got {kind}.")
-        if not isinstance(self.columns, int):
+        if not isinstance(self.columns, Integral):
             raise ValueError("TeacherLogits from a function needs columns=, the width of what it returns.")
-        return self.columns
+        return int(self.columns)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""

@@ -24,10 +24,11 @@ from ...chunked.engine.call import Query
 from ...chunked.engine.checks import (
     check_alike,
     check_labels,
-    check_mask,
+    check_shape_of,
     check_shift,
     check_tensor,
     checked_items,
+    checked_mask,
 )
 from ...chunked.engine.operators import call_in_graph, check_arguments, eagerly, losses, register
 from ...chunked.engine.ranks import raise_on_all_ranks
@@ -364,8 +365,11 @@ def sequence_logps(
         ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
         would leave it two digits. (Devices without fp64: fp32.)
     """
-    check_alike(logps=logps, weights=weights)
-    check_mask("mask", mask, "logps", logps)
+    check_alike(logps=logps)
+    mask = checked_mask("mask", mask, "logps", logps)
+    if weights is not None:  # a mask may be one
+        check_tensor("weights", weights)
+        check_shape_of("weights", weights, "logps", logps)
     logps = torch.where(mask, logps, 0.0)
     total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
     if group is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,16 @@ class DPOOptions:
     @property
     def loss_types(self) -> tuple[str, ...]:
         """One or several names."""
-        return tuple(self.loss_type) if isinstance(self.loss_type, (list, tuple)) else (self.loss_type,)  # type: ignore
+        several = isinstance(self.loss_type, Iterable) and not isinstance(self.loss_type, str)
+        return tuple(self.loss_type) if several else (self.loss_type,)  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names(types or ("",), DPO_LOSSES, "loss_type")
-        if weights is not None and (not isinstance(weights, (list, tuple)) or len(weights) != len(types)):
+        if weights is not None and (not hasattr(weights, "__len__") or len(weights) != len(types)):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
-        for weight in weights or ():
+        for weight in () if weights is None else weights:
             check_range("each of loss_weights", weight, -math.inf, math.inf)
         check_range("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf, math.inf)
         check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")

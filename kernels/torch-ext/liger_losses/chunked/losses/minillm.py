@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
-from ...chunked.engine.checks import check_alike, check_mask, check_range, check_tensor
+from ...chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
 from ...chunked.losses.base import MAX_EXPONENT, operator
 from ...chunked.losses.call_forms import AnyHead
 from ...chunked.losses.distillation import DistillationLoss, DistillationMetrics
@@ -123,7 +123,7 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
         ``[B, T]``, in the dtype of the rewards.
     """
     check_alike(rewards=rewards)
-    check_mask("mask", mask, "rewards", rewards)
+    mask = checked_mask("mask", mask, "rewards", rewards)
     check_range("gamma", gamma, 0.0, 1.0)
     # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
     out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1

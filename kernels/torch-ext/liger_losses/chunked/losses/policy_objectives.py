@@ -20,11 +20,11 @@ from ...chunked.engine.arguments import options_of
 from ...chunked.engine.checks import (
     check_alike,
     check_group,
-    check_mask,
     check_names,
     check_range,
     check_tensor,
     checked_items,
+    checked_mask,
 )
 from ...chunked.engine.head import Head
 from ...chunked.engine.ranks import meet, tell_slices
@@ -405,7 +405,7 @@ def grpo_loss(
         if logps.dim() != 2 or logps.shape != mask.shape:
             raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
         if acting is not None:
-            check_mask("acting", acting, "mask", mask)
+            acting = checked_mask("acting", acting, "mask", mask)
         inputs = PolicyInputs(
             made,
             mask != 0,
@@ -451,7 +451,7 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
         ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
     check_alike(entropy=entropy)
-    check_mask("mask", mask, "entropy", entropy)
+    mask = checked_mask("mask", mask, "entropy", entropy)
     check_range("share", share, 0.0, 1.0, open_low=True)
     if state.shapes_only:
         return mask

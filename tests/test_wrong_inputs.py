@@ -114,6 +114,7 @@ WRONG = {
     "smoothing": (lambda h, w, y: F.simpo_loss(ONES, ONES, label_smoothing=3), "label_smoothing must lie in"),
     "ORPO": (lambda h, w, y: F.orpo_loss([1.0], ONES), "chosen_logps must be a tensor"),
     "marks": (lambda h, w, y: F.kto_loss(ONES, ONES, ONES), "desirable must be bool, got torch.float32; compare"),
+    "signs": (lambda h, w, y: F.bco_loss(ONES, ONES, -ONES.long()), "desirable must be bool, got torch.int64; compare"),
     "negative KL": (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
     "BCO": (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
     "sequences": (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
@@ -164,6 +165,9 @@ def test_what_is_right_stays_right():
     JSD()(weight, hidden, labels, TeacherLogits(lambda at: logits.flatten(0, 1)[: len(at)], np.int64(61)))
     DPO(shift=np.int64(1), compact=np.True_, loss_type=types, loss_weights=weights)
     linear_logps(hidden, weight, labels, shift=np.int64(1))
+    assert torch.equal(F.sequence_logps(PER_TOKEN, 3 * MASK.int()), F.sequence_logps(PER_TOKEN, MASK))
+    acted = [F.grpo_loss(PER_TOKEN, ONES, MASK, acting=acting) for acting in (MASK, MASK.int())]
+    assert torch.equal(*acted)
 
 
 def test_values_expand_to_the_shape_of_the_first():

@@ -141,11 +141,15 @@ def check_alike(**tensors: Any) -> None:
 
 
 def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
-    """A bool tensor in the shape of the values that are called ``of``; TypeError or ValueError for another mask."""
+    """A mask as bool, in the shape of the values that are called ``of``; TypeError or ValueError if it is none.
+
+    Of integers, as tokenizers and TRL make them, what is not 0 is true.
+    """
     check_tensor(name, mask)
-    if mask.dtype != torch.bool:
+    if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"{name} must be bool, got {mask.dtype}; compare it with the value that marks these.")
     check_shape_of(name, mask, of, values)
+    mask = mask if mask.dtype == torch.bool else mask != 0
     return mask if mask.shape == values.shape else mask.expand(values.shape)
 
 

@@ -21,6 +21,7 @@ from ...chunked.engine.checks import (
     check_number,
     check_range,
     check_shape_of,
+    check_tensor,
     checked_mask,
 )
 from ...chunked.losses import call_forms
@@ -65,6 +66,9 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
+    check_tensor("desirable", desirable)
+    if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
+        raise TypeError(f"desirable must be bool, got {desirable.dtype}; compare it with the value that marks these.")
     desirable = checked_mask("desirable", desirable, "rewards", rewards)
     check_number("desirable_weight", desirable_weight, 0.0, math.inf)
     check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)

@@ -49,7 +49,10 @@ class Divergence:
 
     def __post_init__(self) -> None:
         if self.form not in FORMS and self.form != "cosine":
-            raise ValueError(f"unknown divergence {self.form!r}; it must be one of {', '.join(FORMS)}, cosine.")
+            raise ValueError(
+                f"unknown divergence {self.form!r}; it must be one of {', '.join(FORMS)}, cosine. Make one "
+                "by a constructor, such as Divergence.forward_kl()."
+            )
         for name in ("a", "b", "c"):
             value = getattr(self, name)
             if not (isinstance(value, Real) and math.isfinite(value)):

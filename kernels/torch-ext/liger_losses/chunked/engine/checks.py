@@ -141,13 +141,14 @@ def check_alike(**tensors: Any) -> None:
 
 
 def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
-    """A mask as bool, in the shape of the values that are called ``of``; TypeError or ValueError if it is none.
+    """Return a mask of ``values``, which errors call ``of``, as bool and in their shape.
 
-    Of integers, as tokenizers and TRL make them, what is not 0 is true.
+    In masks of integers, as tokenizers and TRL make them, what is not 0 is true. Raises TypeError for other dtypes and
+    ValueError for another shape or device.
     """
     check_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"{name} must be bool, got {mask.dtype}; compare it with the value that marks these.")
+        raise TypeError(f"{name} must be bool, got {mask.dtype}; pass {name} != 0.")
     check_shape_of(name, mask, of, values)
     mask = mask if mask.dtype == torch.bool else mask != 0
     return mask if mask.shape == values.shape else mask.expand(values.shape)

@@ -40,7 +40,7 @@ OneOrEach = Any
 
 
 def _operator(function: F, *, opaque: bool = True) -> F:
-    """If a call raises, all ranks do that share the head.
+    """Decorate an operation: if a call raises on one rank, it raises on all ranks that share the head.
 
     In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
     """

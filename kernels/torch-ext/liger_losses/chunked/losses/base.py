@@ -55,7 +55,7 @@ _numbers = itertools.count()
 
 
 def operator(forward: F, *, opaque: bool = True) -> F:
-    """The ``forward`` of a loss, whose errors say how it is called, and which raises on all ranks that compute it.
+    """Decorate the ``forward`` of a loss: errors say how it is called, and one rank's error is raised on all ranks.
 
     In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
     """

@@ -68,7 +68,8 @@ def unpaired_loss(
     check_alike(rewards=rewards)
     check_tensor("desirable", desirable)
     if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
-        raise TypeError(f"desirable must be bool, got {desirable.dtype}; compare it with the value that marks these.")
+        what = "compare your labels with the value that marks desirable completions"
+        raise TypeError(f"desirable must be bool, got {desirable.dtype}; {what}.")
     desirable = checked_mask("desirable", desirable, "rewards", rewards)
     check_number("desirable_weight", desirable_weight, 0.0, math.inf)
     check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)

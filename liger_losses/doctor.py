@@ -66,7 +66,7 @@ def _kernels(device: torch.device) -> str:
             backend = choose_backend(None, [(device, torch.float32)], dtypes=LOGIT_DTYPES)
         except ValueError as error:
             return f"calls will fail: {error}"
-        tma = "used" if has_tma(device) else "none, loads through pointers: the same results, more slowly"
+        tma = "used" if has_tma(device) else "not used, loads through pointers: the same results, more slowly"
     if backend == "torch":
         return "torch operations"
     where = "logits in registers if hidden states and head have the same half-precision dtype"

@@ -16,6 +16,8 @@ from liger_losses.kernels.logit_transform import Epilogue
 
 #: Tokens, columns of the vocabulary and hidden dimensions of a tile; warps and pipeline stages of a program.
 _TOKENS, _COLUMNS, _DEPTH, _WARPS, _STAGES = 128, 256, 64, 8, 3
+#: Shared memory that such tiles may take: with fp32 projections to store, up to 209 KiB.
+_SHARED_BYTES = 216 * 1024
 
 
 class Tiles(NamedTuple):
@@ -50,7 +52,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
     (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
     accelerated = has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
-    # Devices without it have less shared memory.
+    # Devices on which it is not used have less shared memory.
     depth = _DEPTH if tma else _DEPTH // 2
     arguments = {
         "hidden": descriptor(hidden, _TOKENS, depth) if tma else hidden,
@@ -85,12 +87,23 @@ def aligned(matrix: Tensor) -> bool:
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Whether a device has a tensor memory accelerator; warns once if it has none."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9:
+    """Whether kernels use a device's tensor memory accelerator: it has one, and shared memory for large tiles.
+
+    Warns once if not.
+    """
+    if device.type != "cuda":
         return True
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        reason = "has no tensor memory accelerator (Hopper and later have)"
+    else:
+        # (AMD's do not say it.)
+        shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_BYTES)
+        if shared >= _SHARED_BYTES:
+            return True
+        reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {_SHARED_BYTES}"
     warn_once(
-        f"{torch.cuda.get_device_name(device)} has no tensor memory accelerator (Hopper and later have): the fused "
-        "kernels load through pointers there, with the same results, more slowly."
+        f"{torch.cuda.get_device_name(device)} {reason}: the fused kernels load through pointers there, with the same "
+        "results, more slowly."
     )
     return False
 

@@ -1,0 +1,261 @@
+"""Calls that launch every kernel, with the sizes of real models and tensors without values: nothing is computed.
+
+Each dtype, option and way through the kernels is in some call, not every combination of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from liger_losses import (
+    Divergence,
+    EngineOptions,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LogitTransform,
+    Teacher,
+    linear_divergence_loss,
+    linear_statistics,
+)
+from liger_losses.kernels.glu import glu, glu_fused
+from liger_losses.kernels.label_rows import copy_label_rows_, label_facts, scale_rows_
+from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.kernels.rope import rope
+from liger_losses.kernels.support_columns import KeptIds, find_columns
+from liger_losses.kernels.support_logps import SupportOptions, support_statistics
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256
+MiB = 2**20
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def problem(dtype: torch.dtype = BF16, hidden_size: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, head and labels."""
+    hidden, weight = (tensor(rows, hidden_size, dtype=dtype, grad=True) for rows in (TOKENS, VOCAB))
+    return hidden, weight, tensor(TOKENS, dtype=torch.long)
+
+
+def bias_of(weight: Tensor) -> Tensor:
+    return tensor(len(weight), dtype=weight.dtype, grad=True)
+
+
+def per_token() -> Tensor:
+    """A temperature for each token."""
+    return tensor(TOKENS, dtype=FP32)
+
+
+def backward(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
+
+# --- Heads ------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    dtype: torch.dtype = BF16, hidden_size: int = HIDDEN, bias: bool = False, transform: LogitTransform | None = None
+) -> None:
+    hidden, weight, labels = problem(dtype, hidden_size)
+    head = Head(weight, bias_of(weight) if bias else None, transform)
+    backward(LigerFusedLinearCrossEntropyLoss(compact=False)(head, hidden, labels))
+
+
+def statistics(
+    names: str,
+    strategy: str = "two_pass",
+    dtype: torch.dtype = BF16,
+    transform: LogitTransform | None = None,
+    class_weight: bool = False,
+    batch_invariant: bool = False,
+    metrics: str = "",
+) -> None:
+    hidden, weight, labels = problem(dtype)
+    head = Head(weight, bias_of(weight) if class_weight else None, transform, batch_invariant=batch_invariant)
+    with torch.set_grad_enabled(strategy != "statistics"):
+        found = linear_statistics(
+            hidden, head, labels, names.split(),
+            metrics=metrics.split(),
+            class_weight=tensor(VOCAB, dtype=FP32) if class_weight else None,
+            options=EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB),
+        )  # fmt: skip
+    if strategy != "statistics":
+        backward(*(getattr(found, name) for name in names.split()))
+
+
+def divergence(
+    which: Divergence,
+    workspace: int = 2000,
+    hard: bool = False,
+    dtype: torch.dtype = BF16,
+    transform: LogitTransform | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> None:
+    """With ``hard``, and the log-probabilities, at temperature 1, of a vocabulary with more columns."""
+    hidden, weight, labels = problem(dtype, 2048)
+    columns = VOCAB - 256 * hard
+    teacher = Teacher(tensor(TOKENS, HIDDEN, dtype=dtype), tensor(columns, HIDDEN, dtype=dtype), softcap=softcap)
+    weights = {name: tensor(TOKENS, dtype=FP32) for name in ("divergence", *(["logp"] if hard else []))}
+    options = EngineOptions(compact=False, workspace=workspace * MiB)
+    bias = bias_of(weight) if hard else None
+    loss, _ = linear_divergence_loss(
+        hidden, weight, labels, teacher, which, weights,
+        metrics=("entropy",) if entropy else (), temperature=temperature, bias=bias, transform=transform,
+        options=options,
+    )  # fmt: skip
+    loss.backward()
+
+
+def of_slabs() -> None:
+    """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
+    hidden, weight, labels = problem()
+    copy_label_rows_(tensor(TOKENS, HIDDEN), weight, labels, 4096, backend="triton")
+    exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
+    linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
+    scale_rows_(exponentials, label_logit, backend="triton")
+
+
+def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:
+    """Log-probabilities over a few columns for each token."""
+    hidden, weight, labels = problem(dtype)
+    ids, offsets = tensor(TOKENS, 64, dtype=torch.long), None
+    if ragged:
+        ids, offsets = tensor(TOKENS * 64, dtype=torch.int32), tensor(TOKENS + 1, dtype=torch.long)
+    kept = KeptIds(ids, offsets, labels, -100, VOCAB, 0, VOCAB, int(ragged), ragged, 0, 1000)
+    columns, _ = find_columns(kept, backend="triton")
+    options = SupportOptions(transform, "triton")
+    backward(*support_statistics(hidden, weight, bias_of(weight) if ragged else None, columns, options))
+
+
+def heads() -> dict[str, Callable[[], None]]:
+    warm, capped = LogitTransform(0.7, 1.2), LogitTransform(softcap=30.0)
+    each, each_capped = LogitTransform(per_token(), 1.2), LogitTransform(per_token(), 1.2, 30.0)
+    every = "logp entropy lse mean_logp log_sum_sq_probs mean_logit"
+    calls: dict[str, Callable[[], None]] = {
+        "cross-entropy": lambda: cross_entropy(),
+        "cross-entropy, fp16, bias and temperature": lambda: cross_entropy(FP16, bias=True, transform=warm),
+        "cross-entropy, soft-cap": lambda: cross_entropy(bias=True, transform=capped),
+        "cross-entropy, temperatures": lambda: cross_entropy(transform=each),
+        "cross-entropy, temperatures and soft-cap": lambda: cross_entropy(FP16, transform=each_capped),
+        "cross-entropy, rows of an odd length": lambda: cross_entropy(hidden_size=1001, bias=True, transform=warm),
+        "cross-entropy, rows of an odd length, soft-cap": lambda: cross_entropy(hidden_size=1001, transform=capped),
+        "cross-entropy, fp32": lambda: cross_entropy(FP32),
+        "log-probabilities alone": lambda: statistics("logp", "statistics"),
+        "log-probabilities and entropy alone": lambda: statistics("logp entropy", "statistics", metrics="mean_logit"),
+        "batch-invariant": lambda: statistics("logp entropy", "statistics", batch_invariant=True),
+        "batch-invariant, gradients": lambda: statistics("logp entropy", "resident", batch_invariant=True),
+        "batch-invariant, all statistics": lambda: statistics(every, "statistics", batch_invariant=True),
+        "all statistics": lambda: statistics(every, metrics="argmax"),
+        "all statistics, class weights, soft-cap": lambda: statistics(
+            every, dtype=FP16, transform=capped, class_weight=True, metrics="argmax"
+        ),
+        "all statistics, temperatures": lambda: statistics(every, transform=each_capped),
+        "all statistics, logits in memory": lambda: statistics(every, "resident", metrics="argmax"),
+        "all statistics, logits in memory, class weights, soft-cap": lambda: statistics(
+            every, "resident", transform=capped, class_weight=True
+        ),
+        "all statistics, logits in memory, temperatures": lambda: statistics(every, "resident", transform=each),
+        "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
+        "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
+        "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
+        "slabs": of_slabs,
+        "support": lambda: support(False),
+        "support, ragged": lambda: support(True, FP16, each_capped),
+        "support, fp32": lambda: support(True, FP32, warm),
+        "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
+    }
+    forms = {
+        "forward KL": Divergence.forward_kl(),
+        "reverse KL": Divergence.reverse_kl(),
+        "JSD": Divergence.mixture(0.5, 0.5, 0.5),
+        "mixture": Divergence.mixture(0.3, 0.5, 0.5),
+        "total variation": Divergence.total_variation(),
+        "alpha-beta": Divergence.alpha_beta(0.3, 0.5),
+        "alpha 0": Divergence.alpha_beta(0.0, 0.5),
+        "beta 0": Divergence.alpha_beta(0.5, 0.0),
+        "cosine": Divergence.cosine(),
+    }
+    for name, form in forms.items():
+        calls[name] = lambda form=form: divergence(form)
+    for name in ("forward KL", "JSD", "cosine"):
+        form = forms[name]
+        calls[f"{name}, small workspace"] = lambda form=form: divergence(form, 300)
+        calls[f"{name}, hard loss"] = lambda form=form: divergence(
+            form, hard=True, dtype=FP16, transform=capped, temperature=2.0, softcap=30.0, entropy=True
+        )
+        calls[f"{name}, hard loss, small workspace"] = lambda form=form: divergence(
+            form, 300, hard=True, temperature=per_token()
+        )
+    return calls
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+def rows(columns: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
+    return tensor(2, 4096, columns, dtype=dtype, grad=True)
+
+
+def layers() -> dict[str, Callable[[], None]]:
+    def of(columns: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
+        return tensor(columns, dtype=dtype, grad=True)
+
+    def both(dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+        return rows(dtype=dtype), rows(dtype=dtype)
+
+    def rotated(interleaved: bool, dtype: torch.dtype, angles: torch.dtype, width: int, dimension: int) -> None:
+        q, k = (
+            tensor(2, *((heads, 4096) if dimension == 1 else (4096, heads)), 128, dtype=dtype, grad=True)
+            for heads in (32, 8)
+        )
+        cos, sin = (tensor(1, 4096, width, dtype=angles) for _ in range(2))
+        backward(*rope(q, k, cos, sin, interleaved=interleaved, unsqueeze_dim=dimension))
+
+    calls: dict[str, Callable[[], None]] = {
+        "RMSNorm": lambda: backward(rms_norm(rows(), of())),
+        "RMSNorm, fp16": lambda: backward(rms_norm(rows(dtype=FP16), of(dtype=FP16))),
+        "RMSNorm, fp32 weight": lambda: backward(rms_norm(rows(), of(dtype=FP32))),
+        "RMSNorm, fp32": lambda: backward(rms_norm(rows(dtype=FP32), of(dtype=FP32))),
+        "RMSNorm, no weight": lambda: backward(rms_norm(rows(), None)),
+        "RMSNorm of heads": lambda: backward(rms_norm(rows(128), of(128))),
+        "RMSNorm of long rows": lambda: backward(rms_norm(rows(16384), of(16384))),
+        "RMSNorm of the longest rows": lambda: backward(rms_norm(rows(65536), of(65536))),
+        "RMSNorm of odd rows": lambda: backward(rms_norm(rows(2305), of(2305))),
+        "RMSNorm, Gemma's": lambda: backward(rms_norm(rows(), of(), offset=1.0, multiply="fp32")),
+        "RMSNorm and residual": lambda: backward(*add_rms_norm(*both(), of())),
+        "RMSNorm and residual, Gemma's": lambda: backward(
+            *add_rms_norm(*both(FP16), of(dtype=FP16), offset=1.0, multiply="fp32")
+        ),
+        "gated RMSNorm": lambda: backward(gated_rms_norm(*both(), of())),
+        "gated RMSNorm, gate first": lambda: backward(gated_rms_norm(*both(), of(dtype=FP32), gate_first=True)),
+        "LayerNorm": lambda: backward(layer_norm(rows(), of(), of())),
+        "LayerNorm, fp16, no bias": lambda: backward(layer_norm(rows(dtype=FP16), of(dtype=FP16))),
+        "LayerNorm, fp32, no weight": lambda: backward(layer_norm(rows(dtype=FP32))),
+        "LayerNorm of long rows": lambda: backward(layer_norm(rows(16384), of(16384), of(16384))),
+        "rotations": lambda: rotated(False, BF16, BF16, 128, 1),
+        "rotations, fp32 angles": lambda: rotated(False, FP16, FP32, 64, 2),
+        "rotations, fp32": lambda: rotated(False, FP32, FP32, 128, 2),
+        "rotations of pairs": lambda: rotated(True, BF16, FP32, 64, 2),
+    }
+    for dtype, activation in itertools.product((BF16, FP16, FP32), ("silu", "gelu", "gelu_tanh")):
+        name = f"{activation}, {str(dtype).removeprefix('torch.')}"
+        calls[f"GLU, {name}"] = lambda dtype=dtype, activation=activation: backward(glu(*both(dtype), activation))
+    gpt_oss = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    calls["GLU, halves of one tensor"] = lambda: backward(glu_fused(rows(8192)))
+    calls["GLU, gpt-oss"] = lambda: backward(glu_fused(rows(5760), interleaved=True, **gpt_oss))
+    calls["GLU, clamps"] = lambda: backward(glu(*both(), limit=7.0))
+    return calls
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    return {**heads(), **layers()}

@@ -145,15 +145,17 @@ def heads() -> dict[str, Callable[[], None]]:
         "cross-entropy": lambda: cross_entropy(),
         "cross-entropy, fp16, bias and temperature": lambda: cross_entropy(FP16, bias=True, transform=warm),
         "cross-entropy, soft-cap": lambda: cross_entropy(bias=True, transform=capped),
-        "cross-entropy, temperatures": lambda: cross_entropy(transform=each),
         "cross-entropy, temperatures and soft-cap": lambda: cross_entropy(FP16, transform=each_capped),
         "cross-entropy, rows of an odd length": lambda: cross_entropy(hidden_size=1001, bias=True, transform=warm),
         "cross-entropy, rows of an odd length, soft-cap": lambda: cross_entropy(hidden_size=1001, transform=capped),
         "cross-entropy, fp32": lambda: cross_entropy(FP32),
+        "log-probabilities and entropy alone": lambda: statistics(
+            "logp entropy", "statistics", transform=each, metrics="mean_logit"
+        ),
         "log-probabilities alone": lambda: statistics("logp", "statistics"),
-        "log-probabilities and entropy alone": lambda: statistics("logp entropy", "statistics", metrics="mean_logit"),
-        "batch-invariant": lambda: statistics("logp entropy", "statistics", batch_invariant=True),
-        "batch-invariant, gradients": lambda: statistics("logp entropy", "resident", batch_invariant=True),
+        "batch-invariant, gradients": lambda: statistics(
+            "logp entropy", "resident", transform=warm, batch_invariant=True
+        ),
         "batch-invariant, all statistics": lambda: statistics(every, "statistics", batch_invariant=True),
         "all statistics": lambda: statistics(every, metrics="argmax"),
         "all statistics, class weights, soft-cap": lambda: statistics(
@@ -223,15 +225,12 @@ def layers() -> dict[str, Callable[[], None]]:
 
     calls: dict[str, Callable[[], None]] = {
         "RMSNorm": lambda: backward(rms_norm(rows(), of())),
-        "RMSNorm, fp16": lambda: backward(rms_norm(rows(dtype=FP16), of(dtype=FP16))),
         "RMSNorm, fp32 weight": lambda: backward(rms_norm(rows(), of(dtype=FP32))),
         "RMSNorm, fp32": lambda: backward(rms_norm(rows(dtype=FP32), of(dtype=FP32))),
         "RMSNorm, no weight": lambda: backward(rms_norm(rows(), None)),
         "RMSNorm of heads": lambda: backward(rms_norm(rows(128), of(128))),
         "RMSNorm of long rows": lambda: backward(rms_norm(rows(16384), of(16384))),
         "RMSNorm of the longest rows": lambda: backward(rms_norm(rows(65536), of(65536))),
-        "RMSNorm of odd rows": lambda: backward(rms_norm(rows(2305), of(2305))),
-        "RMSNorm, Gemma's": lambda: backward(rms_norm(rows(), of(), offset=1.0, multiply="fp32")),
         "RMSNorm and residual": lambda: backward(*add_rms_norm(*both(), of())),
         "RMSNorm and residual, Gemma's": lambda: backward(
             *add_rms_norm(*both(FP16), of(dtype=FP16), offset=1.0, multiply="fp32")

@@ -1,6 +1,8 @@
 """The package itself: what importing it brings, and which way imports run."""
 
 import ast
+import functools
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -18,11 +20,16 @@ INTEGRATIONS = [
 ]
 
 
+@functools.cache
+def import_statements(path):
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
+
+
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             yield node.module
 
 
@@ -69,6 +76,17 @@ def test_imports_run_one_way():
                 assert layer in ("patching", "trl"), f"{path} imports {module}"
             if parts[0] == "trl":
                 assert layer == "trl", f"{path} imports {module}"
+
+
+def test_modules_do_not_import_one_another_in_a_circle():
+    """Nor for type annotations alone: each can be read after those that it imports."""
+    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("[!_]*.py")}
+    imported = {}
+    for name, path in paths.items():
+        found = [node for node in import_statements(path) if isinstance(node, ast.ImportFrom)]
+        submodules = (f"{node.module}.{alias.name}" for node in found for alias in node.names)
+        imported[name] = {*submodules, *(node.module for node in found)} & paths.keys()
+    graphlib.TopologicalSorter(imported).prepare()  # raises, and names the circle
 
 
 def test_public_names_exist_and_are_documented():

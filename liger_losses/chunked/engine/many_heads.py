@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
-from liger_losses.chunked.engine.checks import (
-    LISTS,
-    check_inputs,
-    check_labels,
-    check_like_labels,
-    check_shift,
-    one_each,
-)
+from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.input_checks import check_inputs, check_like_labels
 from liger_losses.chunked.engine.plan import default_bound
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels

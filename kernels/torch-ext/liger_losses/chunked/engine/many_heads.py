@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
-from ...chunked.engine.checks import (
-    LISTS,
-    check_inputs,
-    check_labels,
-    check_like_labels,
-    check_shift,
-    one_each,
-)
+from ...chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from ...chunked.engine.head import Head
+from ...chunked.engine.input_checks import check_inputs, check_like_labels
 from ...chunked.engine.plan import default_bound
 from ...chunked.engine.stream import Stream
 from ...chunked.engine.tokens import Tokens, shift_labels

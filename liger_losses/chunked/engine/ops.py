@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Qu
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
-from liger_losses.chunked.engine.operators import F, call_operation, register
-from liger_losses.chunked.engine.ranks import raise_on_all_ranks
-from liger_losses.chunked.engine.shard import Agreement
+from liger_losses.chunked.engine.operators import operator
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
@@ -39,28 +37,7 @@ from liger_losses.kernels.tracing import state
 OneOrEach = Any
 
 
-def _operator(function: F, *, opaque: bool = True) -> F:
-    """Decorate an operation: if a call raises on one rank, it raises on all ranks that share the head.
-
-    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
-    """
-    register(function)
-
-    @functools.wraps(function)
-    def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return call_operation(function, arguments, keywords) if opaque else function(*arguments, **keywords)
-        agreements = Agreement.count
-        try:
-            return function(*arguments, **keywords)
-        except (TypeError, ValueError) as error:
-            raise_on_all_ranks(error, agreements, function, arguments, keywords)
-            raise
-
-    return cast(F, wrapped)
-
-
-@_operator
+@operator
 def linear_statistics(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -107,7 +84,7 @@ def linear_statistics(
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
-@_operator
+@operator
 def linear_logps(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -180,7 +157,7 @@ def linear_logps(
     return statistics if len(names) > 1 else statistics.logp
 
 
-@_operator
+@operator
 def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -224,7 +201,7 @@ def linear_divergence(
     return _statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
 
 
-@functools.partial(_operator, opaque=False)
+@functools.partial(operator, opaque=False)
 def linear_token_loss(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -304,7 +281,7 @@ def linear_token_loss(
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
-@_operator
+@operator
 def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,

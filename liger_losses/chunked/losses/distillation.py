@@ -16,8 +16,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.call import Comparison, Query
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import check_temperature
-from liger_losses.chunked.losses.base import ChunkedLoss, operator
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence, terms
@@ -234,7 +235,7 @@ class DistillationLoss(ChunkedLoss):
         """What the divergence is multiplied by."""
         return self.temperature**2 if self.temperature_squared else 1.0
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         student_input: Any,

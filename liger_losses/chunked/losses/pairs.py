@@ -11,7 +11,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
-from liger_losses.chunked.losses.base import CompletionLoss, operator
+from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.losses.base import CompletionLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
@@ -121,7 +122,7 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: AnyHead,

@@ -13,9 +13,10 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
+from liger_losses.chunked.losses.base import CompletionLoss, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
@@ -165,7 +166,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         _input: Tensor,

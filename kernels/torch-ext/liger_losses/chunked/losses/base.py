@@ -6,13 +6,10 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,16 +27,12 @@ from ...chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
-from ...chunked.engine.operators import call_in_graph, check_arguments, eagerly, losses, register
-from ...chunked.engine.ranks import raise_on_all_ranks
-from ...chunked.engine.shard import Agreement, RankError
+from ...chunked.engine.operators import loss_operator, name_of
 from ...chunked.engine.tokens import Tokens, shift_labels
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from ...chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
 from ...kernels.logit_transform import LogitTransform
 from ...kernels.tracing import state
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
 MAX_EXPONENT = 80.0
@@ -50,50 +43,6 @@ _FLAGS = (
     *("return_soft_hard_loss", "return_token_accuracy", "return_z_loss", "single_step", "temperature_squared"),
     *("use_bias_correction_kl", "use_ref_model", "use_token_scaling", "use_weighting"),
 )
-
-_numbers = itertools.count()
-
-
-def operator(forward: F, *, opaque: bool = True) -> F:
-    """Decorate the ``forward`` of a loss: errors say how it is called, and one rank's error is raised on all ranks.
-
-    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
-    """
-    register(forward)
-    name = forward.__qualname__  # torch.compile cannot read it
-
-    @functools.wraps(forward)
-    def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if self.spans_ranks:
-                return eagerly(wrapped, self, *arguments, **keywords)
-            if not opaque:
-                check_arguments(name, arguments, keywords, self._name_for_operators)
-                return forward(self, *arguments, **keywords)
-            parameters = dict(self.named_parameters())
-            return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
-        agreements = Agreement.count
-        try:
-            return forward(self, *arguments, **keywords)
-        except (TypeError, ValueError, RankError) as error:
-            raise_on_all_ranks(error, agreements, forward, arguments, keywords, self)
-            raise
-
-    return cast(F, wrapped)
-
-
-def _name(loss: nn.Module) -> str:
-    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
-
-    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
-    them, nor one whose code may have changed.
-    """
-    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
-    known = type(loss).__module__.startswith(__name__.partition(".")[0] + ".")
-    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
-    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
-    losses[name] = loss
-    return name
 
 
 class ChunkedLoss(nn.Module):
@@ -167,7 +116,7 @@ class ChunkedLoss(nn.Module):
         # Subclasses assign their options before they call this constructor, so that all are checked together here.
         self.check_options()
         self._constructed = True
-        self._name_for_operators = _name(self)
+        self._name_for_operators = name_of(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
@@ -182,11 +131,11 @@ class ChunkedLoss(nn.Module):
             # The graph is the same with another number, unless it is 0, and in training and evaluation.
             number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
             if not (number or name == "training" or (type(value) in (bool, str) and value == before)):
-                self.__dict__["_name_for_operators"] = _name(self)
+                self.__dict__["_name_for_operators"] = name_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_name_for_operators"] = _name(self)
+        self.__dict__["_name_for_operators"] = name_of(self)
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
@@ -312,7 +261,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
-    @functools.partial(operator, opaque=False)
+    @functools.partial(loss_operator, opaque=False)
     def forward(
         self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:

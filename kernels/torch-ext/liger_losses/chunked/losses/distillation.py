@@ -16,8 +16,9 @@ from torch import Tensor
 from ...chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from ...chunked.engine.call import Comparison, Query
 from ...chunked.engine.checks import check_alike, check_names, check_range, checked_items
+from ...chunked.engine.operators import loss_operator
 from ...chunked.engine.tokens import check_temperature
-from ...chunked.losses.base import ChunkedLoss, operator
+from ...chunked.losses.base import ChunkedLoss
 from ...chunked.losses.call_forms import AnyTeacher, read_distillation
 from ...kernels.autograd import once_differentiable
 from ...kernels.divergence_forms import Divergence, terms
@@ -234,7 +235,7 @@ class DistillationLoss(ChunkedLoss):
         """What the divergence is multiplied by."""
         return self.temperature**2 if self.temperature_squared else 1.0
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         student_input: Any,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...chunked.engine import Head, Statistics
 from ...chunked.engine.checks import check_range
-from ...chunked.losses.base import CompletionLoss, operator
+from ...chunked.engine.operators import loss_operator
+from ...chunked.losses.base import CompletionLoss
 from ...chunked.losses.call_forms import AnyHead, Completions, read_pairs
 from ...chunked.losses.context_parallel import sum_over_group
 
@@ -121,7 +122,7 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: AnyHead,

@@ -13,9 +13,10 @@ from torch import Tensor
 from ...chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from ...chunked.engine.call import Query
 from ...chunked.engine.checks import check_device, check_range, check_tensor
+from ...chunked.engine.operators import loss_operator
 from ...chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from ...chunked.losses import policy_objectives as objectives
-from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
+from ...chunked.losses.base import CompletionLoss, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
 from ...chunked.losses.context_parallel import check_call
 from ...chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
@@ -165,7 +166,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         _input: Tensor,

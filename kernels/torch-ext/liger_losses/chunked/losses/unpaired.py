@@ -24,8 +24,9 @@ from ...chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from ...chunked.engine.operators import loss_operator
 from ...chunked.losses import call_forms
-from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
+from ...chunked.losses.base import CompletionLoss, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch
 from ...chunked.losses.context_parallel import sum_over_group
 from ...kernels.tracing import changes_state
@@ -184,7 +185,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
         return 0.0
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         _input: Any,

@@ -10,9 +10,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.losses.base import MAX_EXPONENT
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.tracing import state
 

@@ -28,8 +28,9 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
-from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
+from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.tracing import state
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from ...chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
 from ...chunked.engine.operators import loss_operator
-from ...chunked.losses.base import MAX_EXPONENT
 from ...chunked.losses.call_forms import AnyHead
 from ...chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from ...chunked.losses.limits import MAX_EXPONENT
 from ...kernels.divergence_forms import Divergence
 from ...kernels.tracing import state
 

@@ -16,9 +16,10 @@ from ...chunked.engine.checks import check_device, check_range, check_tensor
 from ...chunked.engine.operators import loss_operator
 from ...chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from ...chunked.losses import policy_objectives as objectives
-from ...chunked.losses.base import CompletionLoss, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
+from ...chunked.losses.completion_loss import CompletionLoss
 from ...chunked.losses.context_parallel import check_call
+from ...chunked.losses.data_parallel import sum_over_processes
 from ...chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
 from ...kernels.tracing import changes_state
 
@@ -98,7 +99,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
             objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
-        compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+        compiled, chunk_size, use_ref_model, options: as in
+            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
     """
 
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"

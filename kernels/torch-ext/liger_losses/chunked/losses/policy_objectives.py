@@ -28,8 +28,9 @@ from ...chunked.engine.checks import (
 )
 from ...chunked.engine.head import Head
 from ...chunked.engine.ranks import meet, tell_slices
-from ...chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 from ...chunked.losses.context_parallel import agree, sum_over_group
+from ...chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
+from ...chunked.losses.limits import MAX_EXPONENT
 from ...kernels.tracing import state
 
 

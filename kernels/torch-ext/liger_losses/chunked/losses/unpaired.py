@@ -26,9 +26,10 @@ from ...chunked.engine.checks import (
 )
 from ...chunked.engine.operators import loss_operator
 from ...chunked.losses import call_forms
-from ...chunked.losses.base import CompletionLoss, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch
+from ...chunked.losses.completion_loss import CompletionLoss
 from ...chunked.losses.context_parallel import sum_over_group
+from ...chunked.losses.data_parallel import sum_over_processes
 from ...kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
@@ -143,7 +144,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
     Args:
         ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
-            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
         loss_type: one of :attr:`loss_types`; the first by default.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
     """

@@ -112,7 +112,8 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not math.isfinite(value) or not (low <= value <= high) or (open_low and value == low):
         left, right = "(" if open_low else "[", "]" if math.isfinite(high) else ")"
-        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}.")
+        range_ = f"lie in {left}{low}, {high}{right}" if math.isfinite(low) else "be a finite number"
+        raise ValueError(f"{name} must {range_}, got {value!r}.")
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
@@ -144,7 +145,7 @@ def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
     """
     check_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"{name} must be bool, got {mask.dtype}; pass {name} != 0.")
+        raise TypeError(f"{name} must be bool, or integers, got {mask.dtype}; pass {name} != 0.")
     check_shape_of(name, mask, of, values)
     mask = mask if mask.dtype == torch.bool else mask != 0
     return mask if mask.shape == values.shape else mask.expand(values.shape)
@@ -189,7 +190,7 @@ def check_weight(weight: Any, bias: Any = None) -> None:
     check_tensor("weight", weight)
     if weight.dtype not in FLOATS:
         raise TypeError(
-            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first."
+            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantize it first."
         )
     if weight.dim() != 2:
         swapped = "; were weight and hidden states swapped?" if weight.dim() == 3 else "."

@@ -37,7 +37,9 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
         check_labels(target)
     shapes = labels.shapes if isinstance(labels, Tokens) else [target.shape for target in targets]
     if len(hidden_states) != len(shapes):
-        raise ValueError(f"got {len(hidden_states)} tensors of hidden states and {len(shapes)} of labels.")
+        raise ValueError(
+            f"there must be as many tensors of labels as of hidden states, got {len(shapes)} and {len(hidden_states)}."
+        )
     weight_shape = head.weight.shape
     if head.quantized is not None:
         weight_shape = torch.Size((len(head.weight), head.hidden_size))

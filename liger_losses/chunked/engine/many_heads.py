@@ -161,7 +161,10 @@ class Targets:
             group.labels.append(moved[i])  # type: ignore[union-attr]
         devices = {str(group.head.weight.device) for group in groups.values()}
         if len(devices) > 1:
-            raise ValueError(f"the heads of one call must be on one device, got {', '.join(sorted(devices))}.")
+            raise ValueError(
+                f"the heads of one call must be on one device, got {', '.join(sorted(devices))}; move them with "
+                ".to(...), or make a call for each device."
+            )
         for key, group in groups.items():
             if group.head.shard is None:  # else hidden states may be DTensors, of which the call takes its part
                 check_inputs(group.hidden_states, group.head, group.labels)

@@ -147,9 +147,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self.attributes_as(PolicyOptions)  # checks itself
         if self.shift:
             states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
-            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift.")
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift; leave it out.")
         if self.ignore_index >= 0:
-            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
+            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)

@@ -179,7 +179,7 @@ def test_wrong_kinds_of_arguments():
         (lambda: linear_logps(None, weight, labels), "hidden_states must be a tensor, got NoneType"),
         (lambda: linear_logps(hidden, weight, labels, ignore_index=None), "ignore_index must be an integer"),
         (lambda: linear_logps(hidden, weight, labels, softcap="30"), "softcap must be a number"),
-        (lambda: linear_logps(hidden, weight.to(torch.uint8), labels), "weight must be floating point.*dequantise"),
+        (lambda: linear_logps(hidden, weight.to(torch.uint8), labels), "weight must be floating point.*dequantize"),
         (lambda: free(weight, (hidden, [1]), (hidden, labels)), "labels must be a tensor"),
         (lambda: LigerFusedLinearDPOLoss()(weight, hidden, labels, ref_chosen_logps=[1.0]), "ref_chosen_logps must be"),
         (lambda: LigerFusedLinearORPOLoss()(weight, hidden, labels, None, [[1]]), "must be a tensor, got list"),

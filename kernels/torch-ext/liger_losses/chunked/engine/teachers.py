@@ -110,7 +110,7 @@ class TeacherLogits:
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         if self.vocab_size < 1:
-            raise ValueError("the teacher's logits have no columns.")
+            raise ValueError("the teacher's logits must be [..., Vt] with a column or more, got none.")
         if isinstance(self.logits, Tensor):
             check_tensor("the teacher's logits", self.logits)
             if not self.logits.is_floating_point():
@@ -154,7 +154,8 @@ class TeacherTopK:
         dtypes = self.logps.dtype, self.indices.dtype
         if dtypes[1] != torch.int64 or not dtypes[0].is_floating_point:
             raise TypeError(
-                "a sparse teacher has floating-point logps and int64 indices, got {} and {}.".format(*dtypes)
+                "a sparse teacher has floating-point logps and int64 indices, got {} and {}; convert them with "
+                ".float() and .long().".format(*dtypes)
             )
         if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
             raise ValueError(
@@ -212,7 +213,7 @@ def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Siz
             f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got {type(teacher).__name__}."
         )
     if not isinstance(divergence, Divergence):
-        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(divergence).__name__}.")
+        raise TypeError(f"divergence must be a Divergence, such as Divergence.forward_kl(), got {divergence!r}.")
     heads = {"student": head}
     if isinstance(teacher, Teacher):
         heads["teacher"] = teacher.head

@@ -88,7 +88,9 @@ class PolicyOptions:
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.loss_type == "dr_grpo" and (not isinstance(limit, Integral) or limit < 1):
-            raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {limit!r}.")
+            raise ValueError(
+                f"loss_type='dr_grpo' divides by max_completion_length=, a positive integer, got {limit!r}."
+            )
 
     @property
     def separable(self) -> bool:

@@ -68,6 +68,18 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
+    return _unpaired_loss(rewards, desirable, shift, loss_type, desirable_weight, undesirable_weight)
+
+
+def _unpaired_loss(
+    rewards: Tensor,
+    desirable: Tensor,
+    shift: Tensor | float,
+    loss_type: str,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """:func:`unpaired_loss` of rewards that were computed from inputs that were checked."""
     check_tensor("desirable", desirable)
     if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
         what = "compare your labels with the value that marks desirable completions"
@@ -101,8 +113,8 @@ def kto_loss(
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
     check_number("kl", kl, 0.0, math.inf)
-    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
+    rewards = beta * (logps - ref_logps)
+    return _unpaired_loss(rewards, desirable, beta * kl, "kto", desirable_weight, undesirable_weight)
 
 
 def bco_loss(
@@ -114,7 +126,7 @@ def bco_loss(
     """
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
-    return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
+    return _unpaired_loss(beta * (logps - ref_logps), desirable, shift, "bco")
 
 
 class UnpairedMetrics(NamedTuple):
@@ -258,8 +270,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
             (logits,) = sum_over_group(self.group, logits)
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
-        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
-        losses = unpaired_loss(rewards, desirable, shift, loss_type=self.loss_type, **weights)
+        weights = self.desirable_weight, self.undesirable_weight
+        losses = _unpaired_loss(rewards, desirable, shift, self.loss_type, *weights)
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
         sums = [

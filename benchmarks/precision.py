@@ -10,7 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.cross_entropy import liger_cross_entropy, our_cross_entropy, plain_cross_entropy, trl_cross_entropy
+from benchmarks.cross_entropy_entries import (
+    liger_cross_entropy,
+    our_cross_entropy,
+    plain_cross_entropy,
+    trl_cross_entropy,
+)
 from benchmarks.entries import LARGE, Provider, Shape, TokenInputs, needs_cuda, token_inputs
 from benchmarks.measure import NotRun, environment, release
 from benchmarks.run import sizes

@@ -15,19 +15,28 @@ from typing import Any
 
 import torch
 
-from benchmarks import cross_entropy, distillation, few_tokens, logps, many_heads, policy, preference, support
+from benchmarks import (
+    cross_entropy_entries,
+    distillation_entries,
+    few_tokens_entries,
+    kept_columns_entries,
+    logps_entries,
+    many_heads_entries,
+    policy_entries,
+    preference_entries,
+)
 from benchmarks.entries import Benchmark, Shape
 from benchmarks.measure import Call, MiB, NotRun, environment, extra_bytes, milliseconds, release
 
 BENCHMARKS = (
-    *cross_entropy.BENCHMARKS,
-    *logps.BENCHMARKS,
-    *preference.BENCHMARKS,
-    *policy.BENCHMARKS,
-    *few_tokens.BENCHMARKS,
-    *distillation.BENCHMARKS,
-    *support.BENCHMARKS,
-    *many_heads.BENCHMARKS,
+    *cross_entropy_entries.BENCHMARKS,
+    *logps_entries.BENCHMARKS,
+    *preference_entries.BENCHMARKS,
+    *policy_entries.BENCHMARKS,
+    *few_tokens_entries.BENCHMARKS,
+    *distillation_entries.BENCHMARKS,
+    *kept_columns_entries.BENCHMARKS,
+    *many_heads_entries.BENCHMARKS,
 )
 
 

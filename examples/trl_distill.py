@@ -1,4 +1,4 @@
-"""TRL's DistillationTrainer with this library's loss head, which ``enable()`` installs.
+"""TRL's DistillationTrainer with this library's loss head and kernels, which ``enable()`` installs.
 
 The student is a shallow copy of the teacher, as in ``distill.py``, and learns on completions that it samples itself.
 Prints the loss of every step, and the perplexity of held-out text before and after training.
@@ -39,9 +39,11 @@ def main():
     parser.add_argument("--output", default="runs/trl_distill")
     args = parser.parse_args()
 
-    enable()  # all that is needed: trainers that are built from here on have this library's head
-
     gpu = torch.cuda.is_available()
+    # All that is needed: trainers that are built from here on have this library's head, and their models its kernels.
+    # On a CPU the kernels' reference implementations would run, which are no faster.
+    enable(kernels=gpu)
+
     path = prepare_model(args.model, pathlib.Path(args.output) / "start")
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     teacher = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

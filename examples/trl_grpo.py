@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with this library's loss head, which ``enable()`` installs.
+"""TRL's GRPOTrainer with this library's loss head and kernels, which ``enable()`` installs.
 
 The reward is the share of a completion's words that begin with the letter s, as in ``grpo.py``. Prints the loss and the
 mean reward of every step, and the mean reward of the first and of the last steps.
@@ -49,9 +49,11 @@ def main():
     parser.add_argument("--output", default="runs/trl_grpo")
     args = parser.parse_args()
 
-    enable()  # all that is needed: trainers that are built from here on have this library's head
-
     gpu = torch.cuda.is_available()
+    # All that is needed: trainers that are built from here on have this library's head, and their models its kernels.
+    # On a CPU the kernels' reference implementations would run, which are no faster.
+    enable(kernels=gpu)
+
     path = prepare_model(args.model, pathlib.Path(args.output) / "start")
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),

@@ -1,4 +1,7 @@
-"""Replaces names of a framework when the framework imports them, without importing any of it."""
+"""Replaces names of a framework when the framework imports them, without importing any of it.
+
+TRL's are replaced at once, all of them or none, by ``trl/enabling.py``.
+"""
 
 from __future__ import annotations
 

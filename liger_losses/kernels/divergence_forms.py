@@ -50,8 +50,9 @@ class Divergence:
     def __post_init__(self) -> None:
         if self.form not in FORMS and self.form != "cosine":
             raise ValueError(
-                f"unknown divergence {self.form!r}; it must be one of {', '.join(FORMS)}, cosine. Make one "
-                "by a constructor, such as Divergence.forward_kl()."
+                f"unknown divergence {self.form!r}; use a constructor: Divergence.forward_kl(), .reverse_kl(), "
+                ".total_variation(), .cosine(), .alpha_beta(alpha, beta) or .mixture(teacher, of_teacher, of_student), "
+                "which with 0.5 for each is the Jensen-Shannon divergence."
             )
         for name in ("a", "b", "c"):
             value = getattr(self, name)

@@ -1,4 +1,8 @@
-"""The attributes of TRL that :func:`liger_losses.trl.enable` replaces, and by what."""
+"""The attributes of TRL that :func:`liger_losses.trl.enable` replaces, and by what.
+
+All are found before the first is replaced, as trainers need all of them. Names of other frameworks are replaced module
+by module, when these are imported: ``integrations/replacements.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The package itself: what importing it brings, and which way imports run."""
 
 import ast
+import functools
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -18,11 +20,16 @@ INTEGRATIONS = [
 ]
 
 
+@functools.cache
+def import_statements(path):
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
+
+
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             yield node.module
 
 
@@ -71,6 +78,17 @@ def test_imports_run_one_way():
                 assert layer == "trl", f"{path} imports {module}"
 
 
+def test_modules_do_not_import_one_another_in_a_circle():
+    """Nor for type annotations alone: each can be read after those that it imports."""
+    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("[!_]*.py")}
+    imported = {}
+    for name, path in paths.items():
+        found = [node for node in import_statements(path) if isinstance(node, ast.ImportFrom)]
+        submodules = (f"{node.module}.{alias.name}" for node in found for alias in node.names)
+        imported[name] = {*submodules, *(node.module for node in found)} & paths.keys()
+    graphlib.TopologicalSorter(imported).prepare()  # raises, and names the circle
+
+
 def test_public_names_exist_and_are_documented():
     for name in liger_losses.__all__:
         assert getattr(liger_losses, name).__doc__, name
@@ -90,5 +108,6 @@ def test_only_the_engine_sees_logits():
 
 def test_every_file_has_a_name_of_its_own():
     """So that a traceback, or a tab of an editor, says which one it is."""
-    names = [path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py"]
-    assert not {name for name in names if names.count(name) > 1}
+    folders = (ROOT, ROOT.parent / "benchmarks", ROOT.parent / "examples")
+    names = [path.name for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    assert {name for name in names if names.count(name) > 1} == {"run.py"}  # two commands

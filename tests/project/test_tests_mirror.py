@@ -13,6 +13,7 @@ SOURCE, TESTS = ROOT / "liger_losses", ROOT / "tests"
 SMALL = 60
 #: Modules whose tests are in a file of another name, which imports them, their package, or a module that does.
 ELSEWHERE = {
+    "chunked/engine/autograd_functions.py": "chunked/engine/test_ops.py",
     "chunked/engine/call.py": "chunked/engine/test_workspace.py",
     "chunked/engine/divergence_block.py": "chunked/engine/test_divergence_tiles.py",
     "chunked/engine/ranks.py": "chunked/engine/test_shard.py",

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses.chunked.engine import ops
+from liger_losses.chunked.engine import autograd_functions
 from liger_losses.trl import disable, enable
 from tests.project.test_examples import tiny_model
 from tests.trl_servers import Rollouts, Server, rollouts
@@ -425,7 +425,7 @@ def train(build, output, on, kernels=False, **options):
     torch.manual_seed(1)
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with mock.patch.object(ops, "make_call", wraps=ops.make_call) as calls:
+    with mock.patch.object(autograd_functions, "make_call", wraps=autograd_functions.make_call) as calls:
         trainer.train()
     assert bool(calls.call_count) == on  # the engine computes the loss
     if compiled:

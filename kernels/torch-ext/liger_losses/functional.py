@@ -19,7 +19,7 @@ T tokens, n tokens, C columns of the vocabulary::
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
 """
 
-from .chunked.losses.base import sequence_logps
+from .chunked.losses.completion_loss import sequence_logps
 from .chunked.losses.cross_entropy import cross_entropy
 from .chunked.losses.distillation import (
     alpha_beta_divergence,

@@ -12,55 +12,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.call import Call, Comparison, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.autograd_functions import query_statistics, separable_loss
+from liger_losses.chunked.engine.call import Comparison, EngineOptions, Query, Statistics
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
-from liger_losses.chunked.engine.operators import F, call_operation, register
-from liger_losses.chunked.engine.ranks import raise_on_all_ranks
-from liger_losses.chunked.engine.shard import Agreement
-from liger_losses.chunked.engine.stream import Stream
+from liger_losses.chunked.engine.operators import operator
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.engine.traced import differentiable, empty_statistics, traced_token_loss
-from liger_losses.kernels.autograd import once_differentiable, scale_
+from liger_losses.chunked.engine.traced import traced_token_loss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.tracing import state
 
 #: One for all targets, or a list of one for each.
 OneOrEach = Any
 
 
-def _operator(function: F, *, opaque: bool = True) -> F:
-    """Decorate an operation: if a call raises on one rank, it raises on all ranks that share the head.
-
-    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
-    """
-    register(function)
-
-    @functools.wraps(function)
-    def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return call_operation(function, arguments, keywords) if opaque else function(*arguments, **keywords)
-        agreements = Agreement.count
-        try:
-            return function(*arguments, **keywords)
-        except (TypeError, ValueError) as error:
-            raise_on_all_ranks(error, agreements, function, arguments, keywords)
-            raise
-
-    return cast(F, wrapped)
-
-
-@_operator
+@operator
 def linear_statistics(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -102,12 +76,12 @@ def linear_statistics(
     query = Query(_names(statistics), _names(metrics), class_weight=class_weight, selected=selected)
     if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform)
-        return targets.statistics(query, _statistics_of)
-    found = _statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+        return targets.statistics(query)
+    found = query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
-@_operator
+@operator
 def linear_logps(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -166,7 +140,7 @@ def linear_logps(
         if support is not None:
             raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
-        found = targets.statistics(Query(names), _statistics_of)
+        found = targets.statistics(Query(names))
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
@@ -180,7 +154,7 @@ def linear_logps(
     return statistics if len(names) > 1 else statistics.logp
 
 
-@_operator
+@operator
 def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -221,10 +195,10 @@ def linear_divergence(
     """
     names = ("divergence", "logp") if logp else ("divergence",)
     query = Query(names, comparison=Comparison(teacher, divergence, temperature))
-    return _statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
+    return query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
 
 
-@functools.partial(_operator, opaque=False)
+@functools.partial(operator, opaque=False)
 def linear_token_loss(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -300,11 +274,11 @@ def linear_token_loss(
     if many:
         inputs = token_inputs or {}
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs)
-        return targets.token_loss(query, inputs, _loss_of_statistics)
-    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+        return targets.token_loss(query, inputs)
+    return separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
-@_operator
+@operator
 def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
@@ -335,170 +309,10 @@ def linear_divergence_loss(
     """
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
-    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    return separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
     if not isinstance(names, Iterable):
         raise TypeError(f"statistics are named, as in ('logp', 'entropy'); got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _statistics(hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions) -> list[Statistics]:
-    """The statistics of each tensor of labels, in its shape."""
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
-    checked, call = make_call(hidden_states, head, labels, query, options)
-    if call is None:
-        return empty_statistics(checked, query)
-    return _statistics_of(call, head, checked.hidden_states)
-
-
-def _separable_loss(
-    hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
-) -> tuple[Tensor, Statistics]:
-    """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
-    checked, call = make_call(hidden_states, head, labels, query, options)
-    if call is None:
-        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
-        return hidden_states.new_empty((), dtype=dtype), empty_statistics(checked, query)[0]
-    hidden = checked.hidden_states
-    if call.strategy == "one_pass":
-        loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
-        return loss, call.by_tensor(dict(zip(call.outputs, outputs, strict=True)))[0]
-    loss, found = _loss_of_statistics(call, head, hidden)
-    return loss, found[0]
-
-
-def _loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tuple[Tensor, list[Statistics]]:
-    """A separable loss that does not take one pass, and the detached statistics of each tensor of labels."""
-    values = _compute_statistics(call, head, hidden)
-    active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
-    detached = call.by_tensor({name: value.detach() for name, value in values.items()})
-    if call.query.token_weights is not None:
-        terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
-        return torch.stack(terms).sum(), detached
-    assert call.query.token_loss is not None
-    named = Statistics(**active)
-    result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
-    return call.tokens.masked(differentiable(result, named)).sum(), detached
-
-
-def _statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:
-    """The statistics of each tensor of labels, in its shape."""
-    return call.by_tensor(_compute_statistics(call, head, hidden))
-
-
-def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
-    names = dict.fromkeys(("lse", *call.outputs))
-    known = None if state.known is None else {name: next(state.known) for name in names}
-    if call.strategy != "statistics":
-        outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
-        return dict(zip(call.outputs, outputs, strict=True))
-    if known is None:
-        with torch.no_grad(), _without_autocast(head.weight):
-            values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
-        known = {name: call.tokens.scatter(values[name]) for name in names}
-        if state.recorded is not None:
-            state.recorded += known.values()
-    return {name: known[name] for name in call.outputs}
-
-
-def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
-    """Autocast is off, and the weight's device current, where Triton launches: a model may be spread over several GPUs.
-
-    Switching autocast off costs the host as much as several launches: only where it is on.
-    """
-    on_device, kind = torch.cuda.device_of(weight), weight.device.type
-    if not torch.is_autocast_enabled(kind):
-        return on_device
-    both = ExitStack()
-    both.enter_context(on_device)
-    both.enter_context(torch.autocast(kind, enabled=False))
-    return both
-
-
-class _LinearStatistics(torch.autograd.Function):
-    """Statistics in forward; in backward the gradient of any function of them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        known: Mapping[str, Tensor] | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        *hidden: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.block, ctx.unit_gradient = call, None, None
-        with _without_autocast(weight):
-            stream = Stream(call, weight, bias, hidden)
-            if known is not None:
-                values = {name: call.tokens.gather_all(value) for name, value in known.items()}
-            elif call.strategy == "frozen_head":
-                values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
-            else:
-                values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
-        needed = {name: value for name, value in values.items() if name == "lse" or name not in call.query.metrics}
-        ctx.saved_names = tuple(needed)
-        # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
-        ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
-        outputs = [call.tokens.scatter(values[name]) for name in call.outputs]
-        # Users may change an output in place; what backward needs must not change with it.
-        outputs = [out.clone() if any(out is v for v in values.values()) else out for out in outputs]
-        ctx.mark_non_differentiable(*outputs[len(call.query.statistics) :])
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        weight, bias, *rest, _ = ctx.saved_tensors
-        hidden, saved = rest[: len(call.needs_hidden)], rest[len(call.needs_hidden) :]
-        values = dict(zip(ctx.saved_names, saved, strict=True))
-        gradients = {
-            name: call.tokens.gather_all(g)
-            for name, g in zip(call.query.statistics, upstream, strict=False)
-            if g is not None
-        }
-        with _without_autocast(weight):
-            if ctx.unit_gradient is not None:
-                scaled = Stream(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
-                return None, None, None, None, *scaled
-            # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
-            block, ctx.block = ctx.block, None
-            stream = Stream(call, weight, bias, hidden, multiplies=block is None)
-            return None, None, *stream.gradients(values, gradients, block)
-
-
-class _LinearTokenLoss(torch.autograd.Function):
-    """A separable loss and its gradients in forward; backward only scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        with _without_autocast(weight):
-            loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
-        ctx.call, ctx.gradients = call, gradients
-        ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
-        outputs = tuple(call.tokens.scatter(values[name]) for name in call.outputs)
-        ctx.mark_non_differentiable(*outputs)
-        return loss, *outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        gradients, ctx.gradients = ctx.gradients, None
-        if upstream is None:
-            return None, None, None, None
-        if gradients is None:
-            # The first backward scaled them in place and returned them: a second one computes them again.
-            weight, bias, hidden, _ = ctx.saved_tensors
-            with _without_autocast(weight):
-                gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
-        return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

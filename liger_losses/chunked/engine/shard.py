@@ -23,11 +23,10 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import EngineOptions, Statistics
-from liger_losses.chunked.engine.checks import check_inputs, check_tensor
+from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
+from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, checksum
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from liger_losses.chunked.engine.shard import check_teacher_shard
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
 from liger_losses.kernels.tracing import record, state
-
-if TYPE_CHECKING:
-    from liger_losses.chunked.engine.call import Comparison
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
@@ -113,7 +110,7 @@ class TeacherLogits:
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         if self.vocab_size < 1:
-            raise ValueError("the teacher's logits have no columns.")
+            raise ValueError("the teacher's logits must be [..., Vt] with a column or more, got none.")
         if isinstance(self.logits, Tensor):
             check_tensor("the teacher's logits", self.logits)
             if not self.logits.is_floating_point():
@@ -157,7 +154,8 @@ class TeacherTopK:
         dtypes = self.logps.dtype, self.indices.dtype
         if dtypes[1] != torch.int64 or not dtypes[0].is_floating_point:
             raise TypeError(
-                "a sparse teacher has floating-point logps and int64 indices, got {} and {}.".format(*dtypes)
+                "a sparse teacher has floating-point logps and int64 indices, got {} and {}; convert them with "
+                ".float() and .long().".format(*dtypes)
             )
         if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
             raise ValueError(
@@ -208,25 +206,24 @@ def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, oper
     return teacher.head.hidden_size * (operand.itemsize + item)
 
 
-def check_comparison(comparison: Comparison, head: Head, shape: torch.Size) -> None:
+def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Size) -> None:
     """Raise TypeError or ValueError unless a student's head, of labels of this shape, can be compared so."""
-    if not isinstance(comparison.teacher, (Teacher, TeacherLogits)):
+    if not isinstance(teacher, (Teacher, TeacherLogits)):
         raise TypeError(
-            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got "
-            f"{type(comparison.teacher).__name__}."
+            f"teacher must be a Teacher(hidden_states, weight) or TeacherLogits(logits), got {type(teacher).__name__}."
         )
-    if not isinstance(comparison.divergence, Divergence):
-        raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(comparison.divergence).__name__}.")
+    if not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence must be a Divergence, such as Divergence.forward_kl(), got {divergence!r}.")
     heads = {"student": head}
-    if isinstance(comparison.teacher, Teacher):
-        heads["teacher"] = comparison.teacher.head
+    if isinstance(teacher, Teacher):
+        heads["teacher"] = teacher.head
     for whose, either in heads.items():
         if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
             raise ValueError(
                 f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
                 "temperature= instead, which divides both models' logits."
             )
-    comparison.teacher.check(shape, head)
+    teacher.check(shape, head)
     teacher_shard = heads["teacher"].shard if "teacher" in heads else None
     if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
         check_teacher_shard(head.shard, teacher_shard)

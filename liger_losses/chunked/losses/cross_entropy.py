@@ -24,8 +24,9 @@ from liger_losses.chunked.engine.checks import (
     one_each,
 )
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import shift_labels
-from liger_losses.chunked.losses.base import ChunkedLoss, operator
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
 
@@ -193,7 +194,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         check_labels(labels)
         return shift_labels(labels, self.ignore_index, int(self.shift)) if self.shift else labels
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: Any,

@@ -16,18 +16,16 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.call import Comparison, Query
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import check_temperature
-from liger_losses.chunked.losses.base import ChunkedLoss, operator
+from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
-JSD_CONVENTIONS = {
-    "gkd": lambda beta: (beta, 1 - beta),
-    "interpolated": lambda beta: (1 - beta, beta),
-}
+JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}
 
 
 def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
@@ -55,7 +53,7 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
         ValueError: the divergence is the cosine.
     """
     if not isinstance(which, Divergence):
-        raise TypeError(f"which must be a liger_losses.Divergence, got {which!r}.")
+        raise TypeError(f"which must be a Divergence, such as Divergence.forward_kl(), got {which!r}.")
     check_alike(log_p=log_p, log_q=log_q)
     if which.form == "cosine":
         raise ValueError(
@@ -222,7 +220,9 @@ class DistillationLoss(ChunkedLoss):
         for name in ("weight_hard_loss", "weight_soft_loss"):
             check_range(name, getattr(self, name), 0.0, math.inf)
         if not isinstance(self.divergence, Divergence):
-            raise TypeError(f"divergence must be a liger_losses.Divergence, got {type(self.divergence).__name__}.")
+            raise TypeError(
+                f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
+            )
 
     @property
     def transform(self) -> LogitTransform:
@@ -234,7 +234,7 @@ class DistillationLoss(ChunkedLoss):
         """What the divergence is multiplied by."""
         return self.temperature**2 if self.temperature_squared else 1.0
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         student_input: Any,

@@ -14,7 +14,8 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
-from liger_losses.chunked.losses.base import MAX_EXPONENT, sequence_logps, wide_dtype
+from liger_losses.chunked.losses.completion_loss import sequence_logps
+from liger_losses.chunked.losses.limits import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
 
 
@@ -262,9 +263,11 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         if self.ld_alpha is not None:
             check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
         if self.use_weighting and {"aot", "aot_unpaired"} & types:
-            raise ValueError("use_weighting is not defined for 'aot' and 'aot_unpaired', which sort away the pairs.")
+            raise ValueError("leave out use_weighting with 'aot' and 'aot_unpaired', which sort away the pairs.")
         if self.average_log_prob and _PER_TOKEN & types:
-            raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: average_log_prob=True would do it twice.")
+            raise ValueError(
+                "leave out average_log_prob with 'ipo' and 'sigmoid_norm', which would divide twice by lengths."
+            )
 
     @property
     def reads_order(self) -> str | None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
-from liger_losses.chunked.losses.base import MAX_EXPONENT, operator
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.tracing import state
 
@@ -58,7 +59,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
     def reads_order(self) -> str | None:
         return "MiniLLM's sum of later tokens' rewards"
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         weight: AnyHead,

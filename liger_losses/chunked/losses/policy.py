@@ -13,11 +13,13 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
+from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
+from liger_losses.chunked.losses.data_parallel import sum_over_processes
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
 from liger_losses.kernels.tracing import changes_state
 
@@ -97,7 +99,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
             objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
-        compiled, chunk_size, use_ref_model, options: as in :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+        compiled, chunk_size, use_ref_model, options: as in
+            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
     """
 
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
@@ -144,9 +147,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         self.attributes_as(PolicyOptions)  # checks itself
         if self.shift:
             states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
-            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift.")
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift; leave it out.")
         if self.ignore_index >= 0:
-            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}.")
+            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
@@ -165,7 +168,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         _input: Tensor,

@@ -28,8 +28,9 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
-from liger_losses.chunked.losses.base import MAX_EXPONENT, gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
+from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.tracing import state
 
 
@@ -87,7 +88,9 @@ class PolicyOptions:
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.loss_type == "dr_grpo" and (not isinstance(limit, Integral) or limit < 1):
-            raise ValueError(f"loss_type='dr_grpo' divides by max_completion_length, got {limit!r}.")
+            raise ValueError(
+                f"loss_type='dr_grpo' divides by max_completion_length=, a positive integer, got {limit!r}."
+            )
 
     @property
     def separable(self) -> bool:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_number, check_range
-from liger_losses.chunked.losses.base import MAX_EXPONENT, operator
+from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
@@ -228,7 +229,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
     ) -> None:
         super().__init__(ignore_index, beta, 1.0, compute_nll_loss, True, False, chunk_size, compiled, **options)
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self, lin_weight: Any, _input: Any, target: Any, bias: Tensor | None = None, nll_target: Tensor | None = None
     ) -> tuple[Tensor, ORPOMetrics]:

@@ -14,7 +14,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import many_heads, ops
+from liger_losses.chunked.engine import autograd_functions, many_heads
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from tests.chunked.engine.test_head import interpreted
 from tests.chunked.losses.test_cross_entropy import plain_cross_entropy
@@ -289,7 +289,7 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
 def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
     streams, stream = [], many_heads.Stream
-    for module in (many_heads, ops):
+    for module in (many_heads, autograd_functions):
         monkeypatch.setattr(
             module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
         )

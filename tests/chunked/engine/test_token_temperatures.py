@@ -269,7 +269,8 @@ def test_what_is_refused_where_ranks_work_together(tmp_path, monkeypatch):
     wrong = temperatures((2, 3)).index_fill(0, torch.tensor([1]), 0.0)
     teacher, agreed = Teacher(hidden.detach(), weight.detach()), []
     head = Head(weight, transform=LogitTransform(wrong))
-    monkeypatch.setattr("liger_losses.chunked.losses.base.agree", lambda *_, **facts: agreed.append(facts))
+    for module in ("base", "completion_loss"):
+        monkeypatch.setattr(f"liger_losses.chunked.losses.{module}.agree", lambda *_, **facts: agreed.append(facts))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         group = dist.group.WORLD

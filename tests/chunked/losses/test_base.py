@@ -30,7 +30,6 @@ from liger_losses import (
     Teacher,
     TeacherTopK,
 )
-from liger_losses.chunked.engine.tokens import Counting
 
 B, T, H, V = 4, 7, 12, 37
 g = torch.Generator().manual_seed(3)
@@ -344,12 +343,6 @@ def test_options_that_a_subclass_computes_are_read_at_each_call():
         assert (loss.transform.temperature, loss.options.chunk_size) == (temperature, chunk_size)
 
 
-def test_ligers_chunk_size_of_completions_does_not_size_blocks():
-    for loss in (LigerFusedLinearDPOLoss(chunk_size=1), LigerFusedLinearGRPOLoss(chunk_size=1)):
-        assert loss.chunk_size == 1
-        assert loss.options.chunk_size is None
-
-
 def test_an_adaptive_coefficient_may_be_set():
     loss = LigerFusedLinearGRPOLoss()
     loss.entropy_coef = AdaptiveEntropy(0.1, target=1.0)
@@ -411,24 +404,6 @@ def test_each_head_is_made_once(loss, call, monkeypatch):
     heads = 1 if call in (cross_entropy, from_sparse) or not getattr(loss, "use_ref_model", True) else 2
     assert len(made) == heads
     assert len({id(weight) for weight in made}) == heads
-
-
-@pytest.mark.parametrize(
-    ("loss", "call"),
-    [case for case in HEADS if case[1] in (pairs, unpaired, policy)],
-    ids=["dpo", "orpo", "kto", "grpo"],
-)
-def test_policy_and_reference_share_one_selection_of_tokens(loss, call, monkeypatch):
-    """It costs a host synchronization."""
-    selected, count = [], Counting.__init__
-
-    def counted(counting, *arguments):
-        selected.append(arguments)
-        return count(counting, *arguments)
-
-    monkeypatch.setattr(Counting, "__init__", counted)
-    call(loss)
-    assert len(selected) == 1
 
 
 def test_native_forms_take_heads():

@@ -11,8 +11,8 @@ from torch import nn
 
 import liger_losses
 from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, functional
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.shard import RankError
-from liger_losses.chunked.losses.base import operator
 from liger_losses.chunked.losses.context_parallel import agree
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
@@ -421,7 +421,7 @@ def check_errors_of_other_groups(rank):
     words = "another group" if rank else "rank 1: RankError: another group"
 
     class Raising(liger_losses.ChunkedLoss):
-        @operator
+        @loss_operator
         def forward(self):
             if rank:
                 raise RankError("another group")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...chunked.engine.checks import check_inputs, check_like_labels, check_names, check_vector
+from ...chunked.engine.checks import check_names, check_vector
 from ...chunked.engine.head import (
     Head,
     Projection,
@@ -24,6 +24,7 @@ from ...chunked.engine.head import (
     dequantized_bytes,
     operand_dtype,
 )
+from ...chunked.engine.input_checks import check_inputs, check_like_labels
 from ...chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory, make_plan
 from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
@@ -463,7 +464,7 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         names = ("selected_logps", "logp", "lse")
     if query.comparison is not None:
         names = ("divergence", "logp")
-        check_comparison(query.comparison, head, shapes[0])
+        check_comparison(query.comparison.teacher, query.comparison.divergence, head, shapes[0])
         if "logp" not in query.statistics:
             # The divergence is of the columns that both models have; the student's log-probabilities, of all it has.
             vocab_size = min(vocab_size, query.comparison.teacher.vocab_size)

@@ -8,7 +8,7 @@ K targets, T tokens of one, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,16 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...chunked.engine.autograd_functions import loss_of_statistics, statistics_of
 from ...chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
-from ...chunked.engine.checks import (
-    LISTS,
-    check_inputs,
-    check_labels,
-    check_like_labels,
-    check_shift,
-    one_each,
-)
+from ...chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from ...chunked.engine.head import Head
+from ...chunked.engine.input_checks import check_inputs, check_like_labels
 from ...chunked.engine.plan import default_bound
 from ...chunked.engine.stream import Stream
 from ...chunked.engine.tokens import Tokens, shift_labels
@@ -166,7 +161,10 @@ class Targets:
             group.labels.append(moved[i])  # type: ignore[union-attr]
         devices = {str(group.head.weight.device) for group in groups.values()}
         if len(devices) > 1:
-            raise ValueError(f"the heads of one call must be on one device, got {', '.join(sorted(devices))}.")
+            raise ValueError(
+                f"the heads of one call must be on one device, got {', '.join(sorted(devices))}; move them with "
+                ".to(...), or make a call for each device."
+            )
         for key, group in groups.items():
             if group.head.shard is None:  # else hidden states may be DTensors, of which the call takes its part
                 check_inputs(group.hidden_states, group.head, group.labels)
@@ -175,23 +173,18 @@ class Targets:
                 groups[key] = replace(group, head=head, hidden_states=expanded)
         return cls(list(_select(list(groups.values()), options)), count, options)
 
-    def statistics(self, query: Query, compute: Callable[..., list[Statistics]]) -> list[Statistics]:
-        """The statistics of each target, differentiable; ``compute(call, head, hidden_states)`` has a group's."""
+    def statistics(self, query: Query) -> list[Statistics]:
+        """The statistics of each target, differentiable."""
         found = list[tuple[HeadGroup, list[Statistics]]]()
         for group, checked, call in self._calls(query):
             hidden = checked.hidden_states
             found.append(
-                (group, empty_statistics(checked, query) if call is None else compute(call, group.head, hidden))
+                (group, empty_statistics(checked, query) if call is None else statistics_of(call, group.head, hidden))
             )
         return self._in_order(found)
 
-    def token_loss(
-        self, query: Query, inputs: Mapping[str, Any], compute: Callable[..., tuple[Tensor, list[Statistics]]]
-    ) -> tuple[Tensor, list[Statistics]]:
-        """The sum of all targets' separable losses, and the detached statistics of each.
-
-        ``compute(call, head, hidden_states)`` has loss and statistics of a group that does not take one pass.
-        """
+    def token_loss(self, query: Query, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Statistics]]:
+        """The sum of all targets' separable losses, and the detached statistics of each."""
         each = {name: one_each(value, self.count) for name, value in inputs.items()}
         found, losses = list[tuple[HeadGroup, list[Statistics]]](), list[Tensor]()
         one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
@@ -204,7 +197,7 @@ class Targets:
                 one_pass.append((group, call))
                 tensors.append((head.weight, head.bias, *hidden))
             else:
-                loss, statistics = compute(call, head, hidden)
+                loss, statistics = loss_of_statistics(call, head, hidden)
                 found.append((group, statistics))
                 losses.append(loss)
         if one_pass:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+import inspect
+import itertools
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _operations: dict[str, Callable[..., Any]] = {}
 #: The losses that there are, by a name of each.
 losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class _Results:
@@ -44,11 +49,68 @@ def register(function: F) -> F:
     return function
 
 
-def call_operation(function: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-    """Put a call of a registered operation into the graph that is being compiled."""
-    metrics: Any = keywords.get("metrics", ())
-    found = call_in_graph(function.__name__, arguments, keywords)
-    return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
+def operator(function: F, *, opaque: bool = True) -> F:
+    """Decorate an operation: errors say how it is called, and one rank's error is raised on all that share the head.
+
+    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
+    """
+    name = function.__qualname__  # torch.compile cannot read it
+
+    def traced(*arguments: Any, **keywords: Any) -> Any:
+        if not opaque:
+            return function(*arguments, **keywords)
+        metrics: Any = keywords.get("metrics", ())
+        found = call_in_graph(name, arguments, keywords)
+        return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
+
+    return _operator(function, traced)
+
+
+def loss_operator(forward: F, *, opaque: bool = True) -> F:
+    """:func:`operator` for the ``forward`` of a loss, which may also be one of ranks that hold slices of sequences."""
+    name = forward.__qualname__
+
+    def traced(loss: Any, *arguments: Any, **keywords: Any) -> Any:
+        if loss.spans_ranks:
+            return _call_eagerly(name, loss._name_for_operators, arguments, keywords)
+        if not opaque:
+            check_arguments(name, arguments, keywords, loss._name_for_operators)
+            return forward(loss, *arguments, **keywords)
+        return call_in_graph(name, arguments, keywords, loss._name_for_operators, dict(loss.named_parameters()))
+
+    return _operator(forward, traced, of_loss=True)
+
+
+def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) -> F:
+    """The registered function that raises on all ranks, and calls ``traced`` in a function that is being compiled."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(*arguments, **keywords)
+        agreements = Agreement.count
+        try:
+            return function(*arguments, **keywords)
+        except (TypeError, ValueError, RankError) as error:
+            loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
+            raise_on_all_ranks(error, agreements, function, given, keywords, loss)
+            raise
+
+    return cast(F, register(wrapped))
+
+
+def name_of(loss: nn.Module) -> str:
+    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
+
+    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
+    them, nor one whose code may have changed.
+    """
+    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
+    known = type(loss).__module__.startswith(__name__.partition(".")[0] + ".")
+    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
+    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
+    losses[name] = loss
+    return name
 
 
 def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
@@ -81,12 +143,6 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
     attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
     values = [value if i < attached else value.detach() for i, value in enumerate(found)]
     return _rebuild(structure, iter(values))
-
-
-@torch.compiler.disable
-def eagerly(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """A call outside of the graph that is being compiled."""
-    return call(*arguments, **keywords)
 
 
 def check_arguments(name: str, arguments: Any, keywords: Any, loss: str = "") -> None:
@@ -134,13 +190,9 @@ def _structure(key: str) -> Any:
 
 @torch.compiler.disable
 def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
-    """A call with arguments that no operator can take, such as a function or a shared head: the graph ends here."""
-    call, agreements = _named(name, loss), Agreement.count
-    try:
-        return call(*arguments, **keywords)
-    except (TypeError, ValueError, RankError) as error:
-        raise_on_all_ranks(error, agreements, _operations[name], arguments, keywords, losses.get(loss))
-        raise
+    """A call that no operator can make, such as one with a function or a shared head: the graph ends here."""
+    own = [losses[loss]] if loss else []
+    return _operations[name](*own, *arguments, **keywords)
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -158,14 +210,16 @@ _structures: dict[str, _Result] = {}
 
 
 def _named(name: str, loss: str) -> Callable[..., Any]:
+    """The function itself: where a graph runs, errors are not raised on all ranks."""
+    function = inspect.unwrap(_operations[name])
     if not loss:
-        return _operations[name]
+        return function
     if loss not in losses:
         raise RuntimeError(
             f"a {loss.split()[0]} was deleted before the backward of a compiled function: make the loss outside of "
             "that function, and keep it."
         )
-    return functools.partial(_operations[name], losses[loss])
+    return functools.partial(function, losses[loss])
 
 
 class _Key(NamedTuple):

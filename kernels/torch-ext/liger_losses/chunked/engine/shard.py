@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ...chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from ...chunked.engine.documentation import see
+from ...chunked.engine.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ...chunked.engine.quantized_weight import QuantizedWeight
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...chunked.engine.call import EngineOptions, Statistics
-from ...chunked.engine.checks import check_inputs, check_tensor
+from ...chunked.engine.checks import check_tensor
 from ...chunked.engine.head import Head, operand_dtype
+from ...chunked.engine.input_checks import check_inputs
 from ...chunked.engine.plan import default_bound, default_workspace, device_memory
 from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
 from ...chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels

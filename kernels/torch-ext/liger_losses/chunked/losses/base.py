@@ -1,18 +1,12 @@
-"""What every loss derives from. A loss names the statistics that it reads; it never sees logits.
-
-B completions, T tokens of the longest. A completion without tokens has log-probability 0, summed or averaged.
-"""
+"""What every loss derives from. A loss names the statistics that it reads; it never sees logits."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,28 +15,12 @@ from torch import Tensor, nn
 from ...chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from ...chunked.engine.arguments import unknown_options
 from ...chunked.engine.call import Query
-from ...chunked.engine.checks import (
-    check_alike,
-    check_labels,
-    check_shape_of,
-    check_shift,
-    check_tensor,
-    checked_items,
-    checked_mask,
-)
-from ...chunked.engine.operators import call_in_graph, check_arguments, eagerly, losses, register
-from ...chunked.engine.ranks import raise_on_all_ranks
-from ...chunked.engine.shard import Agreement, RankError
+from ...chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
+from ...chunked.engine.operators import loss_operator, name_of
 from ...chunked.engine.tokens import Tokens, shift_labels
-from ...chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
+from ...chunked.losses.call_forms import AnyHead
 from ...chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
 from ...kernels.logit_transform import LogitTransform
-from ...kernels.tracing import state
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
-MAX_EXPONENT = 80.0
 
 #: Options that are true or false, of any loss.
 _FLAGS = (
@@ -50,50 +28,6 @@ _FLAGS = (
     *("return_soft_hard_loss", "return_token_accuracy", "return_z_loss", "single_step", "temperature_squared"),
     *("use_bias_correction_kl", "use_ref_model", "use_token_scaling", "use_weighting"),
 )
-
-_numbers = itertools.count()
-
-
-def operator(forward: F, *, opaque: bool = True) -> F:
-    """Decorate the ``forward`` of a loss: errors say how it is called, and one rank's error is raised on all ranks.
-
-    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
-    """
-    register(forward)
-    name = forward.__qualname__  # torch.compile cannot read it
-
-    @functools.wraps(forward)
-    def wrapped(self: ChunkedLoss, *arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if self.spans_ranks:
-                return eagerly(wrapped, self, *arguments, **keywords)
-            if not opaque:
-                check_arguments(name, arguments, keywords, self._name_for_operators)
-                return forward(self, *arguments, **keywords)
-            parameters = dict(self.named_parameters())
-            return call_in_graph(name, arguments, keywords, self._name_for_operators, parameters)
-        agreements = Agreement.count
-        try:
-            return forward(self, *arguments, **keywords)
-        except (TypeError, ValueError, RankError) as error:
-            raise_on_all_ranks(error, agreements, forward, arguments, keywords, self)
-            raise
-
-    return cast(F, wrapped)
-
-
-def _name(loss: nn.Module) -> str:
-    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
-
-    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
-    them, nor one whose code may have changed.
-    """
-    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
-    known = type(loss).__module__.startswith(__name__.partition(".")[0] + ".")
-    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
-    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
-    losses[name] = loss
-    return name
 
 
 class ChunkedLoss(nn.Module):
@@ -167,7 +101,7 @@ class ChunkedLoss(nn.Module):
         # Subclasses assign their options before they call this constructor, so that all are checked together here.
         self.check_options()
         self._constructed = True
-        self._name_for_operators = _name(self)
+        self._name_for_operators = name_of(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         changes, before = name in self.__dict__, self.__dict__.get(name)
@@ -182,11 +116,11 @@ class ChunkedLoss(nn.Module):
             # The graph is the same with another number, unless it is 0, and in training and evaluation.
             number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
             if not (number or name == "training" or (type(value) in (bool, str) and value == before)):
-                self.__dict__["_name_for_operators"] = _name(self)
+                self.__dict__["_name_for_operators"] = name_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["_name_for_operators"] = _name(self)
+        self.__dict__["_name_for_operators"] = name_of(self)
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
@@ -312,7 +246,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
-    @functools.partial(operator, opaque=False)
+    @functools.partial(loss_operator, opaque=False)
     def forward(
         self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:
@@ -336,169 +270,3 @@ class ChunkedLoss(nn.Module):
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         return self.loss(found, labels != self.ignore_index, **inputs)
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """fp64, or fp32 on devices without it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def sequence_logps(
-    logps: Tensor,
-    mask: Tensor,
-    *,
-    average: bool = False,
-    weights: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
-
-    Args:
-        logps: ``[B, T]``; values where the mask is false never matter.
-        mask: ``[B, T]`` bool, true for tokens that count.
-        average: divide by their number.
-        weights: ``[B, T]``, the ``w_t``; 1 by default.
-        group: the ranks that hold the slices of these sequences, over which both sums go; every rank must compute the
-            same from the result.
-
-    Returns:
-        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
-        would leave it two digits. (Devices without fp64: fp32.)
-    """
-    check_alike(logps=logps)
-    mask = checked_mask("mask", mask, "logps", logps)
-    if weights is not None:  # a mask may be one
-        check_tensor("weights", weights)
-        check_shape_of("weights", weights, "logps", logps)
-    logps = torch.where(mask, logps, 0.0)
-    total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
-    if group is not None:
-        total, lengths = sum_over_group(group, total, mask.sum(-1))
-        return total / lengths.clamp(min=1) if average else total
-    return total / mask.sum(-1).clamp(min=1) if average else total
-
-
-class Scored(NamedTuple):
-    """One group of completions: the policy's statistics ``[B, T]`` (0 for tokens without loss), the mask of tokens that
-    carry loss, and the completions' log-probabilities ``[B]`` under policy and reference (0 without one)."""
-
-    statistics: Statistics
-    mask: Tensor
-    logps: Tensor
-    ref_logps: Tensor
-
-
-class CompletionLoss(ChunkedLoss):
-    """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
-
-    Args:
-        beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
-        average_log_prob: divide each completion's log-probability by its length.
-        use_ref_model: whether the loss compares with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
-            memory, and there is nothing to compile.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
-    """
-
-    beta: float
-    average_log_prob: bool | None = False
-    use_ref_model: bool
-    compiled: bool
-
-    @property
-    def options(self) -> EngineOptions:
-        """How the engine streams: without :attr:`chunk_size`, which counts completions in liger-kernel."""
-        return replace(super().options, chunk_size=None)
-
-    @property
-    def averages(self) -> bool:
-        """Whether a completion's log-probability is divided by its length."""
-        return bool(self.average_log_prob)
-
-    @property
-    def needs_reference(self) -> str | None:
-        """Why a call needs a reference, for the error message; ``None`` if it does not."""
-        return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
-
-    def prepare(
-        self,
-        batch: CompletionBatch,
-        ref_weight: AnyHead | None,
-        ref_bias: Tensor | None,
-        transform: LogitTransform | None = None,
-    ) -> CompletionBatch:
-        """The batch with the reference's head, which is checked, and with labels as the engine takes them.
-
-        ``transform`` is that of the reference's logits, if it is not :attr:`transform`.
-        """
-        ref_head = None
-        if batch.ref_hidden_states is not None and ref_weight is not None:
-            with naming_the_reference():
-                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
-        batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
-        if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
-            name = type(self).__name__
-            raise ValueError(
-                f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
-                "build the loss with use_ref_model=True."
-            )
-        batch.check_reference(self.needs_reference)
-        return batch
-
-    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
-        return [None] * len(masks)
-
-    def score(
-        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
-    ) -> tuple[list[Scored], Statistics | None]:
-        """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
-
-        The active tokens are selected once. The reference comes first, while no logits of the policy are held.
-
-        Args:
-            metrics: the policy's statistics to return besides log-probabilities.
-        """
-        others, options = [] if extra is None else [extra], self.options
-        tokens = batch.select(options, [other.labels for other in others])
-        reference = batch.reference_logps(tokens, options)
-        hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
-        if self.group is not None:
-            check_call(hidden, batch.head, tokens, Query(("logp",), tuple(metrics)), options)
-            ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
-            agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
-        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
-        masks = batch.groups([part != self.ignore_index for part in batch.labels])
-        parts = batch.group_statistics(found[: len(batch.labels)])
-        average, group, groups = self.averages, self.group, list[Scored]()
-        for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
-            logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
-            if ref_logps is None:
-                ref_logps = torch.zeros_like(logps)
-            elif ref_logps.dim() == 2:
-                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights, group=group)
-            groups.append(Scored(part, mask, logps, ref_logps))
-        return groups, found[-1] if others else None
-
-
-def world_size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def sum_over_processes(values: Tensor) -> Tensor:
-    """All processes' values, added up entry by entry; the values themselves where there is one."""
-    if world_size() > 1 and not state.shapes_only:
-        values = values.clone()
-        dist.all_reduce(values)
-    return values
-
-
-def gather_over_processes(values: Tensor) -> Tensor:
-    """All processes' values ``[n]``, of which each may have another number."""
-    if world_size() == 1 or state.shapes_only:
-        return values
-    gathered: list[Tensor] = [values] * world_size()
-    dist.all_gather_object(gathered, values.cpu())
-    return torch.cat(gathered).to(values.device)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from ...chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
-from ...chunked.losses.base import MAX_EXPONENT, operator
+from ...chunked.engine.operators import loss_operator
 from ...chunked.losses.call_forms import AnyHead
 from ...chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from ...chunked.losses.limits import MAX_EXPONENT
 from ...kernels.divergence_forms import Divergence
 from ...kernels.tracing import state
 
@@ -58,7 +59,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
     def reads_order(self) -> str | None:
         return "MiniLLM's sum of later tokens' rewards"
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         weight: AnyHead,

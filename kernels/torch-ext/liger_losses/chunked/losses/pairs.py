@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...chunked.engine import Head, Statistics
 from ...chunked.engine.checks import check_range
-from ...chunked.losses.base import CompletionLoss, operator
+from ...chunked.engine.operators import loss_operator
 from ...chunked.losses.call_forms import AnyHead, Completions, read_pairs
+from ...chunked.losses.completion_loss import CompletionLoss
 from ...chunked.losses.context_parallel import sum_over_group
 
 
@@ -71,7 +72,7 @@ class PreferenceLoss(CompletionLoss):
 
     Args:
         ignore_index, average_log_prob, use_ref_model, chunk_size, compiled: as in
-            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
         beta: temperature of the implicit reward (> 0).
         alpha: weight of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add it.
@@ -121,7 +122,7 @@ class PreferenceLoss(CompletionLoss):
         """What :meth:`forward` returns."""
         return loss, metrics
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         lin_weight: AnyHead,

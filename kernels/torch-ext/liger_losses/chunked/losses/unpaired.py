@@ -24,10 +24,12 @@ from ...chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from ...chunked.engine.operators import loss_operator
 from ...chunked.losses import call_forms
-from ...chunked.losses.base import CompletionLoss, operator, sum_over_processes
 from ...chunked.losses.call_forms import AnyHead, CompletionBatch
+from ...chunked.losses.completion_loss import CompletionLoss
 from ...chunked.losses.context_parallel import sum_over_group
+from ...chunked.losses.data_parallel import sum_over_processes
 from ...kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
@@ -66,6 +68,18 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
+    return _unpaired_loss(rewards, desirable, shift, loss_type, desirable_weight, undesirable_weight)
+
+
+def _unpaired_loss(
+    rewards: Tensor,
+    desirable: Tensor,
+    shift: Tensor | float,
+    loss_type: str,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """:func:`unpaired_loss` of rewards that were computed from inputs that were checked."""
     check_tensor("desirable", desirable)
     if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
         what = "compare your labels with the value that marks desirable completions"
@@ -99,8 +113,8 @@ def kto_loss(
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
     check_number("kl", kl, 0.0, math.inf)
-    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    return unpaired_loss(beta * (logps - ref_logps), desirable, beta * kl, loss_type="kto", **weights)
+    rewards = beta * (logps - ref_logps)
+    return _unpaired_loss(rewards, desirable, beta * kl, "kto", desirable_weight, undesirable_weight)
 
 
 def bco_loss(
@@ -112,7 +126,7 @@ def bco_loss(
     """
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
-    return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
+    return _unpaired_loss(beta * (logps - ref_logps), desirable, shift, "bco")
 
 
 class UnpairedMetrics(NamedTuple):
@@ -142,7 +156,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
     Args:
         ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
-            :class:`liger_losses.chunked.losses.base.CompletionLoss`.
+            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
         loss_type: one of :attr:`loss_types`; the first by default.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
     """
@@ -184,7 +198,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
         return 0.0
 
-    @operator
+    @loss_operator
     def forward(  # type: ignore[override]
         self,
         _input: Any,
@@ -256,8 +270,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
             (logits,) = sum_over_group(self.group, logits)
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
-        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
-        losses = unpaired_loss(rewards, desirable, shift, loss_type=self.loss_type, **weights)
+        weights = self.desirable_weight, self.undesirable_weight
+        losses = _unpaired_loss(rewards, desirable, shift, self.loss_type, *weights)
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
         sums = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import liger_losses
 from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, TokenInputs, bare_gemms, needs_cuda, token_inputs
-from benchmarks.logps import our_logps
+from benchmarks.logps_entries import our_logps
 from benchmarks.measure import Call
 
 #: The most columns of a token; some places in the second half are padding.

@@ -1,4 +1,4 @@
-"""Bytes and times of a teacher from files, by what is written: `python -m benchmarks.teacher_files`.
+"""Bytes and times of a teacher from files, by what is written: `python -m benchmarks.teacher_storage`.
 
 Hidden states in bf16 (and the head once), log-probabilities of the k most likely tokens, or all logits.
 """

@@ -28,7 +28,7 @@ from benchmarks.entries import (
     optional,
     with_gradients,
 )
-from benchmarks.logps import _plain_logps
+from benchmarks.logps_entries import _plain_logps
 from benchmarks.measure import Call, MiB
 
 BETA = 0.1

@@ -1,4 +1,4 @@
-"""The benchmarks of distillation, as data, and errors by distance: `python -m benchmarks.distillation`."""
+"""The benchmarks of distillation, as data, and errors by distance: `python -m benchmarks.distillation_entries`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from benchmarks.entries import (
     token_inputs,
     with_gradients,
 )
-from benchmarks.logps import _trl_logps
+from benchmarks.logps_entries import _trl_logps
 from benchmarks.measure import Call, MiB, NotRun
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import liger_losses
-from benchmarks.cross_entropy import (
+from benchmarks.cross_entropy_entries import (
     compiled_cross_entropy,
     liger_cross_entropy,
     our_cross_entropy,
@@ -16,9 +16,9 @@ from benchmarks.cross_entropy import (
     trl_cross_entropy,
 )
 from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, bare_gemms, needs_cuda, token_inputs
-from benchmarks.logps import our_logps, plain_logps, trl_logps
+from benchmarks.logps_entries import our_logps, plain_logps, trl_logps
 from benchmarks.measure import Call
-from benchmarks.preference import dpo_inputs, liger_dpo, our_dpo, plain_dpo, trl_dpo
+from benchmarks.preference_entries import dpo_inputs, liger_dpo, our_dpo, plain_dpo, trl_dpo
 
 
 def captured(provider: Provider) -> Provider:

@@ -1,0 +1,162 @@
+"""Base of losses on completions: their log-probabilities under policy and reference.
+
+B completions, T tokens of the longest. A completion without tokens has log-probability 0, summed or averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from ...chunked.engine.call import Query
+from ...chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
+from ...chunked.losses.base import ChunkedLoss
+from ...chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
+from ...chunked.losses.context_parallel import agree, check_call, sum_over_group
+from ...chunked.losses.limits import wide_dtype
+from ...kernels.logit_transform import LogitTransform
+
+
+def sequence_logps(
+    logps: Tensor,
+    mask: Tensor,
+    *,
+    average: bool = False,
+    weights: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
+
+    Args:
+        logps: ``[B, T]``; values where the mask is false never matter.
+        mask: ``[B, T]`` bool, true for tokens that count.
+        average: divide by their number.
+        weights: ``[B, T]``, the ``w_t``; 1 by default.
+        group: the ranks that hold the slices of these sequences, over which both sums go; every rank must compute the
+            same from the result.
+
+    Returns:
+        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
+        would leave it two digits. (Devices without fp64: fp32.)
+    """
+    check_alike(logps=logps)
+    mask = checked_mask("mask", mask, "logps", logps)
+    if weights is not None:  # a mask may be one
+        check_tensor("weights", weights)
+        check_shape_of("weights", weights, "logps", logps)
+    logps = torch.where(mask, logps, 0.0)
+    total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
+    if group is not None:
+        total, lengths = sum_over_group(group, total, mask.sum(-1))
+        return total / lengths.clamp(min=1) if average else total
+    return total / mask.sum(-1).clamp(min=1) if average else total
+
+
+class Scored(NamedTuple):
+    """One group of completions: the policy's statistics ``[B, T]`` (0 for tokens without loss), the mask of tokens that
+    carry loss, and the completions' log-probabilities ``[B]`` under policy and reference (0 without one)."""
+
+    statistics: Statistics
+    mask: Tensor
+    logps: Tensor
+    ref_logps: Tensor
+
+
+class CompletionLoss(ChunkedLoss):
+    """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
+
+    Args:
+        beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
+        average_log_prob: divide each completion's log-probability by its length.
+        use_ref_model: whether the loss compares with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
+            memory, and there is nothing to compile.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+    """
+
+    beta: float
+    average_log_prob: bool | None = False
+    use_ref_model: bool
+    compiled: bool
+
+    @property
+    def options(self) -> EngineOptions:
+        """How the engine streams: without :attr:`chunk_size`, which counts completions in liger-kernel."""
+        return replace(super().options, chunk_size=None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether a completion's log-probability is divided by its length."""
+        return bool(self.average_log_prob)
+
+    @property
+    def needs_reference(self) -> str | None:
+        """Why a call needs a reference, for the error message; ``None`` if it does not."""
+        return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
+
+    def prepare(
+        self,
+        batch: CompletionBatch,
+        ref_weight: AnyHead | None,
+        ref_bias: Tensor | None,
+        transform: LogitTransform | None = None,
+    ) -> CompletionBatch:
+        """The batch with the reference's head, which is checked, and with labels as the engine takes them.
+
+        ``transform`` is that of the reference's logits, if it is not :attr:`transform`.
+        """
+        ref_head = None
+        if batch.ref_hidden_states is not None and ref_weight is not None:
+            with naming_the_reference():
+                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
+        batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
+        if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
+            name = type(self).__name__
+            raise ValueError(
+                f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
+                "build the loss with use_ref_model=True."
+            )
+        batch.check_reference(self.needs_reference)
+        return batch
+
+    def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
+        return [None] * len(masks)
+
+    def score(
+        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
+    ) -> tuple[list[Scored], Statistics | None]:
+        """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
+
+        The active tokens are selected once. The reference comes first, while no logits of the policy are held.
+
+        Args:
+            metrics: the policy's statistics to return besides log-probabilities.
+        """
+        others, options = [] if extra is None else [extra], self.options
+        tokens = batch.select(options, [other.labels for other in others])
+        reference = batch.reference_logps(tokens, options)
+        hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
+        if self.group is not None:
+            check_call(hidden, batch.head, tokens, Query(("logp",), tuple(metrics)), options)
+            ref_dims = [None if logps is None else logps.dim() for logps in reference]
+            facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
+            agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
+        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
+        masks = batch.groups([part != self.ignore_index for part in batch.labels])
+        parts = batch.group_statistics(found[: len(batch.labels)])
+        average, group, groups = self.averages, self.group, list[Scored]()
+        for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
+            logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
+            if ref_logps is None:
+                ref_logps = torch.zeros_like(logps)
+            elif ref_logps.dim() == 2:
+                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights, group=group)
+            groups.append(Scored(part, mask, logps, ref_logps))
+        return groups, found[-1] if others else None

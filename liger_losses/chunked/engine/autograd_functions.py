@@ -1,0 +1,183 @@
+"""The autograd functions of statistics, and of losses that take one pass; which of them answers a query.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.call import Call, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.stream import Stream
+from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.engine.traced import differentiable, empty_statistics
+from liger_losses.kernels.autograd import once_differentiable, scale_
+from liger_losses.kernels.tracing import state
+
+
+def query_statistics(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> list[Statistics]:
+    """The statistics of each tensor of labels, in its shape."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    checked, call = make_call(hidden_states, head, labels, query, options)
+    if call is None:
+        return empty_statistics(checked, query)
+    return statistics_of(call, head, checked.hidden_states)
+
+
+def separable_loss(
+    hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
+) -> tuple[Tensor, Statistics]:
+    """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    checked, call = make_call(hidden_states, head, labels, query, options)
+    if call is None:
+        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
+        return hidden_states.new_empty((), dtype=dtype), empty_statistics(checked, query)[0]
+    hidden = checked.hidden_states
+    if call.strategy == "one_pass":
+        loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
+        return loss, call.by_tensor(dict(zip(call.outputs, outputs, strict=True)))[0]
+    loss, found = loss_of_statistics(call, head, hidden)
+    return loss, found[0]
+
+
+def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tuple[Tensor, list[Statistics]]:
+    """A separable loss that does not take one pass, and the detached statistics of each tensor of labels."""
+    values = _compute_statistics(call, head, hidden)
+    active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
+    detached = call.by_tensor({name: value.detach() for name, value in values.items()})
+    if call.query.token_weights is not None:
+        terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
+        return torch.stack(terms).sum(), detached
+    assert call.query.token_loss is not None
+    named = Statistics(**active)
+    result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
+    return call.tokens.masked(differentiable(result, named)).sum(), detached
+
+
+def statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:
+    """The statistics of each tensor of labels, in its shape."""
+    return call.by_tensor(_compute_statistics(call, head, hidden))
+
+
+def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
+    names = dict.fromkeys(("lse", *call.outputs))
+    known = None if state.known is None else {name: next(state.known) for name in names}
+    if call.strategy != "statistics":
+        outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
+        return dict(zip(call.outputs, outputs, strict=True))
+    if known is None:
+        with torch.no_grad(), _without_autocast(head.weight):
+            values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
+        known = {name: call.tokens.scatter(values[name]) for name in names}
+        if state.recorded is not None:
+            state.recorded += known.values()
+    return {name: known[name] for name in call.outputs}
+
+
+def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
+    """Autocast is off, and the weight's device current, where Triton launches: a model may be spread over several GPUs.
+
+    Switching autocast off costs the host as much as several launches: only where it is on.
+    """
+    on_device, kind = torch.cuda.device_of(weight), weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return on_device
+    both = ExitStack()
+    both.enter_context(on_device)
+    both.enter_context(torch.autocast(kind, enabled=False))
+    return both
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """Statistics in forward; in backward the gradient of any function of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        known: Mapping[str, Tensor] | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.block, ctx.unit_gradient = call, None, None
+        with _without_autocast(weight):
+            stream = Stream(call, weight, bias, hidden)
+            if known is not None:
+                values = {name: call.tokens.gather_all(value) for name, value in known.items()}
+            elif call.strategy == "frozen_head":
+                values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
+            else:
+                values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
+        needed = {name: value for name, value in values.items() if name == "lse" or name not in call.query.metrics}
+        ctx.saved_names = tuple(needed)
+        # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
+        ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
+        outputs = [call.tokens.scatter(values[name]) for name in call.outputs]
+        # Users may change an output in place; what backward needs must not change with it.
+        outputs = [out.clone() if any(out is v for v in values.values()) else out for out in outputs]
+        ctx.mark_non_differentiable(*outputs[len(call.query.statistics) :])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        weight, bias, *rest, _ = ctx.saved_tensors
+        hidden, saved = rest[: len(call.needs_hidden)], rest[len(call.needs_hidden) :]
+        values = dict(zip(ctx.saved_names, saved, strict=True))
+        gradients = {
+            name: call.tokens.gather_all(g)
+            for name, g in zip(call.query.statistics, upstream, strict=False)
+            if g is not None
+        }
+        with _without_autocast(weight):
+            if ctx.unit_gradient is not None:
+                scaled = Stream(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
+                return None, None, None, None, *scaled
+            # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
+            block, ctx.block = ctx.block, None
+            stream = Stream(call, weight, bias, hidden, multiplies=block is None)
+            return None, None, *stream.gradients(values, gradients, block)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    """A separable loss and its gradients in forward; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with _without_autocast(weight):
+            loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
+        ctx.call, ctx.gradients = call, gradients
+        ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
+        outputs = tuple(call.tokens.scatter(values[name]) for name in call.outputs)
+        ctx.mark_non_differentiable(*outputs)
+        return loss, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        gradients, ctx.gradients = ctx.gradients, None
+        if upstream is None:
+            return None, None, None, None
+        if gradients is None:
+            # The first backward scaled them in place and returned them: a second one computes them again.
+            weight, bias, hidden, _ = ctx.saved_tensors
+            with _without_autocast(weight):
+                gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
+        return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)

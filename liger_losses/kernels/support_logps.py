@@ -247,6 +247,7 @@ def _project_triton(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: TokenColumns, transform: LogitTransform
 ) -> Tensor:
     hidden, weight = with_contiguous_rows(hidden), with_contiguous_rows(weight)
+    bias = None if bias is None else bias.contiguous()
     pairs = len(columns.columns)
     logits = torch.empty(pairs, device=hidden.device)
     if pairs:

@@ -62,7 +62,8 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
     assert call.query.token_loss is not None
     named = Statistics(**active)
     result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
-    return call.tokens.masked(differentiable(result, named)).sum(), detached
+    loss = call.tokens.masked(differentiable(result, named)).sum()
+    return loss.to(call.work.logits_dtype), detached
 
 
 def statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:

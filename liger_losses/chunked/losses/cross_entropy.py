@@ -418,7 +418,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     ) -> CrossEntropyTerms:
         """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
         ce_scale, z_scale = (values.logp.new_ones(()) / total for total in totals)
-        scales = [] if token_weights is None else [token_weights]
+        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
+        scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
         if self.use_token_scaling:
             scales.append(values.logp.detach().exp())
         for scale in scales:

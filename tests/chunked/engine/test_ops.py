@@ -119,6 +119,33 @@ def test_derivatives_that_come_along_replace_autograd():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["one_pass", "two_pass", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("brings_derivatives", [False, True])
+def test_fp64_token_inputs_leave_the_dtypes_of_loss_and_gradients(strategy, brings_derivatives):
+    hidden, weight, labels, _ = problem(dtype=torch.float32)
+    weights = torch.rand(13, dtype=torch.float64)
+
+    def token_loss(s, labels, weights):
+        return (-weights * s.logp, {"logp": -weights}) if brings_derivatives else -weights * s.logp
+
+    def function(hidden, weight):
+        options = EngineOptions(strategy=None if strategy == "compiled" else strategy)
+        return linear_token_loss(
+            hidden, weight, labels, token_loss, token_inputs={"weights": weights}, options=options
+        )[0]
+
+    if strategy == "compiled":
+        function = torch.compile(function, backend="eager")
+    loss = function(hidden, weight)
+    exact_inputs = double(hidden, weight)
+    exact = -(weights * plain_statistics(*exact_inputs, labels)["logp"]).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
+    pairs = zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(exact, exact_inputs), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_gradcheck_of_the_one_pass_loss(chunk_size):
     hidden, weight, labels, b = problem(5, 4, 11, dtype=torch.float64, bias=True)

@@ -307,6 +307,15 @@ def test_only_what_is_needed(backend, monkeypatch):
     assert not grad.any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides(backend):
+    hidden, weight, labels, bias = problem(6, 5, 9, bias=True, masked=0.3)
+    strided = [torch.stack([t, t + 7], -1).detach()[..., 0].requires_grad_() for t in (hidden, weight, bias)]
+    assert not any(t.is_contiguous() for t in strided)
+    ids = kept(labels, 9, 4)
+    compare(tuple(strided), labels, ids, TokenSupport(ids), backend)
+
+
 @pytest.mark.parametrize("shift", [True, 2, 7, 13])
 def test_shifted_labels(shift):
     hidden, weight, labels, _ = problem(0, 5, 40, shape=(2, 6), masked=0.2)

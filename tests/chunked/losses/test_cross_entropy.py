@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
-from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem
 
 OPTIONS = [
     {},
@@ -187,6 +187,24 @@ def test_token_weights_are_constants(dtype, reduction):
     loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, hidden, labels, token_weights=weights)
     loss.sum().backward()
     assert weights.grad is None
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("dtype", "of_weights"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_token_weights_of_another_dtype(dtype, of_weights, heads):
+    hidden, weight, labels, _ = problem(dtype=dtype)
+    weights = torch.rand(13, dtype=torch.float64).to(of_weights)
+    given = hidden if heads == 1 else [hidden] * heads
+    loss = LigerFusedLinearCrossEntropyLoss()(weight, given, labels, token_weights=weights, num_items_in_batch=7)
+    loss = loss if heads == 1 else loss[0]
+    exact_inputs = double(hidden, weight)
+    exact = -heads * (weights * plain_statistics(*exact_inputs, labels)["logp"]).sum() / 7
+    assert loss.dtype == dtype
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(loss, exact.to(dtype), **tolerance)
+    pairs = zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(exact, exact_inputs), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected.to(dtype), **tolerance)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

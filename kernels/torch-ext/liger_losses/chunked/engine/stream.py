@@ -245,7 +245,9 @@ class Stream:
                 raise ValueError(f"token_loss must return one value per token, [{count}], got {got}.")
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
-                return losses.detach(), {n: tokens.masked(g.detach(), rows) for n, g in derivatives.items()}
+                # In the statistics' dtype, as autograd would give them: those of fp64 weights are fp64.
+                given = {name: g.detach().to(leaves[name].dtype) for name, g in derivatives.items()}
+                return losses.detach(), {name: tokens.masked(g, rows) for name, g in given.items()}
             if not losses.requires_grad:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)

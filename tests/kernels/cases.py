@@ -60,7 +60,7 @@ def doubled(epilogue):
 
 
 #: Of several tiles, and a column more than whole ones: in the interpreter, with the fixture `small_tiles`.
-SEVERAL_TILES, ONE_COLUMN_MORE = ((20, 40, 70), (5, 33, 65)) if INTERPRETED else ((130, 40, 300), (5, 33, 257))
+SEVERAL_TILES, ONE_COLUMN_MORE = ((20, 40, 45), (5, 33, 33)) if INTERPRETED else ((130, 40, 300), (5, 33, 257))
 SIZES = pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(3, 16, 70), SEVERAL_TILES, ONE_COLUMN_MORE])
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 

@@ -21,6 +21,14 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """In the interpreter, tiles of 16 tokens and 32 columns: it takes long for the tokens of several tiles of a GPU."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        monkeypatch.setattr("liger_losses.kernels._tiles._TOKENS", 16)
+        monkeypatch.setattr("liger_losses.kernels._tiles._COLUMNS", 32)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import runpy
 import sys
@@ -13,14 +14,31 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+#: What a server imports once, from which processes fork: each of them would take longer for it than for a test.
+IMPORTED = [
+    "liger_losses",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "trl",
+]
+
 
 def start(work, world, folder, *arguments):
     """Run ``work(rank, *arguments)`` on ``world`` processes of a gloo group, which meet by a file in ``folder``."""
-    mp.spawn(member, (work, world, folder, arguments), nprocs=world)
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not work in forks of what has used it
+    # The server has the environment in which the first test started it.
+    arguments = (work, world, folder, dict(os.environ), arguments)
+    mp.start_processes(member, arguments, nprocs=world, start_method=method)
 
 
-def member(rank, work, world, folder, arguments):
+def member(rank, work, world, folder, environment, arguments):
     faulthandler.enable()  # a process that is killed by a signal says where it was
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from liger_losses.kernels import linear_exp
+from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
 from tests.chunked.losses.test_distillation import BACKENDS
-from tests.kernels.cases import DEVICE, HALF, SIZES, TRANSFORMS_OF_HEAD, head, triton_or_skip
+from tests.kernels.cases import DEVICE, HALF, SEVERAL_TILES, SIZES, TRANSFORMS_OF_HEAD, head, triton_or_skip
 
 
 @SIZES
@@ -48,14 +49,15 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
 @pytest.mark.usefixtures("loads")
 def test_tiles_of_all_groups_are_summed(monkeypatch):
     """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes."""
-    hidden, weight, labels, _, _ = head(300, 16, 520, torch.bfloat16)
-    epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, 300, device=DEVICE)))
+    tokens, columns = (40, 70) if INTERPRETED else (300, 520)
+    hidden, weight, labels, _, _ = head(tokens, 16, columns, torch.bfloat16)
+    epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens, device=DEVICE)))
     monkeypatch.setattr(linear_exp, "_GROUP", 2)
     results = []
-    for backend, most in (("torch", 300), ("triton", 300), ("triton", 150)):
+    for backend, most in (("torch", tokens), ("triton", tokens), ("triton", tokens // 2)):
         monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
         names = ("lse", "mean_logit", "entropy")
-        found = Exponentials.into({name: torch.full((300,), float("nan"), device=DEVICE) for name in names})
+        found = Exponentials.into({name: torch.full((tokens,), float("nan"), device=DEVICE) for name in names})
         linear_exponentials(hidden, weight, labels, None, epilogue, found=found, backend=backend)
         results.append(found)
     for exact, ours, in_parts in zip(*results, strict=True):
@@ -106,18 +108,20 @@ def test_confident_tokens_are_exact():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("small_tiles")
 def test_projections_and_their_log_sum_exp(backend):
     """The kernel that sums exponentials also gives fp32 projections: with bias and transform in the sums alone."""
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 40, generator=g).half().to(device) for n in (130, 300))
-    bias = torch.randn(300, generator=g).half().to(device)
-    labels = torch.randint(300, (130,), generator=g).to(device)
-    transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((130, 304), 7.0, device=device)
+    tokens, hidden_size, columns = SEVERAL_TILES
+    hidden, weight = (torch.randn(n, hidden_size, generator=g).half().to(device) for n in (tokens, columns))
+    bias = torch.randn(columns, generator=g).half().to(device)
+    labels = torch.randint(columns, (tokens,), generator=g).to(device)
+    transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((tokens, columns + 4), 7.0, device=device)
     found = linear_exponentials(
-        hidden, weight, labels, out[:, :300], Epilogue(transform, bias), projections=True, backend=backend
+        hidden, weight, labels, out[:, :columns], Epilogue(transform, bias), projections=True, backend=backend
     )
     exact = hidden.double() @ weight.double().t()
-    torch.testing.assert_close(out[:, :300].double(), exact, rtol=1e-5, atol=1e-4)
-    assert (out[:, 300:] == 7).all()
+    torch.testing.assert_close(out[:, :columns].double(), exact, rtol=1e-5, atol=1e-4)
+    assert (out[:, columns:] == 7).all()
     torch.testing.assert_close(found.lse.double(), transform(exact, bias).logsumexp(-1), rtol=1e-5, atol=1e-5)

@@ -45,36 +45,35 @@ def test_statistics_and_their_closed_form_gradients(backend, options, class_weig
     assert torch.equal(found["argmax"], transform(projected, bias).argmax(-1))
 
     g = {name: torch.linspace(0.5, 1.5, 5, device=DEVICE) * (i + 1) for i, name in enumerate(NAMES)}
-    for names in (*((name,) for name in NAMES), NAMES):
+    whole, thirds = [0, columns], sorted({0, columns // 3, columns // 2, columns})
+    # Dtypes and cuts are tested with all coefficients at once.
+    alone = [((name,), torch.float32, whole) for name in NAMES]
+    for names, dtype, cuts in (*alone, *itertools.product([NAMES], [torch.float32, torch.bfloat16], [whole, thirds])):
         (expected,) = torch.autograd.grad(sum((exact[n] * g[n]).sum() for n in names), wide, retain_graph=True)
         coefficients = SoftmaxGradient.of({n: g[n] for n in names}, found, c)
-        for dtype in (torch.float32, torch.bfloat16):
-            for cuts in ([0, columns], sorted({0, columns // 3, columns // 2, columns})):
-                parts = []
-                for start, stop in itertools.pairwise(cuts):
-                    tile = padded_rows(projected[:, start:stop], -(-(stop - start) // 64) * 64)
-                    grad_bias = torch.ones(stop - start, device=DEVICE)
-                    part = softmax_gradient_into(
-                        tile.view(dtype)[:, : stop - start],  # over the memory of the projections
-                        tile[:, : stop - start],
-                        found["lse"],
-                        labels,
-                        coefficients,
-                        Epilogue(transform, bias, c).columns(slice(start, stop)),
-                        first_column=start,
-                        vocab_size=columns,
-                        grad_bias=grad_bias,
-                        scratch=1000,
-                        backend=backend,
-                    )
-                    # The sum is as exact in half precision: nothing is rounded before it.
-                    torch.testing.assert_close(
-                        grad_bias.double() - 1, expected[:, start:stop].sum(0), rtol=1e-4, atol=1e-4
-                    )
-                    parts.append(part)
-                ours = torch.cat(parts, 1).double()
-                eps = torch.finfo(dtype).eps
-                torch.testing.assert_close(ours, expected, rtol=max(eps, 1e-5), atol=2e-5)
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            tile = padded_rows(projected[:, start:stop], -(-(stop - start) // 64) * 64)
+            grad_bias = torch.ones(stop - start, device=DEVICE)
+            part = softmax_gradient_into(
+                tile.view(dtype)[:, : stop - start],  # over the memory of the projections
+                tile[:, : stop - start],
+                found["lse"],
+                labels,
+                coefficients,
+                Epilogue(transform, bias, c).columns(slice(start, stop)),
+                first_column=start,
+                vocab_size=columns,
+                grad_bias=grad_bias,
+                scratch=1000,
+                backend=backend,
+            )
+            # The sum is as exact in half precision: nothing is rounded before it.
+            torch.testing.assert_close(grad_bias.double() - 1, expected[:, start:stop].sum(0), rtol=1e-4, atol=1e-4)
+            parts.append(part)
+        ours = torch.cat(parts, 1).double()
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, expected, rtol=max(eps, 1e-5), atol=2e-5)
 
 
 def test_every_statistic_has_a_test_and_a_closed_form():

@@ -129,5 +129,10 @@ def test_processes_end_by_leaving():
     """What tests start by ``start`` leaves; what they start themselves must, or torch may abort it as it ends."""
     for path in TESTS.rglob("test_*.py"):
         text = path.read_text()
-        for start, end in (("mp.spawn(", "    leave()"), ("torch.distributed.run", '"-m", "tests.processes"')):
+        ends = {
+            "mp.spawn(": "    leave()",
+            "start_processes(": "    leave()",
+            "torch.distributed.run": '"-m", "tests.processes"',
+        }
+        for start, end in ends.items():
             assert start not in text or end in text, f"processes of {path} must end by leave() of tests/processes.py"

@@ -5,11 +5,15 @@ import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_statistics, linear_token_loss
 from liger_losses.kernels import label_rows, linear_exp, linear_grad
+from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Of several tiles.
+TOKENS, COLUMNS = (40, 77) if INTERPRETED else (150, 203)
 SOFTCAP = {"temperature": 0.8, "logit_scale": 1.2, "softcap": 6.0}
 
 
@@ -69,10 +73,10 @@ def compare(names, hidden, weight, labels, bias=None, transform=None, **options)
 
 
 STRATEGIES = {
-    "one_pass": {"strategy": "one_pass", "chunk_size": 128},
+    "one_pass": {"strategy": "one_pass", "chunk_size": 32 if INTERPRETED else 128},
     "resident": {"strategy": "resident"},
     "two_pass": {"strategy": "two_pass"},
-    "tiles": {"strategy": "two_pass", "workspace": 120_000},
+    "tiles": {"strategy": "two_pass", "workspace": 12_000 if INTERPRETED else 120_000},
 }
 
 
@@ -80,19 +84,19 @@ STRATEGIES = {
 @pytest.mark.parametrize("names", [("logp",), ("lse",), ("logp", "lse"), NAMES], ids="-".join)
 @pytest.mark.parametrize("transform", [{}, SOFTCAP], ids=["plain", "softcap"])
 def test_as_exact_as_plain_pytorch(strategy, names, transform):
-    hidden, weight, labels, bias = on_device(150, 24, 203, bias=True, scale=2.0)
+    hidden, weight, labels, bias = on_device(TOKENS, 24, COLUMNS, bias=True, scale=2.0)
     bias = bias.detach() if transform else None
     compare(names, hidden, weight, labels, bias, transform, **STRATEGIES[strategy])
 
 
 @pytest.mark.parametrize("names", [("logp",), NAMES], ids="-".join)
 def test_frozen_head(names):
-    hidden, weight, labels, _ = on_device(150, 24, 203)
+    hidden, weight, labels, _ = on_device(TOKENS, 24, COLUMNS)
     compare(names, hidden, weight.detach(), labels)
 
 
 def test_frozen_hidden_states():
-    hidden, weight, labels, _ = on_device(150, 24, 203)
+    hidden, weight, labels, _ = on_device(TOKENS, 24, COLUMNS)
     for strategy in STRATEGIES.values():
         compare(("logp",), hidden.detach(), weight, labels, **strategy)
 
@@ -100,7 +104,7 @@ def test_frozen_hidden_states():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hopeless_labels(strategy):
     """A label whose probability is below what any float holds: gradients stay finite and right."""
-    hidden, weight, labels, _ = on_device(140, 24, 203, masked=0.0)
+    hidden, weight, labels, _ = on_device(TOKENS, 24, COLUMNS, masked=0.0)
     with torch.no_grad():
         hidden[3] *= 100
         labels[3] = (hidden[3].float() @ weight.float().t()).argmin()
@@ -136,7 +140,7 @@ def test_no_tokens():
 
 
 def test_strided_hidden_states():
-    hidden, weight, labels, _ = on_device(150, 24, 77)
+    hidden, weight, labels, _ = on_device(TOKENS, 24, 77)
     for strided in (hidden.detach().t().contiguous().t(), hidden.detach().repeat(1, 2)[:, ::2], hidden.detach()[::2]):
         some = labels[: len(strided)]
         for strategy in STRATEGIES.values():
@@ -146,9 +150,9 @@ def test_strided_hidden_states():
 
 
 def test_strided_labels_bias_and_class_weight():
-    hidden, weight, labels, bias = on_device(150, 24, 77, bias=True, masked=0.0)
+    hidden, weight, labels, bias = on_device(TOKENS, 24, 77, bias=True, masked=0.0)
     wide_bias = torch.stack([bias.detach(), -bias.detach()], 1)[:, 0]
-    for strided in (torch.stack([labels, labels.flip(0)], 1)[:, 0], labels[:1].expand(150)):
+    for strided in (torch.stack([labels, labels.flip(0)], 1)[:, 0], labels[:1].expand(TOKENS)):
         for strategy in STRATEGIES.values():
             compare(("logp",), hidden, weight, strided, wide_bias, **strategy)
     c = torch.rand(2 * len(weight), device=DEVICE)[::2]

@@ -19,8 +19,12 @@ from liger_losses.chunked.engine.checks import check_alike, check_shape_of, chec
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
-from liger_losses.chunked.losses.limits import wide_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """fp64, or fp32 on devices without it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sequence_logps(

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...chunked.engine import Statistics
 from ...chunked.engine.arguments import options_of
 from ...chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
-from ...chunked.losses.completion_loss import sequence_logps
-from ...chunked.losses.limits import MAX_EXPONENT, wide_dtype
+from ...chunked.losses.completion_loss import sequence_logps, wide_dtype
+from ...chunked.losses.limits import MAX_EXPONENT
 from ...chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
 
 

@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -95,6 +96,9 @@ def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) ->
             raise_on_all_ranks(error, agreements, function, given, keywords, loss)
             raise
 
+    # torch.compile limits how often one code object is compiled again; without this, all functions would share one.
+    own = cast(FunctionType, wrapped)
+    own.__code__ = own.__code__.replace(co_name=function.__name__)
     return cast(F, register(wrapped))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl
+from liger_losses.kernels.logit_transform import transform_gradient
 from liger_losses.kernels.tracing import record
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
@@ -30,8 +31,6 @@ if _FAST:
     from triton.language.extra.cuda.libdevice import fast_expf, fast_logf
 
     _FAST = tl.constexpr(_FAST)
-#: Logits that are all 0 have no direction.
-SMALLEST_NORM = 1e-12
 
 
 @record
@@ -239,27 +238,6 @@ def _beta_zero_t(log_p, log_q, a, b, c):
     return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
 
 
-def cosine_terms(
-    student: Tensor,
-    teacher: Tensor,
-    squares: Tensor | None = None,
-    distance: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The terms of the cosine distance of logits, and its gradient with respect to the student's logits.
-
-    Of a part of the vocabulary, ``squares [2, R]`` (both rows' sums of squares) and ``distance [R]`` are those of the
-    whole.
-    """
-    found = [logits.norm(dim=1) for logits in (student, teacher)] if squares is None else squares.sqrt()
-    norms = [norm[:, None].clamp(min=SMALLEST_NORM) for norm in found]
-    unit = student / norms[0]
-    difference = unit - teacher / norms[1]
-    # 1 - cos from the distance of the unit vectors, as the cosine of close ones has lost its digits.
-    f = difference.square() / 2
-    distance = f.sum(1) if distance is None else distance
-    return f, (difference - unit * distance[:, None]) / norms[0]
-
-
 class Form(NamedTuple):
     """A row of :data:`FORMS`: ``(log p, log q, a, b, c) -> (f, h)`` in torch and in Triton, and their properties."""
 
@@ -363,3 +341,37 @@ def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
         f = tl.where(near, q * d * d * of_f, f)
         h = tl.where(near, q * d * of_h, h)
     return fast_exp(log_p), f, h
+
+
+# --- From the divergence to the loss ---------------------------------------------------------------------------------
+
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
+#: Numbers that change from one tile of the vocabulary to the next.
+PLACES = ["first_column", "part_stride"]
+
+
+@jit
+def projection_gradient_block(grad, s, at_label, hard, temperature, transform, inverse):
+    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
+
+    ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
+    """
+    hard_p, hard_label, hard_lse = hard
+    if hard_p is not None:
+        if transform.temperature is not None:
+            temperature = 1.0 / inverse
+        p1 = tl.exp(s * temperature - hard_lse)
+        grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
+    if transform.factor is not None:
+        grad = transform_gradient(grad, s, transform, inverse)
+    return grad
+
+
+@jit
+def load_hard(hard_p, hard_label, hard_lse, rows, valid):
+    """The rows' factors of a hard loss, and its log-sum-exp."""
+    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
+    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
+    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
+    return hard_p, hard_label, hard_lse

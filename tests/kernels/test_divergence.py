@@ -119,25 +119,20 @@ def test_divergence_and_gradient_by_columns(name, hard, programs, backend, monke
                 ),
             )
 
-    value, part = torch.zeros(rows, device=DEVICE), torch.empty(rows, device=DEVICE)
+    value = torch.zeros(rows, device=DEVICE)
     sums, outs = RowSums(torch.zeros(rows, device=DEVICE)), []
     if name == "cosine":
         sums = sums._replace(squares=sum(square_sums(*models, backend=backend) for _, *models in slices()))
         torch.testing.assert_close(sums.squares.double(), square_sums(*exact), rtol=1e-5, atol=1e-5)
     for _, *models in slices():
-        found = sums._replace(h=torch.empty(rows, device=DEVICE))
-        divergence_into(part, *models, which, sums=found, backend=backend)
-        value += part
-        sums.h.add_(found.h)
+        divergence_into(value, *models, which, sums=sums, accumulate=True, backend=backend)
     torch.testing.assert_close(value.double(), expected[0], rtol=1e-5, atol=1e-6)
     of_gradients = torch.zeros_like(value)
     for columns, *models in slices():
         width = columns.stop - columns.start
         out = torch.full((rows, vocab + 4), float("nan"), dtype=torch.half, device=DEVICE)[:, :width]
-        inside = (labels >= columns.start) & (labels < columns.stop)
-        given = {"coefficients": coefficients, "labels": torch.where(inside, labels - columns.start, width)}
-        divergence_into(part, *models, which, out=out, sums=sums, **given, backend=backend)
-        of_gradients += part
+        given = {"coefficients": coefficients, "labels": labels, "first_column": columns.start, "accumulate": True}
+        divergence_into(of_gradients, *models, which, out=out, sums=sums, **given, backend=backend)
         outs.append(out)
     torch.testing.assert_close(of_gradients.double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat(outs, 1).double(), expected[1], rtol=2e-3, atol=3e-6)

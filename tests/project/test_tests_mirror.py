@@ -27,6 +27,7 @@ ELSEWHERE = {
     "integrations/logit_statistics.py": "integrations/test_liger.py",
     "integrations/on_logits.py": "integrations/test_liger.py",
     "integrations/token_statistics.py": "integrations/test_nemo_rl.py",
+    "kernels/divergence_cosine.py": "kernels/test_divergence.py",
     "kernels/hopper_pipeline.py": "kernels/test_linear_exp_hopper.py",
     "kernels/activations.py": "kernels/test_glu.py",
     "kernels/logit_transform.py": "kernels/test_softmax_stats.py",

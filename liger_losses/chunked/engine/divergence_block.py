@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from liger_losses.kernels.hopper_pipeline import ROWS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
+from liger_losses.kernels.sums_of_both import sums_of_both
 
 #: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
 _DEVICES_OF_LSE = ("cuda",)
@@ -99,15 +102,20 @@ class TwoModels(Block):
     def logits_of(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
         """Both models' logits in the shared columns, of some tokens; and the student's statistics.
 
+        Log-sum-exps that nothing else is needed beside may be left to the divergence's kernel, which gets sums of parts
+        of the rows.
+
         Args:
             part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
             student_logits: ``[R, W]`` fp32, for the student's projections.
             teacher_logits: ``[R, V]`` fp32, for the teacher's.
         """
         call, (rows, hidden, values, own_epilogue) = self.call, part
+        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
+        if self._takes_sums_of_both(values, len(hidden)):
+            return self._logits_and_sums(part, shared_logits, teacher_logits)
         soft_epilogue, teacher_epilogue = self.soft_epilogues(rows)
         labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
-        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
         found = {name: value for name, value in values.items() if name in ("lse", "logp")}
         first_epilogue = own_epilogue if self.separate else soft_epilogue
         first_labels = labels if "logp" in found else shared_labels
@@ -124,6 +132,33 @@ class TwoModels(Block):
             of_student = [soft, found] if self.separate else [soft | found]
             self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
         return Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
+
+    def _takes_sums_of_both(self, values: Mapping[str, Tensor], tokens: int) -> bool:
+        """Whether cuBLAS multiplies, and one kernel then reads both models' logits, for the log-sum-exps alone."""
+        if self.separate or self.call.shard is not None or values.keys() & {"logp", "entropy"}:
+            return False
+        if self.comparison.divergence.form == "cosine" or self.teacher is None:
+            return False
+        fused = self.student.fused and self.teacher.fused
+        return fused and _few(tokens) and self.opened.weight.device.type in _DEVICES_OF_LSE
+
+    def _logits_and_sums(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
+        """Both models' logits, and sums of parts of their rows; the log-sum-exps are written from these."""
+        assert self.teacher is not None
+        (rows, hidden, values, _), epilogues = part, self.soft_epilogues(part.rows)
+        lse, hidden_of_teacher = values["lse"], self.teacher_hidden(rows)
+        teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
+        teacher_into = partial(self.teacher.projection.into, teacher_logits, hidden_of_teacher, 0, self.shared)
+        wait = start_beside(hidden.device, teacher_into)
+        try:
+            self.student.projection.into(student_logits, hidden, 0, self.shared)
+        finally:
+            wait()
+        sums = sums_of_both(student_logits, teacher_logits, *epilogues, backend=self.call.backend)
+        return (
+            Logits(student_logits, lse, epilogues[0], sums[0]),
+            Logits(teacher_logits, teacher_lse, epilogues[1], sums[1]),
+        )
 
     def _compute_teacher_logits(
         self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
@@ -150,8 +185,7 @@ class TwoModels(Block):
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
         alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
-        few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
-        if not model.fused or (alone and few):
+        if not model.fused or (alone and _few(len(hidden))):
             model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
@@ -181,6 +215,11 @@ class TwoModels(Block):
         computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)
         for name, value in statistics.items():
             value.copy_(computed[name])
+
+
+def _few(tokens: int) -> bool:
+    """Whether cuBLAS multiplies: see :data:`_FEW_ROWS`."""
+    return tokens <= _FEW_ROWS and 0 < tokens % ROWS <= ROWS // 2
 
 
 def has_two_softmaxes(call: Call) -> bool:

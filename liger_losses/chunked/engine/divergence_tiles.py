@@ -16,7 +16,15 @@ from liger_losses.chunked.engine.blocks import HeadGradients, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.divergence_block import TwoModels, has_two_softmaxes
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
+from liger_losses.kernels.divergence import (
+    Coefficients,
+    Logits,
+    RowSums,
+    divergence_into,
+    divergence_sums_into,
+    row_parts,
+    square_sums,
+)
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -148,20 +156,29 @@ class DivergenceTiles(TwoModels):
     def _fill_by_rows(self, part: Part, value: Tensor) -> None:
         """The statistics of both models, the divergence and what the gradients need, from logits of some tokens."""
         most, backend = min(self.call.plan.part_rows, len(part.hidden)), self.call.backend
-        columns = padded(self.vocab_size)
+        columns, cosine = padded(self.vocab_size), self.divergence.form == "cosine"
         both = part.hidden.new_empty(2, most, columns, dtype=torch.float32)
+        # Sums of the divergence and of h, in parts of each row, which are added up once for all rows.
+        parts = 0 if cosine else row_parts(most, self.shared, both.device)
+        found = both.new_empty(2, parts, len(part.hidden))
         for at, smaller in self.parts_of(part, most):
             values, (student_logits, teacher_logits) = smaller.values, both[:, : len(smaller.hidden)]
             student, teacher = self.logits_of(
                 smaller, student_logits[:, : self.vocab_size], teacher_logits[:, : self.shared]
             )
-            squares = None
-            if "student_squares" in values:
-                squares = square_sums(student, teacher, backend=backend)
-                values["student_squares"].copy_(squares[0])
-                values["teacher_squares"].copy_(squares[1])
-            sums = RowSums(values["h"] if "h" in values else torch.empty_like(value[at]), squares)
-            divergence_into(value[at], student, teacher, self.divergence, sums=sums, backend=backend)
+            if not cosine:
+                divergence_sums_into(found[:, :, at], student, teacher, self.divergence, backend=backend)
+                continue
+            squares = square_sums(student, teacher, backend=backend)
+            values["student_squares"].copy_(squares[0])
+            values["teacher_squares"].copy_(squares[1])
+            divergence_into(
+                value[at], student, teacher, self.divergence, sums=RowSums(values["h"], squares), backend=backend
+            )
+        if not cosine:
+            torch.sum(found[0], 0, out=value)
+            if "h" in self.values:
+                torch.sum(found[1], 0, out=self.values["h"])
 
     def _add_terms(self, part: Part, value: Tensor) -> None:
         """The divergence and sum(h) of all columns."""

@@ -20,15 +20,21 @@ from torch import Tensor
 
 from ..kernels._tiles import processors
 from ..kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from ..kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
-from ..kernels.logit_transform import (
-    Epilogue,
-    KernelTransform,
-    inverse_temperature,
-    transform_block,
-    transform_gradient,
+from ..kernels.divergence_cosine import cosine_kernel, cosine_terms, squares_kernel
+from ..kernels.divergence_forms import (
+    FORMS,
+    PLACES,
+    VECTORS,
+    Divergence,
+    load_hard,
+    projection_gradient_block,
+    series_of,
+    terms,
+    terms_block,
 )
+from ..kernels.logit_transform import Epilogue, inverse_temperature
 from ..kernels.softmax_stats import row_slices
+from ..kernels.sums_of_both import Side, both_logits, log_sum_exp, log_sum_exp_of_parts
 
 #: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
 _LOWEST = -1e4
@@ -38,21 +44,28 @@ TEMPORARIES = 16
 
 class Logits(NamedTuple):
     """One model's projections ``[R, V]`` (fp32 or fp64), the log-sum-exp ``[R]`` of its logits, and what turns the
-    projections into logits."""
+    projections into logits.
+
+    With ``sums``, its part ``[2, R, P]`` of :func:`~liger_losses.kernels.sums_of_both.sums_of_both`,
+    :func:`divergence_into` and :func:`divergence_sums_into` write ``lse`` before they read it (of ``cosine``, they do
+    neither). Both models have them, or none.
+    """
 
     projected: Tensor
     lse: Tensor
     epilogue: Epilogue = Epilogue()
+    sums: Tensor | None = None
 
     def rows(self, rows: slice) -> Logits:
-        return Logits(self.projected[rows], self.lse[rows], self.epilogue.rows(rows))
+        sums = None if self.sums is None else self.sums[:, rows]
+        return Logits(self.projected[rows], self.lse[rows], self.epilogue.rows(rows), sums)
 
     def logits(self) -> Tensor:
         return self.epilogue(self.projected)
 
     def for_kernel(self) -> Side:
         """The argument of the kernels."""
-        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
+        return Side.of(self.projected, self.epilogue)
 
     def log_probs(self) -> Tensor:
         return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
@@ -62,7 +75,7 @@ class RowSums(NamedTuple):
     """Sums over a row of the whole vocabulary, ``[R]`` each, where both models' projections are a part of it.
 
     Args:
-        h: sum of h (of ``cosine``: the distance). Without ``out``, it is written: this part's sum.
+        h: sum of h (of ``cosine``: the distance). Without ``out``, it is written as the value is: this part's sum.
         squares: ``[2, R]``, of ``cosine``: the sums of squared logits of student and teacher.
     """
 
@@ -105,7 +118,9 @@ def divergence_into(
     out: Tensor | None = None,
     coefficients: Coefficients | None = None,
     labels: Tensor | None = None,
+    first_column: int = 0,
     sums: RowSums | None = None,
+    accumulate: bool = False,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -117,8 +132,10 @@ def divergence_into(
         divergence: which divergence.
         out: ``[R, V]`` for the gradient, of any floating-point dtype; it may be the student's ``projected``.
         coefficients: the loss's derivatives; needed with ``out``.
-        labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
+        labels: ``[R]`` int64, for the coefficients of a hard loss; those of no column here are labels of others.
+        first_column: the label of the first column.
         sums: where the projections are a part of the vocabulary; the divergences are then sums over this part.
+        accumulate: add to ``value`` instead of overwriting it.
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
@@ -127,18 +144,51 @@ def divergence_into(
     """
     if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
         c = (coefficients or Coefficients(value)).contiguous()
-        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums)
+        _divergence_triton(value, [student, teacher], divergence, out, c, labels, first_column, sums, accumulate)
         return value
+    _write_log_sum_exps(student, teacher, divergence)
+    write = Tensor.add_ if accumulate else Tensor.copy_
     for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
         part = None if out is None or coefficients is None else coefficients.rows(rows)
-        row_labels = None if labels is None else labels[rows]
+        row_labels = None if labels is None else labels[rows] - first_column
         row_sums = None if sums is None else sums.rows(rows)
         sides = student.rows(rows), teacher.rows(rows)
-        value[rows], grad = _divergence_torch(*sides, divergence, part, row_labels, row_sums)
+        found, total, grad = _divergence_torch(*sides, divergence, part, row_labels, row_sums)
+        write(value[rows], found)
+        if row_sums is not None and part is None:
+            write(row_sums.h, total)
         if out is not None and grad is not None:
             out[rows].copy_(grad)
         del grad  # its memory is free before the next slice's temporaries are allocated
     return value
+
+
+def divergence_sums_into(
+    found: Tensor, student: Logits, teacher: Logits, divergence: Divergence, *, backend: str = "torch"
+) -> None:
+    """Each row's divergence and sum of h, in P parts, of which the caller takes the sum: of many rows at once.
+
+    Args:
+        found: ``[2, P, R]``, the tensor to write both into, rows contiguous. :func:`row_parts` says which P is fast.
+        student, teacher, backend: as in :func:`divergence_into`.
+        divergence: which divergence; not ``cosine``.
+    """
+    if backend == "torch":
+        found.zero_()
+        divergence_into(found[0, 0], student, teacher, divergence, sums=RowSums(found[1, 0]), backend=backend)
+        return
+    rows = len(student.projected)
+    if rows:
+        arguments, launch = _arguments(found[0, 0], student, teacher, None, Coefficients(found), found[1, 0])
+        rest, options = _arguments_of_form(student, teacher, divergence)
+        grid = rows, found.shape[1]
+        _divergence_kernel[grid](**arguments, **rest, part_stride=found.stride(1), **launch, **options)
+
+
+def row_parts(rows: int, columns: int, device: torch.device) -> int:
+    """How many programs share a row, where rows are so few that they would leave multiprocessors idle."""
+    blocks = triton.cdiv(columns, min(_BLOCK, triton.next_power_of_2(columns)))
+    return max(1, min(processors(device) * _PROGRAMS // rows, blocks)) if rows else 1
 
 
 def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None, backend: str | None = None) -> Tensor:
@@ -153,7 +203,7 @@ def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None,
         if count:
             block = min(_BLOCK, triton.next_power_of_2(columns))
             sides = student.for_kernel(), teacher.for_kernel()
-            _squares_kernel[(count,)](*found, *sides, columns, BLOCK=block, num_warps=_WARPS)
+            squares_kernel[(count,)](*found, *sides, columns, BLOCK=block, num_warps=_WARPS)
         return found
     for rows in row_slices(student.projected, scratch):
         for i, model in enumerate((student, teacher)):
@@ -168,8 +218,9 @@ def _divergence_torch(
     coefficients: Coefficients | None,
     labels: Tensor | None,
     sums: RowSums | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The reference implementation: the divergences ``[R]``, and the gradient ``[R, V]`` if there are coefficients."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The reference implementation: the divergences and the sums of h ``[R]``, and the gradient ``[R, V]`` if there are
+    coefficients. ``labels`` count from the first column."""
     log_p, transform = student.log_probs(), student.epilogue.transform
     known = None if sums is None or coefficients is None else sums.h
     if divergence.form == "cosine":
@@ -181,10 +232,8 @@ def _divergence_torch(
         total = h.sum(1) if known is None else known
         grad = h.addcmul_(log_p.exp(), total[:, None], value=-1.0)
     value = f.sum(1)
-    if sums is not None and known is None:
-        sums.h.copy_(total)
     if coefficients is None:
-        return value, None
+        return value, total, None
     coef, hard_p, hard_label, hard_lse = coefficients
     grad.mul_(coef[:, None])
     if hard_p is not None:
@@ -195,19 +244,17 @@ def _divergence_torch(
         temperature = transform.column(log_p)
         hard = (log_p + student.lse[:, None]).mul_(temperature).sub_(hard_lse[:, None]).exp_()
         grad.addcmul_(hard, hard_p[:, None] * temperature)
-        inside, at = labels < grad.shape[1], labels[:, None].clamp(max=grad.shape[1] - 1)
+        inside, at = (labels >= 0) & (labels < grad.shape[1]), labels[:, None].clamp(0, grad.shape[1] - 1)
         added = torch.where(inside, hard_label, 0.0)[:, None] * temperature
         grad.scatter_(1, at, grad.gather(1, at) + added)
-    return value, transform.chain_(grad, student.logits())
+    return value, total, transform.chain_(grad, student.logits())
 
 
-class Side(NamedTuple):
-    """One model's :class:`Logits` in a kernel, which gets the log-sum-exp separately: it is a slice of a vector."""
-
-    projected: Tensor
-    stride: int
-    bias: Tensor | None
-    transform: KernelTransform
+def _write_log_sum_exps(student: Logits, teacher: Logits, divergence: Divergence) -> None:
+    """Those that are to be taken from sums of parts of the rows."""
+    for model in (student, teacher):
+        if model.sums is not None and divergence.form != "cosine":
+            model.lse.copy_(log_sum_exp(model.sums))
 
 
 class KernelSeries(NamedTuple):
@@ -246,93 +293,85 @@ def _divergence_triton(
     divergence: Divergence,
     out: Tensor | None,
     c: Coefficients,
-    labels: Any,
+    labels: Tensor | None,
+    first_column: int,
     sums: RowSums | None,
+    accumulate: bool,
 ) -> None:
     student, teacher = models
     rows, columns = student.projected.shape
-    temperature = student.epilogue.transform.temperature
-    temperature = 1.0 if isinstance(temperature, Tensor) else float(temperature)  # a tensor is in the transform
     if not rows:
         return
-    common: tuple[Any, ...] = (
-        value, student.for_kernel(), teacher.for_kernel(), out, 0 if out is None else out.stride(0), columns,
-        c.divergence, labels, *c[1:], temperature,
-        None if sums is None else sums.h,
-    )  # fmt: skip
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    launch = {"BLOCK": block, "num_warps": _WARPS}
-    if divergence.form == "cosine":
+    cosine, h = divergence.form == "cosine", None if sums is None else sums.h
+    parts = row_parts(rows, columns, value.device) if out is None and not cosine else 1
+    if parts > 1:
+        found, write = torch.empty(2, parts, rows, device=value.device), Tensor.add_ if accumulate else Tensor.copy_
+        divergence_sums_into(found, student, teacher, divergence, backend="triton")
+        write(value, found[0].sum(0))
+        if h is not None:
+            write(h, found[1].sum(0))
+        return
+    arguments, launch = _arguments(value, student, teacher, out, c, h)
+    arguments |= {"labels": labels, "first_column": first_column, "ACCUMULATE": accumulate}
+    if cosine:
         squares = (None, None) if sums is None or sums.squares is None else sums.squares
-        _cosine_kernel[(rows,)](*common, *squares, **launch)
+        cosine_kernel[(rows,)](**arguments, student_squares=squares[0], teacher_squares=squares[1], **launch)
         return
-    form, series = FORMS[divergence.form], series_argument(divergence)
-    rest, launch = (student.lse, teacher.lse, series), {**launch, "FORM": form.triton, "BALANCED": form.balanced}
-    parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block)) if out is None else 1
-    if parts < 2:
-        _divergence_kernel[(rows, 1)](*common, *rest, **launch)
-        return
-    sums_of_parts = torch.empty(2, parts, rows, device=value.device)
-    common = sums_of_parts[0], *common[1:-1], None if sums is None else sums_of_parts[1]
-    _divergence_kernel[(rows, parts)](*common, *rest, **launch)
-    value.copy_(sums_of_parts[0].sum(0))
-    if sums is not None:
-        sums.h.copy_(sums_of_parts[1].sum(0))
+    rest, options = _arguments_of_form(student, teacher, divergence)
+    _divergence_kernel[(rows, 1)](**arguments, **rest, part_stride=0, **launch, **options)
 
 
-@jit
-def _both_logits(student, teacher, row, block, columns, inverse, BLOCK: tl.constexpr):
-    """The columns of a block, which of them are inside the vocabulary, and a row's logits of both models there.
-
-    Both models have the same temperatures; ``inverse`` is what :func:`inverse_temperature` returned.
-    """
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    s = tl.load(student.projected + row * student.stride + at, mask=inside, other=0.0)
-    t = tl.load(teacher.projected + row * teacher.stride + at, mask=inside, other=0.0)
-    if student.bias is not None or student.transform.factor is not None:
-        s = transform_block(s, student.bias, at, inside, student.transform, inverse)
-    if teacher.bias is not None or teacher.transform.factor is not None:
-        t = transform_block(t, teacher.bias, at, inside, teacher.transform, inverse)
-    return at, inside, s, t
-
-
-@jit
-def projection_gradient_block(grad, s, at_label, hard, temperature, transform, inverse):
-    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
-
-    ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
-    """
-    hard_p, hard_label, hard_lse = hard
-    if hard_p is not None:
-        if transform.temperature is not None:
-            temperature = 1.0 / inverse
-        p1 = tl.exp(s * temperature - hard_lse)
-        grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
-    if transform.factor is not None:
-        grad = transform_gradient(grad, s, transform, inverse)
-    return grad
+def _arguments(
+    value: Tensor, student: Logits, teacher: Logits, out: Tensor | None, c: Coefficients, h: Tensor | None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What both kernels take, without labels by default; and how they are launched."""
+    columns, temperature = student.projected.shape[1], student.epilogue.transform.temperature
+    arguments = {
+        "value": value,
+        "student": student.for_kernel(),
+        "teacher": teacher.for_kernel(),
+        "out": out,
+        "out_stride": 0 if out is None else out.stride(0),
+        "columns": columns,
+        "coef": None if out is None else c.divergence,
+        "labels": None,
+        "first_column": 0,
+        "hard_p": c.hard_p,
+        "hard_label": c.hard_label,
+        "hard_lse": c.hard_lse,
+        "temperature": 1.0 if isinstance(temperature, Tensor) else float(temperature),  # a tensor is in the transform
+        "row_sums": h,
+        "ACCUMULATE": False,
+    }
+    return arguments, {"BLOCK": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": _WARPS}
 
 
-@jit
-def load_hard(hard_p, hard_label, hard_lse, rows, valid):
-    """The rows' factors of a hard loss, and its log-sum-exp."""
-    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
-    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
-    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
-    return hard_p, hard_label, hard_lse
+def _arguments_of_form(
+    student: Logits, teacher: Logits, divergence: Divergence
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the kernel of all divergences but ``cosine`` takes beside, and its options."""
+    form, parts = FORMS[divergence.form], 0 if student.sums is None else student.sums.shape[2]
+    arguments = {
+        "student_lse": student.lse,
+        "teacher_lse": teacher.lse,
+        "student_sums": student.sums,
+        "teacher_sums": teacher.sums,
+        "lse_parts": parts,
+        "series": series_argument(divergence),
+    }
+    padded_parts = triton.next_power_of_2(parts) if parts else 0
+    return arguments, {"FORM": form.triton, "BALANCED": form.balanced, "LSE_PARTS": padded_parts}
 
 
-#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
-
-
-@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
+@jit(
+    do_not_specialize=PLACES,
+    do_not_specialize_on_alignment=[*VECTORS, "student_lse", "teacher_lse", "student_sums", "teacher_sums"],
+)
 def _divergence_kernel(
     value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_lse, teacher_lse, series,
-    FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+    coef, labels, first_column, hard_p, hard_label, hard_lse, temperature, row_sums,
+    student_lse, teacher_lse, student_sums, teacher_sums, lse_parts, series, part_stride,
+    FORM: tl.constexpr, BALANCED: tl.constexpr, ACCUMULATE: tl.constexpr, LSE_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: its sums from left to right, then its gradient from right to left.
 
@@ -340,11 +379,21 @@ def _divergence_kernel(
     is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
 
     Without a gradient, several programs may share a row: each writes the sums of its columns.
+
+    With ``student_sums``, each program takes the log-sum-exps from the sums of the row's parts, and the first writes
+    them.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    s_lse = tl.load(student_lse + row)
-    t_lse = tl.load(teacher_lse + row)
+    if student_sums is not None:
+        s_lse = log_sum_exp_of_parts(student_sums, row, tl.num_programs(0), lse_parts, LSE_PARTS)
+        t_lse = log_sum_exp_of_parts(teacher_sums, row, tl.num_programs(0), lse_parts, LSE_PARTS)
+        if part == 0:
+            tl.store(student_lse + row, s_lse)
+            tl.store(teacher_lse + row, t_lse)
+    else:
+        s_lse = tl.load(student_lse + row)
+        t_lse = tl.load(teacher_lse + row)
     inverse = 1.0
     if student.transform.temperature is not None:
         inverse = inverse_temperature(student.transform, row, True, 0)
@@ -354,16 +403,18 @@ def _divergence_kernel(
     if out is None or not (BALANCED or row_sums is not None):
         of_part = tl.cdiv(blocks, tl.num_programs(1))
         for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+            at, inside, s, t = both_logits(student, teacher, row, i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
             p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
             f_sum += f
             h_sum += h
     total = tl.sum(h_sum, 0)
-    place = part * tl.num_programs(0) + row
+    place = part * part_stride + row
     if out is None:
         if row_sums is not None:
+            if ACCUMULATE:
+                total += tl.load(row_sums + place)
             tl.store(row_sums + place, total)
     else:
         out += row * out_stride
@@ -372,12 +423,12 @@ def _divergence_kernel(
         row_coef = tl.load(coef + row)
         if hard_p is not None:
             hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-            label = tl.load(labels + row).to(tl.int32)
+            label = (tl.load(labels + row) - first_column).to(tl.int32)
         else:
             hard = (None, None, None)
             label = -1
         for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
+            at, inside, s, t = both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
             p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
@@ -389,77 +440,7 @@ def _divergence_kernel(
                 grad = row_coef * (h - p * total)
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
-    tl.store(value + place, tl.sum(f_sum, 0))
-
-
-@jit
-def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
-    """A row's sums of squared logits."""
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
-    s_sum = tl.zeros((BLOCK,), tl.float32)
-    t_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(tl.cdiv(columns, BLOCK)):
-        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-        s_sum += tl.where(inside, s * s, 0.0)
-        t_sum += tl.where(inside, t * t, 0.0)
-    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
-
-
-@jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
-def _squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: tl.constexpr):
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
-    tl.store(student_out + row, s_square)
-    tl.store(teacher_out + row, t_square)
-
-
-@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_squares", "teacher_squares"])
-def _cosine_kernel(
-    value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_squares, teacher_squares,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(columns, BLOCK)
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
-    if student_squares is not None:
-        s_square = tl.load(student_squares + row)
-        t_square = tl.load(teacher_squares + row)
-    else:
-        s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
-    s_scale = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
-    t_scale = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
-    f_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(blocks):
-        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
-        difference = s * s_scale - t * t_scale
-        f_sum += difference * difference / 2
-    total = tl.sum(f_sum, 0)
-    tl.store(value + row, total)
-    if out is None:
-        if row_sums is not None:
-            tl.store(row_sums + row, total)
-    else:
-        out += row * out_stride
-        if row_sums is not None:
-            total = tl.load(row_sums + row)
-        row_coef = tl.load(coef + row)
-        if hard_p is not None:
-            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-            label = tl.load(labels + row).to(tl.int32)
-        else:
-            hard = (None, None, None)
-            label = -1
-        for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-            unit = s * s_scale
-            grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
-            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+    divergence = tl.sum(f_sum, 0)
+    if ACCUMULATE:
+        divergence += tl.load(value + place)
+    tl.store(value + place, divergence)

@@ -387,8 +387,9 @@ def _rows_of_logits(work: Workload, size: int, rows: int) -> int:
     0 if reading the heads for each of them would take longer than multiplying by the heads again.
     """
     gathered = rows * 2 * work.hidden_size * work.operand_dtype.itemsize * work.gathers
+    of_all = rows * 64  # sums of the divergence and of h, each in at most 8 parts of a row
     sums = padded(work.vocab_size) // 16  # of the exponentials in each tile
-    most = (size - gathered) // (work.part_bytes + sums)
+    most = (size - gathered - of_all) // (work.part_bytes + sums)
     return rows if most >= rows else most // HALF_TILE * HALF_TILE if most >= TILE else 0
 
 

@@ -86,11 +86,14 @@ class DivergenceTiles(TwoModels):
         g, soft_g = upstream.get("logp"), upstream.get("divergence")
         soft_g = torch.zeros_like(self.values["lse"]) if soft_g is None else soft_g
         coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, self.values["lse"])
-        out, value, sums = None, torch.empty_like(self.values["lse"]), self._sums()
+        coefficients = coefficients.contiguous()  # once, not in each tile
+        out, sums, balanced = None, self._sums(), self.divergence.balanced
+        # Of a balanced divergence, this is the pass that adds it up; of others, its terms are known.
+        value = self.value if balanced else torch.empty_like(self.values["lse"])
+        assert value is not None
         gradient = part.hidden.new_empty(len(part.hidden), padded(min(call.plan.tile_columns, self.vocab_size)))
         for columns, student, teacher in self._tiles(part):
-            width = columns.stop - columns.start
-            grad, at = gradient[:, :width], labels - columns.start
+            grad = gradient[:, : columns.stop - columns.start]
             divergence_into(
                 value,
                 student,
@@ -98,12 +101,12 @@ class DivergenceTiles(TwoModels):
                 self.divergence,
                 out=grad,
                 coefficients=coefficients,
-                labels=None if g is None else torch.where((at >= 0) & (at < width), at, width),
+                labels=None if g is None else labels,
+                first_column=columns.start,
                 sums=sums,
+                accumulate=balanced,
                 backend=call.backend,
             )
-            if self.value is not None and self.divergence.balanced:
-                self.value += value
             out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
         # The columns that only the student has: the gradient is that of the hard loss alone.
         for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
@@ -183,11 +186,11 @@ class DivergenceTiles(TwoModels):
     def _add_terms(self, part: Part, value: Tensor) -> None:
         """The divergence and sum(h) of all columns."""
         h = self.values["h"].zero_() if "h" in self.values else torch.zeros_like(value)
-        found, sums = torch.empty_like(value), self._sums()._replace(h=torch.empty_like(value))
+        sums = self._sums()._replace(h=h)
         for _, student, teacher in self._tiles(part):
-            divergence_into(found, student, teacher, self.divergence, sums=sums, backend=self.call.backend)
-            value += found
-            h += sums.h
+            divergence_into(
+                value, student, teacher, self.divergence, sums=sums, accumulate=True, backend=self.call.backend
+            )
 
     def _sums(self) -> RowSums:
         squares = None

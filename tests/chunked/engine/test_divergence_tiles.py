@@ -1,5 +1,7 @@
 """Losses that small workspaces compute in tiles of the vocabulary."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +196,23 @@ def test_close_teachers_keep_their_digits(name, in_tiles):
     for ours, right in pairs:
         assert relative_error(ours, right) < 4 * rounding(torch.bfloat16)
     assert in_tiles
+
+
+def test_the_next_tile_is_multiplied_beside_this_one(monkeypatch):
+    """A tile's gradients are queued behind the products of the next, whose logits must not be read too late."""
+    queued, kind = [], divergence_tiles.DivergenceTiles
+    for sign, owner, name in (("P", kind, "_start_products"), ("G", divergence_tiles.HeadGradients, "add")):
+
+        def noted(*arguments, of=getattr(owner, name), sign=sign, **options):
+            queued.append(sign)
+            return of(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+    student, labels, teacher = models()
+    DistillationLoss(divergence("forward KL"), 0.0, 0.7, workspace=SMALL, backend="triton")(
+        student[1], student[0], labels, Teacher(*teacher)
+    )
+    assert re.fullmatch("(P(PG)+G)+", "".join(queued))  # of each block of tokens
 
 
 def plan_of(tokens=2000, **options):

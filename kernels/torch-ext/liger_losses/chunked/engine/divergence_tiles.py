@@ -6,7 +6,7 @@ have, W those of the student that are computed, as in :mod:`liger_losses.chunked
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -86,24 +86,30 @@ class DivergenceTiles(TwoModels):
         g, soft_g = upstream.get("logp"), upstream.get("divergence")
         soft_g = torch.zeros_like(self.values["lse"]) if soft_g is None else soft_g
         coefficients = Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, self.values["lse"])
-        out, value, sums = None, torch.empty_like(self.values["lse"]), self._sums()
+        coefficients = coefficients.contiguous()  # once, not in each tile
+        out, sums, balanced = None, self._sums(), self.divergence.balanced
+        # Of a balanced divergence, this is the pass that adds it up; of others, its terms are known.
+        value = self.value if balanced else torch.empty_like(self.values["lse"])
+        assert value is not None
         gradient = part.hidden.new_empty(len(part.hidden), padded(min(call.plan.tile_columns, self.vocab_size)))
-        for columns, student, teacher in self._tiles(part):
-            width = columns.stop - columns.start
-            grad, at = gradient[:, :width], labels - columns.start
+
+        def take_gradient(columns: slice, student: Logits, teacher: Logits) -> None:
             divergence_into(
                 value,
                 student,
                 teacher,
                 self.divergence,
-                out=grad,
+                out=gradient[:, : columns.stop - columns.start],
                 coefficients=coefficients,
-                labels=None if g is None else torch.where((at >= 0) & (at < width), at, width),
+                labels=None if g is None else labels,
+                first_column=columns.start,
                 sums=sums,
+                accumulate=balanced,
                 backend=call.backend,
             )
-            if self.value is not None and self.divergence.balanced:
-                self.value += value
+
+        for columns in self._tiles(part, take_gradient):
+            grad = gradient[:, : columns.stop - columns.start]
             out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
         # The columns that only the student has: the gradient is that of the hard loss alone.
         for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
@@ -143,8 +149,12 @@ class DivergenceTiles(TwoModels):
             _compute(own | soft, part.hidden, shared, shared_labels, soft_epilogue, self.call.backend)
         if cosine:
             squares = torch.zeros(2, len(part.hidden), device=shared.device)
-            for _, student, teacher in self._tiles(part):
-                squares += square_sums(student, teacher, backend=self.call.backend)
+
+            def add_squares(_: slice, student: Logits, teacher: Logits) -> None:
+                squares.add_(square_sums(student, teacher, backend=self.call.backend))
+
+            for _ in self._tiles(part, add_squares):
+                pass
             values["student_squares"].copy_(squares[0])
             values["teacher_squares"].copy_(squares[1])
         else:
@@ -183,11 +193,15 @@ class DivergenceTiles(TwoModels):
     def _add_terms(self, part: Part, value: Tensor) -> None:
         """The divergence and sum(h) of all columns."""
         h = self.values["h"].zero_() if "h" in self.values else torch.zeros_like(value)
-        found, sums = torch.empty_like(value), self._sums()._replace(h=torch.empty_like(value))
-        for _, student, teacher in self._tiles(part):
-            divergence_into(found, student, teacher, self.divergence, sums=sums, backend=self.call.backend)
-            value += found
-            h += sums.h
+        sums = self._sums()._replace(h=h)
+
+        def add_terms(_: slice, student: Logits, teacher: Logits) -> None:
+            divergence_into(
+                value, student, teacher, self.divergence, sums=sums, accumulate=True, backend=self.call.backend
+            )
+
+        for _ in self._tiles(part, add_terms):
+            pass
 
     def _sums(self) -> RowSums:
         squares = None
@@ -195,27 +209,50 @@ class DivergenceTiles(TwoModels):
             squares = torch.stack([self.values["student_squares"], self.values["teacher_squares"]])
         return RowSums(self.values["h"] if "h" in self.values else torch.zeros_like(self.values["lse"]), squares)
 
-    def _tiles(self, part: Part) -> Iterator[tuple[slice, Logits, Logits]]:
-        """Columns that both models have, and both models' logits there."""
+    def _tiles(self, part: Part, read: Callable[[slice, Logits, Logits], None]) -> Iterator[slice]:
+        """Columns that both models have, once ``read`` has queued what reads both models' logits there.
+
+        The products of the next tile are queued then: they run beside what the caller makes of this one, and need no
+        memory of their own.
+        """
         assert self.teacher is not None
         hidden, (soft, of_teacher) = self.teacher_hidden(part.rows), self.soft_epilogues(part.rows)
         lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
         teacher_lse = self.values.get("teacher_lse", lse)
         width = padded(min(self.call.plan.tile_columns, self.shared))
         both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
-        for columns in blocks(self.shared, self.call.plan.tile_columns):
-            student, teacher = both[:, :, : columns.stop - columns.start]
-            of_teacher_into = partial(self.teacher.projection.into, teacher, hidden, columns.start, columns.stop)
-            wait = start_beside(hidden.device, of_teacher_into)
-            try:
-                self.student.projection.into(student, part.hidden, columns.start, columns.stop)
-            finally:
+        tiles = blocks(self.shared, self.call.plan.tile_columns)
+        wait = self._start_products(part.hidden, hidden, both, tiles[0])
+        try:
+            for columns, following in zip(tiles, [*tiles[1:], None], strict=True):
                 wait()
-            yield (
-                columns,
-                Logits(student, lse, soft.columns(columns)),
-                Logits(teacher, teacher_lse, of_teacher.columns(columns)),
-            )
+                student, teacher = both[:, :, : columns.stop - columns.start]
+                read(
+                    columns,
+                    Logits(student, lse, soft.columns(columns)),
+                    Logits(teacher, teacher_lse, of_teacher.columns(columns)),
+                )
+                if following is not None:
+                    wait = self._start_products(part.hidden, hidden, both, following)
+                yield columns
+        finally:
+            wait()  # the products' memory is about to be freed, also where the caller stops early
+
+    def _start_products(
+        self, hidden: Tensor, teacher_hidden: Tensor, both: Tensor, columns: slice
+    ) -> Callable[[], None]:
+        """Queue both models' products of a tile; the function makes the current stream wait for the teacher's."""
+        assert self.teacher is not None
+        student, teacher = both[:, :, : columns.stop - columns.start]
+        # The teacher's takes longer: started first, it leaves its last wave to the other.
+        of_teacher_into = partial(self.teacher.projection.into, teacher, teacher_hidden, columns.start, columns.stop)
+        wait = start_beside(hidden.device, of_teacher_into)
+        try:
+            self.student.projection.into(student, hidden, columns.start, columns.stop)
+        except BaseException:
+            wait()
+            raise
+        return wait
 
 
 def _compute(

@@ -212,43 +212,47 @@ class DivergenceTiles(TwoModels):
     def _tiles(self, part: Part, read: Callable[[slice, Logits, Logits], None]) -> Iterator[slice]:
         """Columns that both models have, once ``read`` has queued what reads both models' logits there.
 
-        The student's product of the next tile is queued then, and runs beside what the caller makes of this one. The
-        teacher's is queued before, into memory of its own, and runs beside ``read`` too.
+        The products of the next tile are queued then: they run beside what the caller makes of this one, and need no
+        memory of their own.
         """
         assert self.teacher is not None
         hidden, (soft, of_teacher) = self.teacher_hidden(part.rows), self.soft_epilogues(part.rows)
         lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
         teacher_lse = self.values.get("teacher_lse", lse)
         width = padded(min(self.call.plan.tile_columns, self.shared))
-        tiles, into = blocks(self.shared, self.call.plan.tile_columns), self.student.projection.into
-        # The student's logits, and the teacher's of two tiles in turn.
-        memory = hidden.new_empty(2 + (len(tiles) > 1), len(hidden), width, dtype=torch.float32)
-        wait = self._start_teacher(memory[1], hidden, tiles[0])
+        both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
+        tiles = blocks(self.shared, self.call.plan.tile_columns)
+        wait = self._start_products(part.hidden, hidden, both, tiles[0])
         try:
-            into(memory[0, :, : tiles[0].stop], part.hidden, 0, tiles[0].stop)
-            for number, columns in enumerate(tiles):
+            for columns, following in zip(tiles, [*tiles[1:], None], strict=True):
                 wait()
-                following = tiles[number + 1] if number + 1 < len(tiles) else None
-                if following is not None:
-                    wait = self._start_teacher(memory[1 + (number + 1) % 2], hidden, following)
-                student, teacher = (memory[i, :, : columns.stop - columns.start] for i in (0, 1 + number % 2))
+                student, teacher = both[:, :, : columns.stop - columns.start]
                 read(
                     columns,
                     Logits(student, lse, soft.columns(columns)),
                     Logits(teacher, teacher_lse, of_teacher.columns(columns)),
                 )
                 if following is not None:
-                    width = following.stop - following.start
-                    into(memory[0, :, :width], part.hidden, following.start, following.stop)
+                    wait = self._start_products(part.hidden, hidden, both, following)
                 yield columns
         finally:
             wait()  # the products' memory is about to be freed, also where the caller stops early
 
-    def _start_teacher(self, out: Tensor, hidden: Tensor, columns: slice) -> Callable[[], None]:
-        """Queue the teacher's product of a tile on a side stream, and return what waits for it."""
+    def _start_products(
+        self, hidden: Tensor, teacher_hidden: Tensor, both: Tensor, columns: slice
+    ) -> Callable[[], None]:
+        """Queue both models' products of a tile; the function makes the current stream wait for the teacher's."""
         assert self.teacher is not None
-        out = out[:, : columns.stop - columns.start]
-        return start_beside(out.device, partial(self.teacher.projection.into, out, hidden, columns.start, columns.stop))
+        student, teacher = both[:, :, : columns.stop - columns.start]
+        # The teacher's takes longer: started first, it leaves its last wave to the other.
+        of_teacher_into = partial(self.teacher.projection.into, teacher, teacher_hidden, columns.start, columns.stop)
+        wait = start_beside(hidden.device, of_teacher_into)
+        try:
+            self.student.projection.into(student, hidden, columns.start, columns.stop)
+        except BaseException:
+            wait()
+            raise
+        return wait
 
 
 def _compute(

@@ -199,13 +199,9 @@ def test_close_teachers_keep_their_digits(name, in_tiles):
 
 
 def test_the_next_tile_is_multiplied_beside_this_one(monkeypatch):
-    """The teacher's product is queued before the logits of this tile are read, and the student's behind."""
+    """A tile's gradients are queued behind the products of the next, whose logits must not be read too late."""
     queued, kind = [], divergence_tiles.DivergenceTiles
-    for sign, owner, name in (
-        ("T", kind, "_start_teacher"),
-        ("D", divergence_tiles, "divergence_into"),
-        ("G", divergence_tiles.HeadGradients, "add"),
-    ):
+    for sign, owner, name in (("P", kind, "_start_products"), ("G", divergence_tiles.HeadGradients, "add")):
 
         def noted(*arguments, of=getattr(owner, name), sign=sign, **options):
             queued.append(sign)
@@ -216,7 +212,7 @@ def test_the_next_tile_is_multiplied_beside_this_one(monkeypatch):
     DistillationLoss(divergence("forward KL"), 0.0, 0.7, workspace=SMALL, backend="triton")(
         student[1], student[0], labels, Teacher(*teacher)
     )
-    assert re.fullmatch("(T(TDG)+DG)+", "".join(queued))  # of each block of tokens
+    assert re.fullmatch("(P(PG)+G)+", "".join(queued))  # of each block of tokens
 
 
 def plan_of(tokens=2000, **options):
@@ -232,6 +228,6 @@ def test_only_small_workspaces_take_tiles():
     assert not plan_of(workspace=2**20, chunk_size=100).tiled  # which asks for whole rows
     assert not plan_of(workspace=2**20, tokens=50).tiled  # all of which fit
     found = plan_of(workspace=2**20)
-    assert found.tile_rows * (32 * 4 + found.tile_columns * (4 + 4 + 4 + 2)) < 2**20
+    assert found.tile_rows * (32 * 4 + found.tile_columns * (4 + 4 + 2)) < 2**20
     assert found.part_rows == 0  # of so few, reading the heads would take longer
     assert plan_of(workspace=5 * 2**18).part_rows == 128

@@ -54,8 +54,6 @@ TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
 #: part reads both heads, and every few parts read and write grad_weight.
 MIN_PART = 256
-#: With a teacher, the columns of a tile: fewer than without one, as three logits take memory that is better for tokens.
-MIN_COMPARED_COLUMNS = 3072
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
 
@@ -278,8 +276,7 @@ def _make_plan(
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
-    least = MIN_COMPARED_COLUMNS if tiled else MIN_TILE_COLUMNS
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), least)
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
     if work.slabs:
         rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
         return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
@@ -379,8 +376,8 @@ def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tup
     if work.fused and by_default:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
-    if tiled:  # a half-precision gradient, the student's projections, the teacher's of two tiles, and programs' sums
-        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + 3 * item
+    if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs
+        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + 2 * item
     return size, work.tile_hidden_bytes, operand if work.fused else item
 
 
@@ -401,17 +398,17 @@ def _whole_tiles(rows: int) -> int:
     return rows if rows < TILE else rows // TILE * TILE
 
 
-def _tile(tokens: int, budget: int, hidden_bytes: int, item: int, least: int) -> tuple[int, int]:
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
     """Tokens and columns of the gradient pass's tiles.
 
-    Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs ``least``
+    Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs enough
     columns to keep the device busy.
     """
     rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
         rows = _even(tokens, rows)
         columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
-        if columns >= least or rows <= MIN_TILE_COLUMNS // 2:
+        if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
             # Aligned tiles, and none that is mostly padding.
             return rows, columns // 64 * 64 or columns
         rows = rows * 3 // 4

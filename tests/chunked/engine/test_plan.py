@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import plan
 from liger_losses.chunked.engine.plan import Workload, make_plan
 from tests.chunked.engine.test_stream import gradients, weighted
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
@@ -138,3 +139,28 @@ def test_peak_memory_in_other_dtypes(dtype):
         return torch.autograd.grad(weighted(v for v in found if v is not None), (hidden, weight, bias))
 
     assert peak_bytes(run) - outputs <= workspace
+
+
+@pytest.mark.parametrize("shape", [(8192, 2048, 151936), (6144, 1536, 151936), (4096, 4096, 128256)], ids=str)
+def test_tiles_of_two_models_hold_all_tokens(shape, monkeypatch):
+    """Within 250 MiB on an H200: grad_weight is then written once."""
+    monkeypatch.setattr(plan, "processors", lambda device: 132)
+    tokens, hidden_size, vocab_size = shape
+    work = Workload(
+        tokens=tokens,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        operand_dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        temporaries=0,
+        gathers=False,
+        fused_products=True,
+        teacher_row_bytes=1,
+        device_memory=140 * 2**30,
+        divergence_tiles=True,
+    )
+    found = make_plan(work, 250 * 2**20)
+    assert (found.tiled, found.rows, found.part_rows) == (True, tokens, 192)
+    assert found.tile_columns % 256 == 0
+    assert tokens * (4 * hidden_size + found.tile_columns * (4 + 4 + 2)) < 245 * 2**20

@@ -54,6 +54,9 @@ TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
 #: part reads both heads, and every few parts read and write grad_weight.
 MIN_PART = 256
+#: With a teacher, the columns of a tile: fewer than without one, as two logits take memory that is better for tokens,
+#: whose gradients then add to grad_weight at once.
+MIN_COMPARED_COLUMNS = 2048
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
 
@@ -276,7 +279,8 @@ def _make_plan(
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
+    least = MIN_COMPARED_COLUMNS if tiled else MIN_TILE_COLUMNS
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), least)
     if work.slabs:
         rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
         return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
@@ -398,17 +402,17 @@ def _whole_tiles(rows: int) -> int:
     return rows if rows < TILE else rows // TILE * TILE
 
 
-def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int, least: int) -> tuple[int, int]:
     """Tokens and columns of the gradient pass's tiles.
 
-    Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs enough
+    Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs ``least``
     columns to keep the device busy.
     """
     rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
         rows = _even(tokens, rows)
         columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
-        if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
+        if columns >= least or rows <= MIN_TILE_COLUMNS // 2:
             # Aligned tiles, and none that is mostly padding.
             return rows, columns // 64 * 64 or columns
         rows = rows * 3 // 4

@@ -35,13 +35,13 @@ Call = Callable[[], tuple[Tensor, ...]]
 Make = Callable[[Callable[[str], Any]], Call]
 
 
-def import_other(folder: Path) -> None:
-    """Make the other package importable as :data:`OTHER`: a copy in which its own name is replaced."""
+def import_other(folder: Path, name: str = OTHER) -> None:
+    """Make the other package importable by this name: a copy in which its own name is replaced."""
     root = Path(tempfile.mkdtemp())
     for source in (folder / "liger_losses").rglob("*.py"):
-        target = root / OTHER / source.relative_to(folder / "liger_losses")
+        target = root / name / source.relative_to(folder / "liger_losses")
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(source.read_text().replace("liger_losses", OTHER))
+        target.write_text(source.read_text().replace("liger_losses", name))
     sys.path.insert(0, str(root))
 
 

@@ -1,9 +1,16 @@
-"""The benchmarks of distillation, as data, and errors by distance: `python -m benchmarks.distillation`."""
+"""The benchmarks of distillation, as data; errors by distance; and times within small workspaces.
+
+`python -m benchmarks.distillation` has the errors; with `--beside FOLDER...`, it measures this checkout and those in
+the folders (`git worktree add FOLDER COMMIT`) in turns within 250 MiB, beside the bare products.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_losses
+from benchmarks.compare import OTHER, import_other
 from benchmarks.entries import (
     GEMM_BLOCK_BYTES,
     GEMMS,
@@ -26,7 +34,7 @@ from benchmarks.entries import (
     optional,
     with_gradients,
 )
-from benchmarks.measure import Call, MiB, NotRun, check_host_memory, environment, release
+from benchmarks.measure import Call, MiB, NotRun, check_host_memory, environment, extra_bytes, milliseconds, release
 
 #: The teacher's hidden size, in the student's.
 TEACHER = 2
@@ -124,13 +132,13 @@ def trl(beta: float) -> Provider:
     return build
 
 
-def ours(beta: float, **options: Any) -> Provider:
-    """This library's."""
-    loss = liger_losses.LigerFusedLinearJSDLoss(0.0, 1.0, beta, **options)
+def ours(beta: float, package: Any = liger_losses, **options: Any) -> Provider:
+    """This library's, or that of another checkout."""
+    loss = package.LigerFusedLinearJSDLoss(0.0, 1.0, beta, **options)
 
     def build(inputs: DistillationInputs) -> Call:
         i = inputs
-        teacher = liger_losses.Teacher(i.teacher_hidden, i.teacher_weight)
+        teacher = package.Teacher(i.teacher_hidden, i.teacher_weight)
         return lambda: with_gradients(loss(i.weight, i.hidden, i.labels, teacher)[0], i.leaves)
 
     return build
@@ -234,14 +242,94 @@ def errors(device: torch.device, shape: Shape) -> list[dict[str, object]]:
     return rows
 
 
+# --- Within small workspaces, beside other checkouts ------------------------------------------------------------------
+
+WORKSPACE = 250 * MiB
+LEAN_SHAPES = (Shape(8192, 2048, 151936), Shape(6144, 1536, 151936), Shape(4096, 4096, 128256))
+
+
+def beside(
+    folders: list[Path], device: torch.device, rounds: int, shapes: tuple[Shape, ...], workspace: int
+) -> list[dict[str, Any]]:
+    """Of each shape and divergence, medians of each checkout and of the bare products; printed as they come.
+
+    `host ms` is how long the host takes to queue a call, of which the device is idle for what it waits; `same bits` is
+    whether three more calls, queued without a pause, have the results of the first.
+    """
+    packages, rows = {"this": liger_losses}, []
+    for number, folder in enumerate(folders):
+        import_other(folder, f"{OTHER}_{number}")
+        packages[str(folder)] = importlib.import_module(f"{OTHER}_{number}")
+    print(f"{'':45} {'ms':>9} {'x GEMMs':>8} {'min':>8} {'host ms':>8} {'MiB':>6}  loss")
+    for shape in shapes:
+        inputs = distillation_inputs(shape, device)
+        for divergence, beta in (("KL", FORWARD_KL), ("JSD", JSD)):
+            calls = {GEMMS: bare_gemms(inputs)}
+            for name, package in packages.items():
+                calls[name] = ours(beta, package, workspace=workspace)(inputs)
+            for name, times in in_turns(calls, device, rounds).items():
+                row = {"shape": f"{shape.tokens} x {shape.hidden} x {shape.vocab}", "divergence": divergence}
+                row |= {"call": name, **times}
+                beside_products = ""
+                if name != GEMMS:
+                    row["MiB"], first = extra_bytes(calls[name], device) / MiB, calls[name]()
+                    again = [calls[name]() for _ in range(3)]
+                    same = all(torch.equal(a, b) for result in again for a, b in zip(first, result, strict=True))
+                    row |= {"loss": float(first[0]), "same bits": same}
+                    beside_products = f" {row['MiB']:6.0f}  {row['loss']:.6f}{'' if same else '  NOT THE SAME BITS'}"
+                    del first, again
+                rows.append(row)
+                numbers = f"{row['ms']:9.2f} {row['x GEMMs']:8.3f} {row['min']:8.2f} {row['host ms']:8.2f}"
+                print(f"{row['shape']} {divergence:3} {name[-20:]:20} {numbers}{beside_products}", flush=True)
+                release(device)
+            del calls
+        del inputs
+    return rows
+
+
+def in_turns(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    """Times of each call; the order is turned round in every other round, as a GPU's clock falls under load."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    host: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name in calls if round_ % 2 else reversed(calls):
+            elapsed = milliseconds(calls[name], device)  # calls it twice on a GPU
+            start = time.perf_counter()
+            calls[name]()
+            queued = (time.perf_counter() - start) * 1e3
+            if round_:
+                times[name].append(elapsed)
+                host[name].append(queued)
+    medians = {name: statistics.median(part) for name, part in times.items()}
+    return {
+        name: {
+            "ms": medians[name],
+            "x GEMMs": medians[name] / medians[GEMMS],
+            "min": min(times[name]),
+            "host ms": statistics.median(host[name]),
+        }
+        for name in calls
+    }
+
+
 def main() -> None:
-    """Print the table of errors, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the table of errors, or of times, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", metavar="FOLDER", help="measure times, beside these checkouts"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="of times")
+    parser.add_argument("--tiny", action="store_true", help="times of small sizes, to see that everything runs")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = Shape(2048, 1024, 32000) if device.type == "cuda" else Shape(256, 128, 2000)
-    rows = errors(device, shape)
+    if options.beside is not None:
+        shapes, workspace = LEAN_SHAPES, WORKSPACE
+        if options.tiny:
+            shapes, workspace = tuple(shape.tiny() for shape in shapes), WORKSPACE // 64
+        rows = beside(options.beside, device, options.rounds, shapes, workspace)
+    else:
+        rows = errors(device, Shape(2048, 1024, 32000) if device.type == "cuda" else Shape(256, 128, 2000))
     if options.out:
         options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
 

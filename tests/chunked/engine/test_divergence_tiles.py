@@ -198,6 +198,30 @@ def test_close_teachers_keep_their_digits(name, in_tiles):
     assert in_tiles
 
 
+@pytest.mark.parametrize("hard", [0.0, 0.3])
+def test_log_sum_exps_alone_take_one_kernel_of_both_models(hard, in_tiles, monkeypatch):
+    """And the divergence's; the student's log-probabilities, for a hard loss, take kernels of their own."""
+    taken = []
+    for owner, name in (
+        (divergence_block, "sums_of_both"),
+        (divergence_tiles, "divergence_sums_into"),
+        (divergence_block, "row_log_sum_exps_into"),
+        (divergence_block, "linear_exponentials"),
+    ):
+
+        def noted(*arguments, of=getattr(owner, name), name=name, **options):
+            taken.append(name)
+            return of(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+    student, labels, teacher = models(tokens=12)
+    loss = DistillationLoss(divergence("JSD"), hard, 0.7, workspace=SMALL, backend="triton")
+    loss(student[1], student[0], labels, Teacher(*teacher))
+    per_part = ["linear_exponentials", "row_log_sum_exps_into"] if hard else ["sums_of_both"]
+    assert len(taken) > len(per_part) + 1
+    assert taken == [*per_part, "divergence_sums_into"] * (len(taken) // (len(per_part) + 1))
+
+
 def test_the_next_tile_is_multiplied_beside_this_one(monkeypatch):
     """A tile's gradients are queued behind the products of the next, whose logits must not be read too late."""
     queued, kind = [], divergence_tiles.DivergenceTiles

@@ -13,7 +13,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import divergence_block, divergence_tiles, plan
+from liger_losses.chunked.engine import blocks, divergence_block, divergence_tiles, plan
 from liger_losses.chunked.engine.call import Comparison, Query, make_call
 from tests.chunked.losses.test_distillation import divergence, formula
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
@@ -220,6 +220,31 @@ def test_log_sum_exps_alone_take_one_kernel_of_both_models(hard, in_tiles, monke
     per_part = ["linear_exponentials", "row_log_sum_exps_into"] if hard else ["sums_of_both"]
     assert len(taken) > len(per_part) + 1
     assert taken == [*per_part, "divergence_sums_into"] * (len(taken) // (len(per_part) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward KL", "JSD"])
+def test_side_streams_may_be_late(name, in_tiles, monkeypatch):
+    """What runs beside may run only when it is waited for: nothing reads it before, or overwrites what it reads."""
+    student, labels, teacher = models(tokens=12)
+    loss = DistillationLoss(divergence(name), 0.0, 0.7, workspace=SMALL, backend="triton")
+    found, late = [], []
+
+    def run_late():
+        while late:
+            late.pop(0)()
+
+    def start_late(device, work):
+        late.append(work)
+        return run_late
+
+    for _ in range(2):
+        value = loss(student[1], student[0], labels, Teacher(*teacher))[0]
+        found.append((value, *torch.autograd.grad(value, student[:2])))
+        for module in (blocks, divergence_block, divergence_tiles):
+            monkeypatch.setattr(module, "start_beside", start_late)
+    assert not late
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_next_tile_is_multiplied_beside_this_one(monkeypatch):

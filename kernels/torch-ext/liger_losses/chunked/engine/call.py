@@ -15,25 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...chunked.engine import known
 from ...chunked.engine.checks import check_inputs, check_like_labels, check_names, check_vector
 from ...chunked.engine.head import (
     Head,
     Projection,
-    can_fuse,
-    check_invariant,
-    dequantized_bytes,
-    operand_dtype,
 )
-from ...chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory, make_plan
+from ...chunked.engine.known import Decisions
+from ...chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
 from ...chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from ...chunked.engine.shard import Agreement, VocabularyShard, checksum
-from ...chunked.engine.teachers import Teacher, TeacherLogits, check_comparison, teacher_row_bytes_of
+from ...chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
 from ...chunked.engine.tokens import Counting, Tokens, check_temperature
 from ...kernels import LOGIT_DTYPES, choose_backend
-from ...kernels.divergence import TEMPORARIES
 from ...kernels.divergence_forms import Divergence
 from ...kernels.logit_transform import Epilogue, LogitTransform, said
-from ...kernels.matmul import HALF_DTYPES
 from ...kernels.softmax_stats import STATISTICS
 from ...kernels.tracing import state
 
@@ -232,16 +228,22 @@ class CheckedInputs(NamedTuple):
     vocab_size: int  # the number of columns that the query is about
 
     @classmethod
-    def of(cls, hidden_states: Any, head: Head, labels: Any, query: Query) -> CheckedInputs:
+    def of(
+        cls, hidden_states: Any, head: Head, labels: Any, query: Query, decisions: Decisions | None = None
+    ) -> CheckedInputs:
         """Raise TypeError or ValueError unless the inputs fit together.
 
         ``hidden_states`` and ``labels`` are tensors or sequences of them, ``labels`` or the :class:`Tokens` selected
-        from them.
+        from them. With the decisions about an earlier call of this kind, what holds for all of these is not checked.
         """
         alone = not isinstance(hidden_states, (list, tuple))
         hidden = (hidden_states,) if alone else tuple(hidden_states)
         if not isinstance(labels, Tokens):
             labels = (labels,) if alone else tuple(labels)
+        if decisions is not None:
+            shapes = tuple([part.shape for part in labels])
+            _check_token_inputs(query, head, shapes)
+            return cls(hidden, labels, shapes, decisions.compute_dtype, decisions.vocab_size)
         compute_dtype = check_inputs(hidden, head, labels)
         shapes = labels.shapes if isinstance(labels, Tokens) else tuple(part.shape for part in labels)
         return cls(hidden, labels, shapes, compute_dtype, _check_query(query, head, shapes))
@@ -255,8 +257,16 @@ def make_call(
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
     if head.shard is None:
-        checked = CheckedInputs.of(hidden_states, head, labels, query)
-        return checked, None if state.shapes_only else _Draft(checked, head, query, options).call()
+        kind = known.kind_of(hidden_states, head, labels, query, options)
+        decisions = known.find(kind)
+        checked = CheckedInputs.of(hidden_states, head, labels, query, decisions)
+        if state.shapes_only:
+            return checked, None
+        draft = _Draft(checked, head, query, options, decisions=decisions)
+        found = draft.call()
+        if decisions is None:
+            known.keep(kind, draft.decisions)
+        return checked, found
     device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
@@ -287,50 +297,36 @@ class _Draft:
     """All of a call but what depends on the number of active tokens, which a GPU counts meanwhile."""
 
     def __init__(
-        self, checked: CheckedInputs, head: Head, query: Query, options: EngineOptions, memory: int | None = None
+        self,
+        checked: CheckedInputs,
+        head: Head,
+        query: Query,
+        options: EngineOptions,
+        memory: int | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
-        if not isinstance(options, EngineOptions):
-            raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
         self.checked, self.head, self.query, self.options, self.memory = checked, head, query, options, memory
-        hidden, labels, shapes, compute_dtype, vocab_size = checked
-        device, grad = head.weight.device, torch.is_grad_enabled()
-        wide = torch.promote_types(torch.float32, compute_dtype)
-        self.backend = backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
-        self.operand = operand = operand_dtype(compute_dtype, device, backend)
-        self.dequantized_bytes = 0
-        if head.quantized is not None or query.comparison is not None:
-            teacher = None if query.comparison is None else query.comparison.teacher
-            heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
-            most = sum(shape.numel() for shape in shapes)
-            self.dequantized_bytes = dequantized_bytes(heads, most, operand, options.workspace, memory)
-        if head.batch_invariant:
-            check_invariant(head, backend, query.comparison is not None, self.dequantized_bytes)
-        count = head.vocab_size, options.ignore_index, options.compact, backend
+        if decisions is None:
+            if not isinstance(options, EngineOptions):
+                raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
+            wide = torch.promote_types(torch.float32, checked.compute_dtype)
+            backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
+        else:
+            backend = decisions.backend
+        labels, count = checked.labels, (head.vocab_size, options.ignore_index, options.compact, backend)
         self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
-        self.needs_hidden = tuple(grad and part.requires_grad for part in hidden)
-        self.needs_weight = grad and head.weight.requires_grad
-        self.needs_bias = grad and head.bias is not None and head.bias.requires_grad
-        self.dense = _dense(hidden, operand)
-        self.fused_products = can_fuse(head, operand, backend, self.dequantized_bytes > 0)
-        self.fused = self.fused_products and not self.needs_bias and not query.needs_logits
-        # fp16 cannot hold exponentials of every size.
-        self.exponentials = self.fused and operand == torch.bfloat16 and query.of_exponentials
-        if head.shard is not None and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
-            self.exponentials = False
-        self.grad_weight_dtype = torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype)
-        if head.shard is not None:
-            compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
-            head.shard.check_columns(compared)
+        self.decisions = decisions or Decisions.of(checked, head, query, options, memory, backend)
 
     @property
     def facts(self) -> str:
         """What all ranks that share a vocabulary must have in common, beside labels: the rest of a call follows."""
         query, options, (hidden, _, shapes, _, vocab_size) = self.query, self.options, self.checked
+        decided = self.decisions
         width = "" if query.selected is None else f" of {query.selected.shape[-1]} columns"
         dtypes = ", ".join(str(part.dtype) for part in hidden)
         beside = "" if query.class_weight is None else " with class weights"
         beside += " of a loss per token" if query.separable else ""
-        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
+        needs = [name for name, need in (("weight", decided.needs_weight), ("bias", decided.needs_bias)) if need]
         comparison, compared = query.comparison, ""
         if comparison is not None:
             columns = comparison.teacher.vocab_size
@@ -340,24 +336,24 @@ class _Draft:
                 kind = f"hidden states of {comparison.teacher.head.hidden_size}"
             compared = f" of a teacher with {kind} and {columns} columns ({comparison.divergence}, T={at})"
         space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
-        kinds = [name for name in ("dense", "fused_products", "fused", "exponentials") if getattr(self, name)]
+        kinds = [name for name in ("dense", "fused_products", "fused", "exponentials") if getattr(decided, name)]
         shard = self.head.shard
         sums = "partial" if shard is not None and shard.partial_gradients else "whole"
         return (
             f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]} in {dtypes}, "
             f"ignore_index {options.ignore_index}, {', '.join(query.statistics)} and {', '.join(query.metrics) or None}"
-            f"{width}{compared}{beside}, {sums} gradients of hidden states {self.needs_hidden} and of "
+            f"{width}{compared}{beside}, {sums} gradients of hidden states {decided.needs_hidden} and of "
             f"{needs}, {space}, chunk_size {options.chunk_size}, "
-            f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
-            f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
-            f"{self.head.transform.said}"
+            f"strategy {options.strategy}, compact {options.compact}, products in {decided.operand} by "
+            f"{decided.backend} ({', '.join(kinds)}), grad_weight in {decided.grad_weight_dtype}, "
+            f"{vocab_size} columns, {self.head.transform.said}"
         )
 
     @property
     def checksum(self) -> Tensor:
         """Of the labels, and of selected columns and temperatures of tokens that carry loss, 0-dim."""
         compared = self.head.transform if self.query.comparison is None else self.query.comparison
-        found, temperature = self.labels.checksum(self.backend), compared.temperature
+        found, temperature = self.labels.checksum(self.decisions.backend), compared.temperature
         if isinstance(temperature, Tensor):
             check_temperature(temperature, self.head.weight.device, self.checked.shapes)
             found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
@@ -367,90 +363,28 @@ class _Draft:
 
     def call(self) -> Call:
         """The call, once the active tokens are known."""
-        head, query, options, operand, fused = self.head, self.query, self.options, self.operand, self.fused
-        _, _, _, compute_dtype, vocab_size = self.checked
+        head, query, decided, transform = self.head, self.query, self.decisions, self.head.transform
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
-        temporaries, teacher_row_bytes = 4 if self.backend == "torch" or self.needs_bias else 0, 0
-        teacher_hidden_bytes, divergence_tiles = 0, False
-        at_once = self.dequantized_bytes > 0
-        dequantized = 0 if at_once or head.quantized is None else head.dequantized_row_bytes(operand)
-        if query.comparison is not None:
-            temporaries, teacher = TEMPORARIES if self.backend == "torch" else 0, query.comparison.teacher
-            teacher_row_bytes = teacher_row_bytes_of(teacher, vocab_size, operand)
-            if isinstance(teacher, Teacher) and not at_once:
-                dequantized += teacher.head.dequantized_row_bytes(operand)
-            if isinstance(teacher, Teacher) and self.fused_products and not self.needs_bias and head.shard is None:
-                # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-                divergence_tiles = can_fuse(teacher.head, operand, self.backend, at_once)
-                if tokens.indices[0] is not None or not _dense([teacher.hidden_states], operand):
-                    teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
-        work = Workload(
-            tokens=tokens.count,
-            hidden_size=head.hidden_size,
-            # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
-            vocab_size=vocab_size if head.shard is None else min(vocab_size, max(head.shard.sizes)),
-            operand_dtype=operand,
-            weight_dtype=operand if at_once and head.quantized is not None else head.weight.dtype,
-            device=head.weight.device,
-            temporaries=temporaries,
-            gathers=tokens.indices[0] is not None or not self.dense,
-            fused=fused,
-            exponentials=self.exponentials,
-            fused_products=self.fused_products,
-            teacher_row_bytes=teacher_row_bytes,
-            ranks=1 if head.shard is None else len(head.shard.sizes),
-            device_memory=self.memory,
-            teacher_hidden_bytes=teacher_hidden_bytes,
-            divergence_tiles=divergence_tiles,
-            dequantized_row_bytes=dequantized,
-            dequantized_bytes=self.dequantized_bytes,
-        )
-        plan = make_plan(work, options.workspace, options.chunk_size)
-        if dequantized and plan.rows < tokens.count and head.shard is None and not query.needs_logits:
-            # Every block of tokens would dequantize the head again.
-            fused = can_fuse(head, operand, self.backend, True) and not self.needs_bias
-            exponentials = operand == torch.bfloat16 and query.of_exponentials and not self.needs_weight
-            work = work.in_slabs(fused, exponentials)
-            plan = make_plan(work, options.workspace, options.chunk_size)
-        grad_weight_dtype, needs_weight, strategy = self.grad_weight_dtype, self.needs_weight, "statistics"
-        if any(self.needs_hidden) or needs_weight or self.needs_bias:
-            # A half-precision grad_weight must not be rounded many times.
-            few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
-            # fp16 gradients underflow without the loss scale, which is only known in backward.
-            one_pass = query.separable and torch.float16 not in (compute_dtype, operand) and few_roundings
-            frozen = not (needs_weight or self.needs_bias or query.needs_logits) and len(query.statistics) == 1
-            # Those that are exact for these inputs and fit the workspace, the cheapest first.
-            allowed = {"one_pass": one_pass, "frozen_head": frozen, "resident": plan.resident}
-            single = [name for name, possible in allowed.items() if possible]
-            # Logits that are kept are one block, of all tokens.
-            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
-            possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
-            strategy = possible[0]
-            if options.strategy is not None:
-                check_names([options.strategy], possible, "strategy for these inputs")
-                strategy = options.strategy
-        if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
-            # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
-            grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
-        transform = head.transform
+        planned = decided.planned(tokens, head, query, self.options, self.memory)
+        logits_dtype = planned.work.logits_dtype
         if isinstance(transform.temperature, Tensor):
-            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, work.logits_dtype))
+            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, logits_dtype))
         return Call(
-            query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
+            query=query.of_active_tokens(tokens, logits_dtype, head.shard),
             transform=transform,
             batch_invariant=head.batch_invariant,
             shard=head.shard,
             quantized=head.quantized,
-            vocab_size=vocab_size,
+            vocab_size=decided.vocab_size,
             tokens=tokens,
-            work=work,
-            plan=plan,
-            strategy=strategy,
-            grad_weight_dtype=grad_weight_dtype,
-            backend=self.backend,
-            needs_hidden=self.needs_hidden,
-            needs_weight=needs_weight,
-            needs_bias=self.needs_bias,
+            work=planned.work,
+            plan=planned.plan,
+            strategy=planned.strategy,
+            grad_weight_dtype=planned.grad_weight_dtype,
+            backend=decided.backend,
+            needs_hidden=decided.needs_hidden,
+            needs_weight=decided.needs_weight,
+            needs_bias=decided.needs_bias,
         )
 
 
@@ -482,14 +416,13 @@ def _check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
                 f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
-    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
-    for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
-        check_like_labels(name, value, like, head)
+    _check_token_inputs(query, head, shapes)
     return vocab_size
 
 
-def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
-    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
-    first, *more = hidden
-    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
-    return contiguous and not more and first.dtype == operand
+def _check_token_inputs(query: Query, head: Head, shapes: Sequence[torch.Size]) -> None:
+    """Raise TypeError or ValueError unless these are tensors of one value, or one row, for each label."""
+    if query.token_inputs or query.token_weights:
+        like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
+        for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
+            check_like_labels(name, value, like, head)

@@ -16,7 +16,7 @@ from liger_losses import (
     linear_statistics,
     set_default_workspace,
 )
-from liger_losses.chunked.engine import plan
+from liger_losses.chunked.engine import known, plan
 from liger_losses.chunked.engine import workspace as settings
 from liger_losses.chunked.engine.call import Query, make_call
 from liger_losses.chunked.engine.plan import MiB, Workload, default_bound, make_plan
@@ -31,6 +31,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="need
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.setattr(settings.process, "bytes", None)
+    known.forget()  # tests replace what it was planned by
+    yield
+    known.forget()
 
 
 def work(tokens, hidden_size=4096, vocab_size=128256, memory=H200, **options):

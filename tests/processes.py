@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-#: What a server imports once, from which processes fork: each of them would take longer for it than for a test.
+#: What a server imports once, from which processes fork: each of them would take longer for it than for a test. (Forked
+#: processes share the order of names in a set, so one slow test of ranks spawns its processes.)
 IMPORTED = [
     "liger_losses",
     "torch._dynamo",
@@ -26,10 +27,11 @@ IMPORTED = [
 ]
 
 
-def start(work, world, folder, *arguments):
+def start(work, world, folder, *arguments, method=None):
     """Run ``work(rank, *arguments)`` on ``world`` processes of a gloo group, which meet by a file in ``folder``."""
     multiprocessing.set_forkserver_preload(IMPORTED)
-    method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not work in forks of what has used it
+    # CUDA does not work in forks of what has used it.
+    method = method or ("spawn" if torch.cuda.is_available() else "forkserver")
     # The server has the environment in which the first test started it.
     arguments = (work, world, folder, dict(os.environ), arguments)
     mp.start_processes(member, arguments, nprocs=world, start_method=method)

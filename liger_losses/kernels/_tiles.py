@@ -91,13 +91,13 @@ def has_tma(device: torch.device) -> bool:
 
     Warns once if not.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip is not None:
         return True
     if torch.cuda.get_device_capability(device)[0] < 9:
         reason = "has no tensor memory accelerator (Hopper and later have)"
     else:
-        # (AMD's do not say it.)
-        shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_BYTES)
+        properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+        shared = properties.shared_memory_per_block_optin
         if shared >= _SHARED_BYTES:
             return True
         reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {_SHARED_BYTES}"

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,8 @@ def test_the_host_reads_how_many_labels_are_active(monkeypatch):
 def test_a_run_prints_a_line_for_each_case():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.host_time", "--rounds", "2", "--only", "forward"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     _, *lines = found.stdout.splitlines()
     assert [line.startswith("forward log-probabilities 1000 x 4096 x 128256") for line in lines] == [True, True]

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -139,9 +140,9 @@ def covering(found: list[Launch]) -> list[Launch]:
 def ends(found: list[Launch]) -> list[Launch]:
     """Of each kernel, a launch with the fewest arguments, and one with the most: others are ``None``."""
     by_size = sorted(found, key=lambda launch: str(launch.signature).count("constexpr"))
-    return list({launch.name: launch for launch in by_size}.values()) + list(
-        {launch.name: launch for launch in reversed(by_size)}.values()
-    )
+    most = {launch.name: launch for launch in by_size}
+    fewest = {launch.name: launch for launch in reversed(by_size)}
+    return [*most.values(), *(launch for name, launch in fewest.items() if launch is not most[name])]
 
 
 #: Which launches are compiled.
@@ -198,9 +199,10 @@ def main(device: str, choice: str = "all", text: str = "") -> Iterator[dict[str,
     found = recorded({name: call for name, call in launches.calls().items() if text in name})
     _launches[:] = CHOICES[choice](found)
     # Processes that are forked have what was recorded.
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.imap_unordered(_compiled, range(len(_launches)))
-    yield {"not launched": not_launched(found)}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(_compiled, range(len(_launches)))
+    if not text:
+        yield {"not launched": not_launched(found)}
 
 
 if __name__ == "__main__":

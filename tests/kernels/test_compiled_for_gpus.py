@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ HOPPER = [
     "liger_losses.kernels.linear_exp_hopper.hopper_exponentials_kernel",
     "liger_losses.kernels.linear_lse._hopper_projections_kernel",
 ]
-#: Bytes that a thread of a kernel has in memory at most, for want of registers, with Triton 3.9; 0 for all others.
+#: Bytes that a thread of a kernel has in memory at most, for want of registers, with Triton 3.9 (others compile the
+#: kernels to other instructions); 0 for all other kernels.
 SPILLED = {
     "h200": {
         "layer_norm._backward_kernel": 360,
@@ -47,16 +49,20 @@ SPILLED = {
 def test_every_kernel_compiles(device, choice, tmp_path):
     """None needs more shared memory than there is, or spills more bytes of registers than it did when last measured."""
     triton_or_skip()
+    import triton
+
     from tests.kernels.compiling import DEVICES
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-m", "tests.kernels.compiling", device, choice]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     assert done.returncode == 0, done.stderr
     *compiled, last = lines
     assert last == {"not launched": [] if device == "h200" else HOPPER}, "add a call to tests/kernels/launches.py"
     assert not [line for line in compiled if "error" in line]
     assert not [line for line in compiled if line["shared"] > DEVICES[device].shared_memory]
-    assert not [line for line in compiled if line["spilled"] > SPILLED[device].get(line["kernel"], 0)]
+    if triton.__version__.startswith("3.9."):
+        assert not [line for line in compiled if line["spilled"] > SPILLED[device].get(line["kernel"], 0)]

@@ -117,7 +117,7 @@ def test_projections_and_their_log_sum_exp(backend):
     hidden, weight = (torch.randn(n, hidden_size, generator=g).half().to(device) for n in (tokens, columns))
     bias = torch.randn(columns, generator=g).half().to(device)
     labels = torch.randint(columns, (tokens,), generator=g).to(device)
-    transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((tokens, columns + 4), 7.0, device=device)
+    transform, out = LogitTransform(1.3, 0.1, 20.0), torch.full((tokens, -(-columns // 4) * 4 + 4), 7.0, device=device)
     found = linear_exponentials(
         hidden, weight, labels, out[:, :columns], Epilogue(transform, bias), projections=True, backend=backend
     )

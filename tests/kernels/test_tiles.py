@@ -47,6 +47,7 @@ def test_devices_whose_tensor_memory_accelerator_is_used(capability, shared, rea
     properties = SimpleNamespace(shared_memory_per_block_optin=shared)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     warn_once.cache_clear()
     assert _tiles.has_tma.__wrapped__(torch.device("cuda")) == (reason is None)

@@ -246,7 +246,7 @@ class Stream:
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
                 # In the statistics' dtype, as autograd would give them: those of fp64 weights are fp64.
-                given = {name: g.detach().to(leaves[name].dtype) for name, g in derivatives.items()}
+                given = {name: g.detach().to(self.call.work.logits_dtype) for name, g in derivatives.items()}
                 return losses.detach(), {name: tokens.masked(g, rows) for name, g in given.items()}
             if not losses.requires_grad:
                 return losses, {}

@@ -64,5 +64,6 @@ def traced_token_loss(
         named, labels.masked_fill(~mask, 0).flatten(), **{n: flat(value.detach()) for n, value in inputs.items()}
     )
     loss = torch.where(mask.flatten(), differentiable(result, named), 0.0).sum()
-    wide = next(value.dtype for value in named if value is not None and value.is_floating_point())
-    return loss.to(wide), Statistics(*[None if value is None else value.detach() for value in found])
+    wide = [value.dtype for value in named if value is not None and value.is_floating_point()]
+    loss = loss.to(wide[0]) if wide else loss
+    return loss, Statistics(*[None if value is None else value.detach() for value in found])

@@ -146,6 +146,31 @@ def test_fp64_token_inputs_leave_the_dtypes_of_loss_and_gradients(strategy, brin
         torch.testing.assert_close(ours, expected.float(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_derivative_by_the_log_sum_exp_may_come_along():
+    """Also where ``statistics`` does not name it: every call computes it."""
+    hidden, weight, labels, _ = problem(5, 4, 11, dtype=torch.float64)
+    inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+    linear_token_loss(
+        *inputs, labels, lambda s, _: (-s.logp, {"logp": -torch.ones_like(s.logp), "lse": torch.ones_like(s.logp)})
+    )[0].backward()
+    exact = [x.detach().requires_grad_() for x in (hidden, weight)]
+    values = plain_statistics(*exact, labels)
+    (values["lse"] - values["logp"]).sum().backward()
+    for ours, expected in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_compiled_loss_of_argmax_alone():
+    hidden, weight, labels, _ = problem(5, 4, 11)
+
+    def function(hidden):
+        right = lambda s, labels: (s.argmax == labels).float()  # noqa: E731
+        return linear_token_loss(hidden, weight, labels, right, (), metrics=("argmax",))[0]
+
+    found = torch.compile(function, fullgraph=True, backend="eager")(hidden)
+    assert found == ((hidden @ weight.t()).argmax(-1) == labels).sum()
+
+
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_gradcheck_of_the_one_pass_loss(chunk_size):
     hidden, weight, labels, b = problem(5, 4, 11, dtype=torch.float64, bias=True)

@@ -315,7 +315,7 @@ def one_part(parts):
 
 
 def order_of_names(parts):
-    """Each process has an order of its own for the names in a set; what the ranks exchange must not depend on it."""
+    """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
     d, rows = batch(), parts["four"].rows
     shard = Head(d["weight"][rows], group=dist.group.WORLD).shard
     logits = d["h"].flatten(0, 1) @ d["weight"].t()
@@ -477,7 +477,7 @@ def test_a_shared_vocabulary_on_four_processes(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_all_kernels_on_four_processes(tmp_path):
-    start(work, WORLD, tmp_path, (all_kernels,))
+    start(work, WORLD, tmp_path, (all_kernels, order_of_names), method="spawn")
 
 
 def work_on_gpu(rank, rendezvous):

@@ -57,14 +57,14 @@ class Launcher:
 
 
 class Driver:
-    """Stands in for Triton's driver of an H200."""
+    """Stands in for Triton's driver of a GPU; its compute capability is by default 90, which is 9.0, an H200's."""
 
     launcher_cls = Launcher
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int = 90) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", 90, 32)
+        self.target = GPUTarget("cuda", capability, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448},
             load_binary=lambda name, kernel, shared, device: (1, 1, 32, 0, 1024),

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import liger_losses.kernels
+from benchmarks.host_time import Driver
 from liger_losses.chunked.engine import divergence_block
 from liger_losses.kernels import _tiles, _triton
 from tests.kernels import launches
@@ -77,22 +77,6 @@ class Launch(NamedTuple):
         return {(self.name, f"{i} {what}", str(value)) for i, kind in enumerate(kinds) for what, value in kind.items()}
 
 
-class Driver:
-    """Triton's driver of a GPU that is not there."""
-
-    def __init__(self, device: Device) -> None:
-        self.target = GPUTarget("cuda", device.capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def pretend(device: Device) -> None:
     """Let this process take tensors without values for tensors on a GPU."""
     properties = SimpleNamespace(shared_memory_per_block_optin=device.shared_memory)
@@ -108,7 +92,7 @@ def pretend(device: Device) -> None:
     _triton.INTERPRETED = True  # kernels take tensors that are not on a GPU
     os.environ[_triton.BACKEND_VARIABLE] = "triton"
     divergence_block._DEVICES_OF_LSE = ("meta",)
-    driver.set_active(Driver(device))
+    driver.set_active(Driver(device.capability))
 
 
 def recorded(calls: Mapping[str, Callable[[], None]]) -> list[Launch]:

@@ -91,7 +91,7 @@ def has_tma(device: torch.device) -> bool:
 
     Warns once if not.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None:  # the same tiles on AMD's GPUs, none of which was tested
         return True
     if torch.cuda.get_device_capability(device)[0] < 9:
         reason = "has no tensor memory accelerator (Hopper and later have)"

@@ -245,9 +245,9 @@ class Stream:
                 raise ValueError(f"token_loss must return one value per token, [{count}], got {got}.")
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
-                # In the statistics' dtype, as autograd would give them: those of fp64 weights are fp64.
-                given = {name: g.detach().to(self.call.work.logits_dtype) for name, g in derivatives.items()}
-                return losses.detach(), {name: tokens.masked(g, rows) for name, g in given.items()}
+                dtype = self.call.work.logits_dtype  # as autograd would give them: those of fp64 weights are fp64
+                masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
+                return losses.detach(), masked
             if not losses.requires_grad:
                 return losses, {}
             upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)

@@ -1,4 +1,4 @@
-"""The autograd functions of statistics, and of losses that take one pass; which of them answers a query.
+"""The autograd functions behind the operations: statistics, and losses whose gradients are computed in forward.
 
 T tokens.
 """

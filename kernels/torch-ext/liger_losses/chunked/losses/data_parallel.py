@@ -1,4 +1,4 @@
-"""Data parallelism: what losses take over the batches of all processes. Nothing is differentiated by it."""
+"""Sums and gathers over the batches of all data-parallel processes, without gradients."""
 
 from __future__ import annotations
 

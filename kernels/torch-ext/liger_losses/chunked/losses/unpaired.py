@@ -79,7 +79,7 @@ def _unpaired_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """:func:`unpaired_loss` of rewards that were computed from inputs that were checked."""
+    """:func:`unpaired_loss` without a check of ``rewards``: the caller has checked what it computes them from."""
     check_tensor("desirable", desirable)
     if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
         what = "compare your labels with the value that marks desirable completions"

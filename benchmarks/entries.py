@@ -243,5 +243,7 @@ LARGE = (
     Shape(16384, 3584, 152064),
     Shape(32768, 1024, 262144),
 )
+#: Large hidden sizes: Mistral Nemo 12B, Llama 3 70B.
+WIDE = (Shape(6000, 5120, 131072), Shape(4096, 8192, 128256))
 #: SmolLM2 135M, half of each sequence a prompt.
 SMALL = Shape(4096, 576, 49152, torch.float32, sequences=4, masked=0.5)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.convergence import ROOT, distance, draw, smooth, table, visible_gpus
+from benchmarks.convergence import ROOT, distance, draw, short_words, smooth, table, visible_gpus
 
 
 def run_of(method, provider, seed, curve):
@@ -23,6 +23,11 @@ def run_of(method, provider, seed, curve):
 def test_distances_are_of_the_last_half():
     assert distance([9.0, 9.0, 1.0, 2.0], [0.0, 0.0, 2.0, 4.0]) == 1.5
     assert smooth([0.0, 3.0, 6.0], width=3) == [1.5, 3.0, 4.5]
+
+
+def test_the_reward_counts_short_words():
+    completions = [[{"role": "assistant", "content": text}] for text in ("I am \"so-so\", dear campers!", "", "- 42")]
+    assert short_words(completions) == [0.8, 0.0, 0.0]
 
 
 def test_the_page_has_the_settings_of_the_results():

@@ -69,7 +69,7 @@ def check_rows(rows, columns, every_option, backend):
     """In several parts, of which some have only logits of -inf; rows of a wider matrix; one of -inf, two with inf."""
     g = torch.Generator(DEVICE).manual_seed(0)
     projected = 30 * torch.randn(rows, columns + 7, device=DEVICE, generator=g)[:, :columns]
-    projected[1], projected[2, 3], projected[3, -1] = float("-inf"), float("inf"), float("inf")
+    projected[1:2], projected[2:3, 3], projected[3:4, -1] = float("-inf"), float("inf"), float("inf")
     epilogue, wide = Epilogue(), Epilogue()
     if every_option:
         bias = torch.randn(columns, device=DEVICE, generator=g)

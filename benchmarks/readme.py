@@ -28,9 +28,9 @@ COLUMNS = ("plain", "liger-kernel", "TRL", "ours")
 STEPS = {
     "SFT step, Llama-3.2-1B, 4 x 4096 tokens": end_to_end.Case("SFT", "Llama-3.2-1B", 4, 4096),
     "SFT step, Qwen2.5-1.5B, 4 x 4096 tokens": end_to_end.Case("SFT", "Qwen2.5-1.5B", 4, 4096),
-    "DPO step in TRL, Qwen2.5-1.5B, 8 x 2048": end_to_end.Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+    "DPO step, Qwen2.5-1.5B, 8 x 2048 tokens": end_to_end.Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
 }
-LARGE = {"DPO step in TRL, Llama-3-8B, 8 x 2048": end_to_end.Case("DPO", "Llama-3-8B", 8, 2048, 0.5, True)}
+LARGE = {"DPO step, Llama-3-8B, 8 x 2048 tokens": end_to_end.Case("DPO", "Llama-3-8B", 8, 2048, 0.5, True)}
 HEADS = {
     "cross-entropy, 8192 x 4096 x 128256": "cross_entropy",
     "DPO, 16384 x 4096 x 128256, half masked": "dpo",

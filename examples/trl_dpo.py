@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> dict:
     peak = peak_memory()
     history = [row for row in trainer.state.log_history if "loss" in row]
     result = {
-        "enabled": f"enable(kernels={gpu})",
+        "enabled": "enable(kernels=True)" if gpu else "enable(), without kernels, which need a GPU",
         "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
         "loss": [row["loss"] for row in history],
         "margin": [row["rewards/margins"] for row in history],

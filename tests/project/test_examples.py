@@ -237,7 +237,8 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
     capsys.readouterr()
     dpo.print_report(dpo.parse_arguments(), ours, plain)
     printed = capsys.readouterr().out
-    assert f"this library by enable(kernels={torch.cuda.is_available()})" in printed
+    enabled = "enable(kernels=True)" if torch.cuda.is_available() else "enable(), without kernels, which need a GPU"
+    assert f"this library by {enabled}\n" in printed
     for line in (
         "reward accuracy",
         "(ties, as before training, count as wrong)",

@@ -26,7 +26,7 @@ def test_distances_are_of_the_last_half():
 
 
 def test_the_reward_counts_short_words():
-    completions = [[{"role": "assistant", "content": text}] for text in ("I am \"so-so\", dear campers!", "", "- 42")]
+    completions = [[{"role": "assistant", "content": text}] for text in ('I am "so-so", dear campers!', "", "- 42")]
     assert short_words(completions) == [0.8, 0.0, 0.0]
 
 

@@ -19,7 +19,7 @@ from liger_losses.kernels.glu import glu, glu_fused, glu_linear, gradients_only
 from liger_losses.kernels.plain import is_plain, is_plain_linear
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
-from liger_losses.patching.swap import Replacement, is_one_new_token
+from liger_losses.patching.swap import Replacement
 from liger_losses.patching.tiles import Tiles, compute_tiled
 
 
@@ -110,7 +110,7 @@ class GatedMLP(LinearsStay):
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain(*args) or is_one_new_token(args[0]):
+        if len(args) != 1 or kwargs or not is_plain(*args):
             return NotImplemented
         if self.tiles is None:
             return self.compute(module, args[0])

@@ -18,7 +18,7 @@ from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
-from liger_losses.patching.swap import Replacement, is_one_new_token
+from liger_losses.patching.swap import Replacement
 
 #: Operations that autocast runs in fp32 on a GPU, whatever their input.
 _CAST_BY_AUTOCAST = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
@@ -62,7 +62,7 @@ class Norm(Replacement):
         if kwargs or len(args) != (1 if self.gate is None else 2):
             return NotImplemented
         parameters = [getattr(module, name) for name in self.parameters if name is not None]
-        if not is_plain(*args, *parameters) or args[0].shape != args[-1].shape or is_one_new_token(args[0]):
+        if not is_plain(*args, *parameters) or args[0].shape != args[-1].shape:
             return NotImplemented
         x, *gate = args
         if autocast_dtype(x.device) is None:

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from liger_losses.patching import probing
 
@@ -54,14 +53,6 @@ class Replacement(Protocol):
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Whether the report names a candidate that was not replaced."""
         return True
-
-
-def is_one_new_token(x: Tensor) -> bool:
-    """Whether ``x [B, 1, ...]`` is of one token per sequence without gradients, as in generation.
-
-    Launching a kernel then takes the host longer than the few small operations that the kernel replaces.
-    """
-    return not torch.is_grad_enabled() and x.dim() > 2 and x.shape[1] == 1
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:

@@ -1,7 +1,6 @@
 """Build the Hub kernel from the library.
 
-    python kernels/build.py          # writes kernels/torch-ext, and kernels/build from it
-    python kernels/build.py --check  # writes nothing; fails if kernels/torch-ext is stale
+    python kernels/build.py  # writes kernels/torch-ext and kernels/build, neither of which git tracks
 
 ``kernels/torch-ext/liger_losses`` is the source as kernel-builder expects it: the files of ``kernels/source`` and every
 module of the library that they import, unchanged but for two things. Imports are relative, as a kernel has no fixed
@@ -20,7 +19,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -89,14 +87,6 @@ def sources() -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def stale() -> list[str]:
-    """The paths at which ``kernels/torch-ext`` is not what this script writes."""
-    wanted = sources()
-    there = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.rglob("*.py")}
-    there.pop("_ops.py", None)
-    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-
-
 def write(folder: Path, files: dict[str, str]) -> None:
     """Replace a folder."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -135,18 +125,13 @@ def build(folder: Path) -> None:
         write(folder / f"torch-{backend}", variant)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Build the Hub kernel from the library.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if kernels/torch-ext is stale")
     parser.add_argument("--output", type=Path, default=FOLDER / "build", help="the folder of the build variants")
     arguments = parser.parse_args()
-    if arguments.check:
-        print("\n".join(stale()) or "kernels/torch-ext is what the library gives.")
-        return int(bool(stale()))
     write(TARGET, sources())
     build(arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,1 +1,0 @@
-"""The streaming engine and the losses on it."""

@@ -29,6 +29,25 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr("liger_losses.kernels._tiles._COLUMNS", 32)
 
 
+@pytest.fixture
+def products_of_one_order(monkeypatch):
+    """In the interpreter, a row of a tile's product has the same bits wherever it stands in the tile.
+
+    A GPU's tensor cores sum every row in one order. NumPy's BLAS has other code for a tile's last rows, and whether it
+    sums in another order there depends on the processor.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    numpy = pytest.importorskip("numpy")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self, a, b, d, *_):
+        product = numpy.einsum("mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -46,7 +46,7 @@ def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
             assert ((out.double() - expected).abs() <= allowed).all()
 
 
-@pytest.mark.usefixtures("loads")
+@pytest.mark.usefixtures("loads", "products_of_one_order")
 def test_tiles_of_all_groups_are_summed(monkeypatch):
     """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes."""
     tokens, columns = (40, 70) if INTERPRETED else (300, 520)

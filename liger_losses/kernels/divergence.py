@@ -20,7 +20,15 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, series_of, terms, terms_block
+from liger_losses.kernels.divergence_forms import (
+    FORMS,
+    Divergence,
+    cosine_terms,
+    finite_logs,
+    series_of,
+    terms,
+    terms_block,
+)
 from liger_losses.kernels.logit_transform import (
     Epilogue,
     KernelTransform,
@@ -30,8 +38,6 @@ from liger_losses.kernels.logit_transform import (
 )
 from liger_losses.kernels.softmax_stats import row_slices
 
-#: A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
-_LOWEST = -1e4
 #: Temporaries of the reference implementation, each as large as the rows it works on.
 TEMPORARIES = 16
 
@@ -55,7 +61,7 @@ class Logits(NamedTuple):
         return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
 
     def log_probs(self) -> Tensor:
-        return (self.logits() - self.lse[:, None]).clamp_(min=_LOWEST)
+        return finite_logs(self.logits() - self.lse[:, None])
 
 
 class RowSums(NamedTuple):

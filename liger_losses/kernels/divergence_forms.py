@@ -28,8 +28,12 @@ _SMALLEST = 1e-37
 _FAST = tl is not None and not INTERPRETED and torch.version.hip is None
 if _FAST:
     from triton.language.extra.cuda.libdevice import fast_expf, fast_logf
-
+if tl is not None:  # the kernels of every device read it, and read no global that is no constexpr
     _FAST = tl.constexpr(_FAST)
+#: A log-probability below this means a probability of 0: -inf, and the finite numbers that masks put in its place.
+_ZERO_BELOW = -1e30
+#: It counts as this many nats: its exponential is 0, and so is 0 times it, which 0 times -inf is not.
+_LOG_OF_ZERO = -1e4
 #: Logits that are all 0 have no direction.
 SMALLEST_NORM = 1e-12
 
@@ -324,6 +328,11 @@ def series_of(divergence: Divergence) -> Series:
     return Series(power, radius, f, h)
 
 
+def finite_logs(logs: Tensor) -> Tensor:
+    """Log-probabilities, with -10,000 for those of a probability of 0 (:data:`_ZERO_BELOW`); others are kept."""
+    return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
+
+
 def terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """f and h of every entry, in torch."""
     f, h = FORMS[divergence.form].torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
@@ -347,8 +356,10 @@ def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
 @jit
 def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
     """p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
-    log_p = tl.maximum(s - s_lse, -1e4)
-    log_q = tl.maximum(t - t_lse, -1e4)
+    log_p = s - s_lse
+    log_q = t - t_lse
+    log_p = tl.where(log_p < -1e30, -1e4, log_p)  # as finite_logs
+    log_q = tl.where(log_q < -1e30, -1e4, log_q)
     f, h = FORM(log_p, log_q, series.a, series.b, series.c)
     if series.coefficients is not None:
         d = log_p - log_q

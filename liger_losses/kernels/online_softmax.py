@@ -2,15 +2,15 @@
 
 R rows (tokens), C columns of a block, V vocabulary size, S splits of the vocabulary.
 
-A new statistic is added here: its name in :data:`STATISTICS`, its formula in :func:`reference_statistics`,
-:func:`combine` and :func:`store_statistics` and, if it needs a sum that is not there yet, a field of :class:`Sums` and
-a line in :func:`online_step` and :func:`store_sums`. If it can be differentiated, its gradient is a row of the table in
-:mod:`liger_losses.kernels.softmax_grad`.
+A new statistic is added here: its name in :data:`STATISTICS` and :data:`STORED`, its formula in
+:func:`reference_statistics`, :func:`combine` and :func:`store_statistics` and, if it needs a sum that is not there yet,
+a field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`online_step` and :func:`store_sums`. If it
+can be differentiated, its gradient is a row of the table in :mod:`liger_losses.kernels.softmax_grad`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,26 @@ from torch import Tensor
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue
 
+
+def places(names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Each name's index, for kernels, which read no global that is no constexpr.
+
+    Raises:
+        ValueError: a name that is there twice.
+    """
+    if len(set(names)) != len(names):
+        raise ValueError(f"each name has a place of its own, and one is there twice: {', '.join(names)}.")
+    return tuple(range(len(names)) if tl is None else map(tl.constexpr, range(len(names))))
+
+
 #: What a loss may ask for. All but ``argmax`` can be differentiated.
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
 #: The rows that :func:`store_statistics` writes; ``argmax`` has a tensor of its own. ``max_logit`` is for the engine.
 STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit")
+_LSE, _LOGP, _ENTROPY, _MEAN_LOGP, _LOG_SUM_SQ_PROBS, _MEAN_LOGIT, _MAX_LOGIT = places(STORED)
 #: The sums of one split that :func:`store_sums` writes, with e = exp(z - top).
 PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "argmax")
+_TOP, _TOTAL, _LABEL_LOGIT, _MOMENT, _SQUARES, _LOGIT_SUM, _WEIGHTED_SUM, _ARGMAX = places(PARTIAL_SUMS)
 
 
 class Sums(NamedTuple):
@@ -150,20 +164,20 @@ def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size
     best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
     log_total = tl.log(total)
     lse = top + log_total
-    tl.store(out, lse)
-    tl.store(out + step, (label_logit - top) - log_total)
+    tl.store(out + _LSE * step, lse)
+    tl.store(out + _LOGP * step, (label_logit - top) - log_total)
     if sums.moment is not None:
-        tl.store(out + 2 * step, log_total - moment / total)
+        tl.store(out + _ENTROPY * step, log_total - moment / total)
     if sums.weighted is not None:
-        tl.store(out + 3 * step, (weighted_sum - lse * weight_sum) / vocab_size)
+        tl.store(out + _MEAN_LOGP * step, (weighted_sum - lse * weight_sum) / vocab_size)
     elif sums.logits is not None:
-        tl.store(out + 3 * step, logit_sum / vocab_size - lse)
+        tl.store(out + _MEAN_LOGP * step, logit_sum / vocab_size - lse)
     if sums.squares is not None:
-        tl.store(out + 4 * step, tl.log(squares) - 2 * log_total)
+        tl.store(out + _LOG_SUM_SQ_PROBS * step, tl.log(squares) - 2 * log_total)
     if sums.logits is not None:
-        tl.store(out + 5 * step, logit_sum / vocab_size)
+        tl.store(out + _MEAN_LOGIT * step, logit_sum / vocab_size)
     if sums.argmax is not None:
-        tl.store(out + 6 * step, top)
+        tl.store(out + _MAX_LOGIT * step, top)
         tl.store(argmax_out, best.to(tl.int64))
 
 
@@ -171,16 +185,16 @@ def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size
 def store_sums(out, step, valid, label_logit, state, sums):
     """The sums of a tile's rows, in the order of :data:`PARTIAL_SUMS`, ``step`` elements apart."""
     best, logit_sum, moment, squares, top, total, _weight_sum, weighted_sum = state
-    tl.store(out, top, mask=valid)
-    tl.store(out + step, total, mask=valid)
-    tl.store(out + 2 * step, label_logit, mask=valid)
+    tl.store(out + _TOP * step, top, mask=valid)
+    tl.store(out + _TOTAL * step, total, mask=valid)
+    tl.store(out + _LABEL_LOGIT * step, label_logit, mask=valid)
     if sums.moment is not None:
-        tl.store(out + 3 * step, moment, mask=valid)
+        tl.store(out + _MOMENT * step, moment, mask=valid)
     if sums.squares is not None:
-        tl.store(out + 4 * step, squares, mask=valid)
+        tl.store(out + _SQUARES * step, squares, mask=valid)
     if sums.logits is not None:
-        tl.store(out + 5 * step, logit_sum, mask=valid)
+        tl.store(out + _LOGIT_SUM * step, logit_sum, mask=valid)
     if sums.weighted is not None:
-        tl.store(out + 6 * step, weighted_sum, mask=valid)
+        tl.store(out + _WEIGHTED_SUM * step, weighted_sum, mask=valid)
     if sums.argmax is not None:
-        tl.store(out + 7 * step, best.to(tl.float32), mask=valid)
+        tl.store(out + _ARGMAX * step, best.to(tl.float32), mask=valid)

@@ -48,6 +48,17 @@ def test_divergence_and_gradient_of_logits(name, distance, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_that_the_student_finds_all_but_impossible(backend):
+    """The forward Kullback-Leibler divergence grows with the logit's distance, however large that is."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    student, teacher = torch.zeros(1, 20, device=device), torch.zeros(1, 20, device=device)
+    student[0, 3] = -24_000.0
+    sides = [Logits(logits, logits.logsumexp(-1), Epilogue()) for logits in (student, teacher)]
+    value = divergence_into(torch.empty(1, device=device), *sides, divergence("forward KL"), backend=backend)
+    assert value.item() == pytest.approx(24_000 / 20 + math.log(19 / 20), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_extreme_logits(name, backend):
     """Masked columns, one-hot softmaxes and columns without any probability: no NaN."""

@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+from liger_losses.functional import forward_kl
 from liger_losses.kernels.divergence_forms import series_of
 from tests.chunked.losses.test_distillation import divergence
 
@@ -48,3 +50,19 @@ def test_power_series(name):
     series = series_of(divergence(name))
     for found, expected in zip((series.f, series.h), POWER_SERIES[name], strict=True):
         assert found == pytest.approx(expected, rel=0, abs=1e-13)
+
+
+@pytest.mark.parametrize("gap", [2e2, 2e4, 2e6])
+def test_however_unlikely_a_column_is(gap):
+    """``KL(q || p) = 1/2 (log 1/2 - 0) + 1/2 (log 1/2 + gap)``; the gradient is p - q."""
+    log_p = torch.tensor([0.0, -gap], requires_grad=True)
+    found = forward_kl(log_p, torch.full((2,), 0.5).log())
+    assert found.item() == pytest.approx(gap / 2 - math.log(2), rel=1e-6)
+    (grad,) = torch.autograd.grad(found, log_p)
+    assert grad.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("zero", [-math.inf, torch.finfo(torch.float32).min])
+def test_columns_without_a_probability_add_nothing(zero):
+    log_p, log_q = torch.tensor([math.log(0.25), math.log(0.75), zero]), torch.tensor([math.log(0.5)] * 2 + [zero])
+    assert torch.equal(forward_kl(log_p, log_q), forward_kl(log_p[:2], log_q[:2]))

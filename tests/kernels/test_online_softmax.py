@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_losses.chunked.engine.shard import merge, merge_logps
+from liger_losses.kernels.online_softmax import places
 from tests.chunked.engine.shared_vocabulary import VOCAB
 from tests.reference import NAMES, plain_statistics, relative_error
 
@@ -60,3 +61,8 @@ def test_log_probabilities_beside_parts_of_the_vocabulary(scale):
     assert relative_error(merge_logps(-nll), exact) < 1e-13
     assert relative_error(merge_logps(-nll.float()), exact) < 1e-6
     assert merge_logps(torch.full((3, 1), -1e4)).isfinite().all()
+
+
+def test_two_statistics_of_one_place_are_refused():
+    with pytest.raises(ValueError, match="one is there twice: lse, logp, lse"):
+        places(("lse", "logp", "lse"))

@@ -1,9 +1,17 @@
 """Which backend runs."""
 
+import dis
+import importlib
+import inspect
+import pkgutil
+import types
+
 import pytest
 import torch
 
+import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
+from liger_losses.kernels._triton import tl, triton
 from tests.kernels.cases import triton_or_skip
 
 
@@ -24,3 +32,27 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
         chosen(cpu)
     assert chosen(cpu, "torch") == "torch"
+
+
+def kernels():
+    """Every function of the package that is compiled by Triton, by its name."""
+    for module in pkgutil.iter_modules(liger_losses.kernels.__path__, "liger_losses.kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            function = getattr(value, "fn", None)
+            if inspect.isfunction(function) and function.__module__ == module.name:
+                yield f"{module.name}.{name}", function
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_kernels_read_no_global_that_a_compiler_refuses():
+    """Which the interpreter does not notice, nor a device whose branch of an ``if`` leaves the name out."""
+    found = dict(kernels())
+    assert len(found) > 60
+    refused = []
+    for name, function in found.items():
+        for read in {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}:
+            value = function.__globals__.get(read)  # None: a builtin, or a name that is not defined on this device
+            is_kernel = inspect.isfunction(getattr(value, "fn", None)) or hasattr(value, "__triton_builtin__")
+            if not (value is None or is_kernel or isinstance(value, (tl.constexpr, type, types.ModuleType))):
+                refused.append(f"{name} reads {read}")
+    assert refused == []

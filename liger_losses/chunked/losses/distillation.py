@@ -21,7 +21,7 @@ from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.divergence_forms import Divergence, terms
+from liger_losses.kernels.divergence_forms import Divergence, finite_logs, terms
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
@@ -42,7 +42,8 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
 
     Args:
         log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient leaves out what the
-            log-softmax's backward removes anyway, and keeps its digits where p and q are close.
+            log-softmax's backward removes anyway, and keeps its digits where p and q are close. A probability of 0
+            (a logarithm of -inf, or below -1e30) counts as -10,000 nats, in both models.
         log_q: ``[..., C]``, the teacher's, a constant.
         which: ``Divergence.reverse_kl()``, for example.
 
@@ -59,8 +60,7 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
         raise ValueError(
             "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
         )
-    # -inf is clamped to a finite number whose exponential is 0.
-    return _Sum.apply(log_p.clamp(min=-1e4), log_q.clamp(min=-1e4), which)
+    return _Sum.apply(finite_logs(log_p), finite_logs(log_q), which)
 
 
 class _Sum(torch.autograd.Function):

@@ -174,7 +174,10 @@ def task_loss(task: str, head: Callable[..., Any], fused: bool) -> Step:
 
 
 def provide(provider: str, case: Case, model: Any) -> Step:
-    """Patch the model as the provider does; the step that it takes."""
+    """Patch the model as the provider does; the step that it takes.
+
+    ``TRL+liger-kernel`` is TRL's head on a model with liger-kernel's norms, MLPs and rotations.
+    """
     if case.task == "SFT":
         if provider == "liger-kernel":
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -189,9 +192,13 @@ def provide(provider: str, case: Case, model: Any) -> Step:
     wanted = outputs.get(case.task, ("log_probs", "entropy"))
     if provider == "plain":
         return task_loss(case.task, plain_head, False)
-    if provider == "TRL":
+    if provider.startswith("TRL"):
         from trl.trainer.utils import add_fused_lm_head
 
+        if provider == "TRL+liger-kernel":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
         add_fused_lm_head(model, outputs=wanted)
     else:
         from liger_losses.patching.patch import patch
@@ -355,7 +362,7 @@ def main() -> None:
         return
     trainer = ("plain", "liger-kernel", "ours", "ours+residuals", "plain+compile", "ours+compile")
     trainer += ("plain+compile+causal", "ours+compile+causal")
-    providers = {"trainer": trainer, "heads": ("plain", "TRL", "ours", "ours+kernels")}
+    providers = {"trainer": trainer, "heads": ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")}
     passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]
     passed_on += ["--first", str(options.first)] if options.first else []
     rows = []

@@ -36,19 +36,22 @@ HEADS = {
     "DPO, 16384 x 4096 x 128256, half masked": "dpo",
     "JSD, 8192 x 2048 x 151936": "jsd",
 }
+#: What a column is in a step of TRL's.
+IN_TRL = {"liger-kernel": "TRL+liger-kernel", "ours": "ours+kernels"}
 PROCESSES = ("plain", "liger-kernel", "TRL", "ours", "heads")
 
 
 def steps(column: str, large: bool, tiny: bool) -> list[dict[str, Any]]:
-    """Training steps of one provider: SFT without TRL, and DPO with all logits, with TRL's head or with ours."""
+    """Training steps of one provider: SFT without TRL; DPO with all logits, with TRL's head (beside liger-kernel's
+    kernels in that column), or with ours."""
     found = []
     for name, case in (STEPS | LARGE if large else STEPS).items():
         in_trl = case.task == "DPO"
-        if column == ("liger-kernel" if in_trl else "TRL"):
+        if column == "TRL" and not in_trl:
             continue
         if tiny:
             case = replace(case, model="tiny", sequences=2, length=32)
-        provider = "ours+kernels" if in_trl and column == "ours" else column
+        provider = IN_TRL.get(column, column) if in_trl else column
         (row,) = end_to_end.run(provider, [case], steps=5)
         found.append({"name": name, "column": column, "values": [row.get(value) for value in STEP], "row": row})
     return found

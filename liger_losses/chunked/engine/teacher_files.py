@@ -100,6 +100,7 @@ class TeacherFiles:
         device: where teachers are computed: the student's.
         dtype: of the teachers' head and hidden states, such as the student's; by default, each as it was written.
         timeout: seconds to wait for the head, and by default for each batch.
+        columns_correspond: of the teachers; see :class:`liger_losses.Teacher`.
 
     Raises:
         FileNotFoundError: no head within that time.
@@ -113,8 +114,10 @@ class TeacherFiles:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         timeout: float = 0.0,
+        columns_correspond: bool = False,
     ) -> None:
         self.folder, self.device, self.dtype, self.timeout = Path(folder), torch.device(device), dtype, timeout
+        self.columns_correspond = columns_correspond
         found = _read(_wait(self.folder / _HEAD, timeout), "the head", "weight")
         self._head_digest = found.get("digest")
         transform = LogitTransform(1.0, found["logit_scale"], found["softcap"])
@@ -144,7 +147,7 @@ class TeacherFiles:
         hidden_states = self._move(found["hidden_states"])
         if remove:
             path.unlink()
-        return Teacher(hidden_states, self.head)
+        return Teacher(hidden_states, self.head, columns_correspond=self.columns_correspond)
 
     def names(self) -> list[str]:
         """The names of the batches that are complete, sorted."""

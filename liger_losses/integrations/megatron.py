@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -61,6 +61,7 @@ def output_processor(
 
     Raises:
         ValueError: without labels there is no loss; leave ``output_processor=`` out to get logits.
+        TypeError: an output layer with layers inside of it, such as adapters.
     """
     if labels is None:
         raise ValueError("output_processor computes losses of labels: give labels=, or leave output_processor= out.")
@@ -88,6 +89,13 @@ def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_
 
         group = parallel_state.get_tensor_model_parallel_group()
     scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
+    inside = [name for name, _ in layer.named_children()] if isinstance(layer, nn.Module) else []
+    if inside:
+        raise TypeError(
+            f"the output layer is a {type(layer).__name__} with layers of its own ({', '.join(inside)}), which its "
+            "weight alone leaves out; merge adapters into the weight, or leave output_processor= out."
+        )
     weight = layer.weight if weight is None else weight
-    transform = LogitTransform(temperature, scale)
-    return Head(weight, getattr(layer, "bias", None), transform, group if group.size() > 1 else None)
+    # With skip_bias_add, it returns the bias beside the logits, and the model drops it.
+    bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+    return Head(weight, bias, LogitTransform(temperature, scale), group if group.size() > 1 else None)

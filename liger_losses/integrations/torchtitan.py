@@ -14,20 +14,32 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.patching.linear_forward import transform_of
+from liger_losses.patching.probing import Mismatch
 
 
 def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor) -> Tensor:
     """The summed cross-entropy, computed in the forward of ``lm_head``, so that FSDP2's hooks on it do their work.
 
     Args:
-        lm_head: a linear layer, ``fully_shard``-ed or not.
+        lm_head: a linear layer, ``fully_shard``-ed or not; its class may scale and soft-cap its logits.
         hidden_states: ``[T, H]``; with tensor parallelism, a DTensor on the mesh of the weight.
         labels: ``[T]`` int64; -100 for tokens without loss.
+
+    Raises:
+        TypeError: a layer that does something else to its logits, or has adapters.
     """
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
 
     def forward(hidden: Tensor) -> Tensor:
-        return loss(Head(lm_head.weight, getattr(lm_head, "bias", None)), hidden, labels)
+        try:
+            transform = transform_of(lm_head, hidden)
+        except Mismatch as mismatch:
+            raise TypeError(
+                f"the head, a {type(lm_head).__name__}, does not compute scaled or soft-capped products with its "
+                f"weight: {mismatch}; keep torchtitan's ChunkedLossWrapper for this model."
+            ) from None
+        return loss(Head(lm_head.weight, getattr(lm_head, "bias", None), transform), hidden, labels)
 
     before = vars(lm_head).get("forward")
     lm_head.forward = forward

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ def without_values() -> Iterator[None]:
         state.shapes_only = before
 
 
+def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+    """Whether a layer's weight and bias are all that its logits are made of.
+
+    A linear layer of a subclass may have a forward of its own, which scales them, say; one of this library says
+    ``computes_linear``. An embedding's forward is not that of the head that shares its weight.
+    """
+    if isinstance(layer, nn.Embedding):
+        return True
+    kind = type(layer)
+    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or hasattr(kind, "computes_linear"))
+
+
 def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
     """A Python literal that describes an argument, whose tensors are appended; ``None`` if nothing can describe it.
 
@@ -94,6 +106,8 @@ def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
         return None if values is None else f"('dict', [{keys}], {values})"
     kind = type(value).__name__
     if isinstance(value, (nn.Linear, nn.Embedding)):
+        if not is_weight_and_bias(value):  # refused outside of the operator
+            return None
         if not value.weight.is_floating_point():  # quantized
             return None
         kind, parts = "Head", [value.weight, getattr(value, "bias", None), None]

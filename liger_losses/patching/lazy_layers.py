@@ -54,8 +54,10 @@ class LazyLinear(nn.Linear):
             the logits before anybody else sees them.
         linear_forward: the forward that was found on the instance, if there was one.
         shard: this rank's part of the vocabulary, where the ranks of a mesh share the layer's rows.
+        computes_linear: for :class:`Head`, that weight and bias are all that the logits are made of.
     """
 
+    computes_linear: ClassVar[bool] = True
     only_when_forced = False
     linear_forward: LinearForward | None = None
     shard: VocabularyShard | None = None

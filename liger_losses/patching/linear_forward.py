@@ -1,8 +1,9 @@
-"""Recognizes a forward that was put on the instance of a linear layer, if a linear layer is what it computes."""
+"""Recognizes what a linear layer's own forward computes: one that was put on the instance, or its subclass's."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import is_weight_and_bias
+from liger_losses.patching.lazy import allow_materialization, lazy_linear
+from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.probing import Case, Mismatch, first_match, isolated, observe, random, shape_of, unchanged
 
 
@@ -85,3 +91,54 @@ def _cases(module: Any) -> list[Case]:
 
 def _function_of(candidate: LinearForward, parameters: tuple[Tensor, Tensor | None]) -> Callable[[Tensor], Tensor]:
     return lambda hidden_states: candidate.compute(F.linear, hidden_states, *parameters)
+
+
+def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
+    """What the forward of a linear layer's class does to its products, or Mismatch.
+
+    It runs on lazy logits in place of the products, so that nothing of their size is computed.
+
+    Args:
+        layer: with a weight and, where it has one, a bias.
+        hidden_states: what its forward takes; they are not read.
+    """
+    if is_weight_and_bias(layer):
+        return LogitTransform()
+    inside = [name for name, _ in layer.named_children()]
+    if inside:
+        raise Mismatch(f"it has layers of its own ({', '.join(inside)})")
+    with allow_materialization(), _LazyProduct(layer, hidden_states) as product:
+        try:
+            found = deferred_logits(type(layer).forward(layer, hidden_states))
+        except Mismatch:
+            raise
+        except Exception as error:
+            raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
+    if not product.taken:
+        raise Mismatch("it does not call F.linear with its input, its weight and its bias")
+    if found is None or found.normalized or found.shape != product.logits.shape:
+        raise Mismatch("it does more to them than to scale and to soft-cap them")
+    return found.head.transform
+
+
+class _LazyProduct(TorchFunctionMode):
+    """Within this context, the product of a layer's input with its weight is that of other, small tensors, and lazy."""
+
+    def __init__(self, layer: nn.Module, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.inputs = hidden_states, layer.weight, getattr(layer, "bias", None)
+        small = [torch.zeros(size, dtype=hidden_states.dtype, device=hidden_states.device) for size in ((2, 4), (3, 4))]
+        self.logits, self.taken = lazy_linear(*small), 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        given = _LINEAR.bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        if any(a is not b for a, b in zip(given.args, self.inputs, strict=True)):
+            raise Mismatch("its product is of another input, weight or bias than the layer's")
+        self.taken += 1
+        return self.logits
+
+
+_LINEAR = inspect.signature(lambda input, weight, bias=None: None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head, tokens
@@ -18,6 +20,8 @@ from liger_losses.patching.lazy_layers import force_lazy_head
 
 #: What most batches consist of, for which no signature is looked up in every step.
 _USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
+#: Of classes that compute their own loss: whether it shifts the labels.
+_SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class LossInputs(NamedTuple):
@@ -51,7 +55,7 @@ def loss_inputs(
             logits of ordinary forwards do not change.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
         shift_labels: ``[B, T]`` int64, in place of ``labels``: shifted by the caller, as it must be before sequences
-            are cut for context parallelism; returned as they are.
+            are cut for context parallelism, or the labels of a model that does not shift them; returned as they are.
         ignore_index: the label of tokens that carry no loss: that of the last position, and those that are padding or
             would be predicted from padding, where ``attention_mask [B, T]`` is 0.
         batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
@@ -61,7 +65,11 @@ def loss_inputs(
 
     Raises:
         TypeError: a model whose last layer, or what it does to its logits, the head cannot express.
-        ValueError: an encoder-decoder; labels that are missing or do not fit the hidden states.
+        ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
+            them, such as a masked language model; labels that are missing or do not fit the hidden states.
+
+    A transformers class that computes its loss without transformers' loss functions is run once more for its first
+    batch, without gradients, to find out whether it shifts its labels.
     """
     if by_position:
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -78,6 +86,12 @@ def loss_inputs(
     if reasons:
         raise TypeError(
             f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
+        )
+    if shift_labels is None and not _shifts_labels(inner, model, batch, targets):
+        raise ValueError(
+            f"{name} does not shift its labels, as a causal language model does: the logits of a token are compared "
+            "with that token's label. Give a causal language model, or pass them as shift_labels=, which are taken as "
+            "they are."
         )
     with force_lazy_head():
         logits = getattr(model(**batch), "logits", None)
@@ -101,6 +115,38 @@ def loss_inputs(
         active = mask.to(targets.device) != 0
         shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
+
+
+def _shifts_labels(inner: Any, model: nn.Module, batch: dict[str, Any], targets: Tensor) -> bool:
+    """Whether a model compares the logits at ``t`` with the label at ``t + 1``; True where nothing says otherwise."""
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
+    if getattr(inner, "loss_type", None) == "ForMaskedLM":
+        return False
+    forward = inspect.unwrap(type(inner).forward)
+    uses_transformers = "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    if uses_transformers or "labels" not in inspect.signature(forward).parameters:
+        return True
+    if type(inner) not in _SHIFTS:
+        found = _drops_first_label(model, batch, targets)
+        if found is None:
+            return True
+        _SHIFTS[type(inner)] = found
+    return _SHIFTS[type(inner)]
+
+
+def _drops_first_label(model: nn.Module, batch: dict[str, Any], targets: Tensor) -> bool | None:
+    """Whether a model's own loss has no tokens left where each row's first label is the only one; None: not known."""
+    if targets.shape[-1] < 2 or batch.get("past_key_values") is not None:
+        return None
+    labels = torch.full_like(targets, -100)
+    labels[..., 0] = 0
+    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(gpus), force_lazy_head():
+        try:
+            loss = model(**batch, labels=labels).loss
+        except Exception:  # the forward without labels says what is wrong with the batch
+            return None
+    return None if loss is None else not bool((torch.isfinite(loss) & (loss != 0)).any())
 
 
 def _check_names(model: Any, batch: dict[str, Any]) -> None:

@@ -33,9 +33,19 @@ def mean_divergence(
         beta: 0 for the forward KL, 1 for the reverse KL, between them the JSD, as in TRL.
         options: the temperature of both models, and metrics, as :func:`linear_divergence_loss` takes them.
     """
+    check_columns(head, teacher)
     labels = torch.where(mask, 0, IGNORE_INDEX)
     weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
     return linear_divergence_loss(hidden_states, head, labels, teacher, generalized_jsd(beta), weights, **options)
+
+
+def check_columns(student: Head, teacher: Any) -> None:
+    """Raise ValueError where the vocabularies' sizes differ, be it by one, as TRL does."""
+    if student.vocab_size != teacher.vocab_size:
+        raise ValueError(
+            f"the student has {student.vocab_size} columns and the teacher {teacher.vocab_size}, and TRL compares all "
+            "columns of both; take a teacher with the student's vocab_size, or GOLD with use_uld_loss=True."
+        )
 
 
 def chunked_divergence_loss(
@@ -58,7 +68,8 @@ def chunked_divergence_loss(
 
     Args:
         student_hidden_states, teacher_hidden_states: ``[B, T, H]``, ``[B, T, Ht]``.
-        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``.
+        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``. Of a teacher
+            that has more, the first V rows are used, as by TRL, whose trainer has compared the models' ``vocab_size``.
         completion_mask: ``[B, T]``, nonzero for active tokens.
         beta: as in :func:`mean_divergence`.
         num_items_in_batch: the divisor, instead of the number of active tokens.
@@ -69,6 +80,8 @@ def chunked_divergence_loss(
     weight, bias = (_gathered(p, student_hidden_states.dtype) for p in (student_lm_head_weight, student_lm_head_bias))
     student = Head(weight, bias, LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping))
     weight, bias = (_gathered(p, teacher_hidden_states.dtype) for p in (teacher_lm_head_weight, teacher_lm_head_bias))
+    if len(weight) > student.vocab_size:
+        weight, bias = (None if p is None else p[: student.vocab_size] for p in (weight, bias))
     teacher = Teacher(teacher_hidden_states, weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)
     mask = completion_mask != 0
     count = mask.sum()

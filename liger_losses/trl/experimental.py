@@ -26,7 +26,7 @@ from liger_losses.chunked.losses.distillation import generalized_jsd, sparse_div
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
-from liger_losses.trl.divergences import IGNORE_INDEX, mean_divergence
+from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, mean_divergence
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
@@ -174,6 +174,7 @@ def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor,
     """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the whole vocabulary."""
     student = _deferred(student_logits)
     labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
+    check_columns(student.head, teacher)
     divergence = generalized_jsd(distillation_alpha)
     with student.under_forward_autocast():
         return linear_divergence(student.hidden_states, student.head, labels, teacher, divergence).divergence

@@ -30,3 +30,19 @@ def test_megatron_output_processor():
     torch.testing.assert_close(losses, expected)
     with pytest.raises(ValueError, match="give labels="):
         megatron.output_processor(**arguments, labels=None)
+
+
+def test_what_is_beside_the_weight_of_megatrons_layer():
+    """A bias that the layer returns is not in the logits; what a layer inside of it adds cannot be left out."""
+    hidden, weight, labels, bias = problem(shape=(3, 5), bias=True)
+    layer = torch.nn.Module()
+    layer.weight, layer.bias = weight, bias
+    layer.tp_group, layer.skip_bias_add = types.SimpleNamespace(size=lambda: 1), True
+    arguments = {"hidden_states": hidden.transpose(0, 1), "output_layer": layer, "labels": labels.clamp(min=0)}
+    losses = megatron.output_processor(**arguments, output_weight=None)
+    expected = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), arguments["labels"].flatten(), reduction="none")
+    torch.testing.assert_close(losses, expected.view_as(labels))
+    layer.adapter = torch.nn.Linear(3, 3)
+    for given in (None, weight):
+        with pytest.raises(TypeError, match=r"output layer is a Module with layers of its own \(adapter\).*merge"):
+            megatron.output_processor(**arguments, output_weight=given)

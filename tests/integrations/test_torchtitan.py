@@ -39,6 +39,78 @@ def test_torchtitan_loss_under_fully_shard(tmp_path):
         dist.destroy_process_group()
 
 
+class SoftCapped(torch.nn.Linear):
+    """As the head of torchtitan's muse_glimmer: with a multiplier, and with or without a soft-cap."""
+
+    cap = 3.0
+
+    def forward(self, input):
+        logits = super().forward(input).float()
+        return logits * 2.5 if self.cap is None else self.cap * torch.tanh(logits * 2.5 / self.cap)
+
+
+class Adapted(torch.nn.Linear):
+    """As torchtitan's LoRA layers, a subclass of the layer's class."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.lora_a, self.lora_b = torch.nn.Linear(sizes[0], 2), torch.nn.Linear(2, sizes[1])
+
+    def forward(self, input):
+        return super().forward(input) + self.lora_b(self.lora_a(input))
+
+
+class Normalized(torch.nn.Linear):
+    def forward(self, input):
+        return F.linear(input, F.normalize(self.weight, dim=-1))
+
+
+class Shifted(torch.nn.Linear):
+    def forward(self, input):
+        return super().forward(input) + torch.arange(61)
+
+
+class FromOtherInputs(torch.nn.Linear):
+    def forward(self, input):
+        return super().forward(input * 2)
+
+
+@pytest.mark.parametrize("cap", [3.0, None])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_head_that_transforms_its_logits(cap, bias, sharded, tmp_path):
+    hidden, _, labels, _ = problem(n=24)
+    head = SoftCapped(24, 61, bias=bias)
+    head.cap = cap
+    expected = F.cross_entropy(head(hidden), labels, reduction="sum")
+    expected.backward()
+    grads = [hidden.grad.clone(), *(p.grad.clone() for p in head.parameters())]
+    hidden.grad = None
+    head.zero_grad()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+        fully_shard(head)
+    try:
+        loss = torchtitan.cross_entropy_in_forward(head, hidden, labels)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        found = [p.grad.full_tensor() if sharded else p.grad for p in head.parameters()]
+        for ours, theirs in zip([hidden.grad, *found], grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    finally:
+        if sharded:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [Adapted, Normalized, Shifted, FromOtherInputs])
+def test_a_head_that_is_no_product_is_refused(kind):
+    hidden, _, labels, _ = problem(n=24)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}.*does not compute .*keep torchtitan's ChunkedLossWrapper"):
+        torchtitan.cross_entropy_in_forward(kind(24, 61), hidden, labels)
+
+
 def test_torchtitan_loss_class(monkeypatch):
     from dataclasses import dataclass
 

@@ -163,6 +163,56 @@ def test_bad_input_is_refused():
         loss_inputs(model, **inputs)
 
 
+def small(kind, **options):
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(
+        getattr(transformers, f"{kind.split('For')[0].split('LMHead')[0]}Config")(**options)
+    )
+
+
+BERT = {**SIZES, "num_attention_heads": 2}
+XLNET = {"vocab_size": 61, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("BertForMaskedLM", BERT), ("XLNetLMHeadModel", XLNET), ("BartForCausalLM", BART)]
+)
+def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
+    """The first by the loss that transformers gives its class, the others, which compute their own, by running it."""
+    model, ids = small(kind, **options).eval(), batch()["input_ids"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass them as shift_labels="):
+            loss_inputs(model, input_ids=ids, labels=ids)
+    plain = model(input_ids=ids, labels=ids).loss
+    loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids, shift_labels=ids))
+    torch.testing.assert_close(loss, plain)
+
+
+def test_a_model_that_shifts_its_labels_itself():
+    """Its forward runs once more for the first batch, which does not change the random numbers that follow."""
+    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    torch.manual_seed(0)
+    model, ids, calls = (
+        transformers.OpenAIGPTDoubleHeadsModel(transformers.OpenAIGPTConfig(**sizes)),
+        torch.arange(12),
+        [],
+    )
+    ids = ids.view(2, 6)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    torch.manual_seed(1)
+    first = loss_inputs(model, input_ids=ids)
+    after = torch.rand(1)
+    assert len(calls) == 2
+    torch.manual_seed(1)
+    second = loss_inputs(model, input_ids=ids)
+    assert len(calls) == 3
+    assert torch.equal(after, torch.rand(1))
+    assert torch.equal(first.hidden_states, second.hidden_states)
+    plain = model.eval()(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain)
+
+
 @pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])
 def test_a_misspelt_argument_is_named(given, meant):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))

@@ -1,5 +1,7 @@
 """TRL's experimental trainers: teachers and adapters whose heads are lazy or not."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -87,3 +89,34 @@ def test_asynchronous_distillation(beta, tail):
     leaves = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
     loss, *_ = chunked_jsd_loss(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, None, 2, 4)
     assert [g.dtype for g in torch.autograd.grad(loss, leaves)] == [t.dtype for t in leaves]
+
+
+def test_models_of_other_vocabularies_are_refused_as_by_trl():
+    """GKD's function raises where the numbers of columns differ, be it by one; the trainer of distillation does, and
+    its function takes the first rows of a teacher that has more."""
+    import trl.trainer.distillation_trainer as module
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    from liger_losses.patching.lazy import lazy_linear
+    from liger_losses.trl import divergences, experimental
+
+    student, other = torch.randn(23, 6), torch.randn(24, 8)
+    hidden, wide, mask = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.ones(2, 5)
+    biases = {"teacher_lm_head_bias": torch.randn(24)}
+    functions = module._chunked_divergence_loss, divergences.chunked_divergence_loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        theirs, ours = (function(hidden, wide, student, other, mask, 0.5, **biases)[0] for function in functions)
+    torch.testing.assert_close(ours, theirs)
+    for function in functions:
+        with pytest.raises((RuntimeError, ValueError)):
+            function(hidden, wide, student, other[:22], mask, 0.5)
+    logits = lazy_linear(hidden, student)
+    with pytest.raises(RuntimeError):
+        GKDTrainer.generalized_jsd_loss(hidden @ student.T, wide @ other.T, mask.long())
+    for given in (wide @ other.T, lazy_linear(wide, other)):
+        said = "the student has 23 columns and the teacher 24, and TRL compares all columns of both"
+        with pytest.raises(ValueError, match=said):
+            experimental.generalized_jsd_loss(logits, given, mask.long())
+        with pytest.raises(ValueError, match=said):
+            experimental.full_logit_self_distillation(logits, given, distillation_alpha=0.5)

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequan
 from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
-from liger_losses.kernels.tracing import record
+from liger_losses.kernels.tracing import is_weight_and_bias, record
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
@@ -138,12 +138,12 @@ class Head:
 
         Raises:
             TypeError: a module that is no linear layer: a whole model, an adapter that is not LoRA, a quantized layer
-                that is not known.
+                that is not known, a subclass of ``nn.Linear`` with a forward of its own.
             ValueError: a bias, temperature, scale or soft-cap that is given twice.
         """
         if isinstance(weight, nn.Module) and type(weight) is not nn.Linear:
             weight = _of_module(weight)
-        if isinstance(weight, (nn.Linear, nn.Embedding)):
+        if isinstance(weight, nn.Module) and is_weight_and_bias(weight):
             weight = cls(weight.weight, getattr(weight, "bias", None))
         if not isinstance(weight, Head):
             if isinstance(weight, nn.Module):
@@ -261,6 +261,12 @@ def _say_what_to_pass(module: nn.Module) -> str:
         return (
             f"got {kind}, an adapter around the head, whose weight alone is not what it computes; pass "
             "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
+        )
+    if isinstance(module, nn.Linear):
+        return (
+            f"got {kind}, a linear layer that has a forward of its own, whose weight and bias may not be all that it "
+            "computes; pass Head(layer.weight, layer.bias, LogitTransform(logit_scale=..., softcap=...)), with what it "
+            "does to its logits, if anything."
         )
     return (
         f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "

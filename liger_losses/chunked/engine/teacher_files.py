@@ -8,8 +8,11 @@ columns take 8 k bytes, all logits 4 Vt.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +25,33 @@ from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.kernels.logit_transform import LogitTransform, said
 
 _HEAD = "head.pt"
+#: What hidden states are written in; others would round them to nothing, or to NaN.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class TeacherWriter:
     """Writes a teacher to a folder, for :class:`TeacherFiles` of this or another process.
 
+    Several writers may share a folder, if their heads are the same: a batch is only read with the head it was written
+    with.
+
     Args:
-        folder: made if it does not exist. Batches that are in it are kept.
+        folder: made if it does not exist. Batches that are in it are kept; its head is replaced.
         head: the teacher's: a weight ``[Vt, Ht]``, a linear layer, or a :class:`liger_losses.Head`. Written at once, in
             its own dtype.
-        dtype: of the hidden states in the files. A teacher that runs in bf16 loses nothing with the default.
+        dtype: of the hidden states in the files: bf16, fp16, fp32 or fp64. A teacher that runs in bf16 loses nothing
+            with the default.
 
     Raises:
-        TypeError, ValueError: what makes no head, or one that cannot be written: quantized, with adapters, shared by
-            ranks, or with a temperature.
+        TypeError, ValueError: another dtype; what makes no head, or one that cannot be written: quantized, with
+            adapters, shared by ranks, or with a temperature.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], head: Tensor | nn.Module | Head, *, dtype: torch.dtype = torch.bfloat16
     ) -> None:
+        if dtype not in _DTYPES:
+            raise TypeError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype}.")
         self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).detach()
         if head.quantized is not None or head.adapters or head.shard is not None:
             raise TypeError(
@@ -56,7 +67,9 @@ class TeacherWriter:
         self.hidden_size = head.hidden_size
         self.folder.mkdir(parents=True, exist_ok=True)
         transform = {"logit_scale": head.transform.logit_scale, "softcap": head.transform.softcap}
-        _write(self.folder / _HEAD, {"weight": head.weight, "bias": head.bias, **transform})
+        values = _on_cpu({"weight": head.weight, "bias": head.bias, **transform})
+        self._head_digest = _digest(values)
+        _write(self.folder / _HEAD, {**values, "digest": self._head_digest})
 
     def write(self, name: str | int, hidden_states: Tensor) -> None:
         """Write a batch. Readers see it when it is complete; one of the same name is replaced.
@@ -75,7 +88,8 @@ class TeacherWriter:
             raise ValueError(
                 f"hidden_states must be [..., {self.hidden_size}] to fit the head, got {tuple(hidden_states.shape)}."
             )
-        _write(_path(self.folder, name), {"hidden_states": hidden_states.detach().to(self.dtype)})
+        values = _on_cpu({"hidden_states": hidden_states.detach().to(self.dtype)})
+        _write(_path(self.folder, name), {**values, "head": self._head_digest})
 
 
 class TeacherFiles:
@@ -86,9 +100,11 @@ class TeacherFiles:
         device: where teachers are computed: the student's.
         dtype: of the teachers' head and hidden states, such as the student's; by default, each as it was written.
         timeout: seconds to wait for the head, and by default for each batch.
+        columns_correspond: of the teachers; see :class:`liger_losses.Teacher`.
 
     Raises:
         FileNotFoundError: no head within that time.
+        RuntimeError: a head that cannot be read.
     """
 
     def __init__(
@@ -98,9 +114,12 @@ class TeacherFiles:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         timeout: float = 0.0,
+        columns_correspond: bool = False,
     ) -> None:
         self.folder, self.device, self.dtype, self.timeout = Path(folder), torch.device(device), dtype, timeout
-        found = _read(_wait(self.folder / _HEAD, timeout))
+        self.columns_correspond = columns_correspond
+        found = _read(_wait(self.folder / _HEAD, timeout), "the head", "weight")
+        self._head_digest = found.get("digest")
         transform = LogitTransform(1.0, found["logit_scale"], found["softcap"])
         bias = None if found["bias"] is None else self._move(found["bias"])
         self.head = Head(self._move(found["weight"]), bias, transform)
@@ -115,12 +134,20 @@ class TeacherFiles:
 
         Raises:
             FileNotFoundError: no such batch within that time.
+            RuntimeError: a file that cannot be read, such as one that was cut off.
+            ValueError: a batch that was written with another head.
         """
         path = _wait(_path(self.folder, name), self.timeout if timeout is None else timeout)
-        hidden_states = self._move(_read(path)["hidden_states"])
+        found = _read(path, f"the batch {name}", "hidden_states")
+        if found.get("head", self._head_digest) != self._head_digest:
+            raise ValueError(
+                f"the batch {name} in {path} was written with another head than the one that was read from this "
+                "folder; give each teacher a folder of its own, and make new TeacherFiles once its head is written."
+            )
+        hidden_states = self._move(found["hidden_states"])
         if remove:
             path.unlink()
-        return Teacher(hidden_states, self.head)
+        return Teacher(hidden_states, self.head, columns_correspond=self.columns_correspond)
 
     def names(self) -> list[str]:
         """The names of the batches that are complete, sorted."""
@@ -136,11 +163,30 @@ def _path(folder: Path, name: str | int) -> Path:
     return folder / f"batch-{name}.pt"
 
 
+def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
+    return {n: _alone(v.cpu()) if isinstance(v, Tensor) else v for n, v in values.items()}
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """The same for the same values; tensors are contiguous, on the CPU, and read where they lie, without numpy."""
+    digest = hashlib.sha256()
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+            digest.update((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+        else:
+            digest.update(f"{name} {value!r} ".encode())
+    return digest.hexdigest()
+
+
 def _write(path: Path, values: dict[str, Any]) -> None:
-    tensors = {n: _alone(v.cpu()) if isinstance(v, Tensor) else v for n, v in values.items()}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(tensors, unfinished)
-    os.replace(unfinished, path)
+    # Process ids repeat in containers that share a folder.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        torch.save(values, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -149,9 +195,19 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if whole else tensor.contiguous().clone()
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, what: str, needed: str) -> dict[str, Any]:
     """Memory-mapped: pages are read where they are used, and shared with other processes."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found[needed]
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises many kinds
+        raise RuntimeError(
+            f"{what} in {path} cannot be read: the file was cut off, or is not a TeacherWriter's "
+            f"({type(error).__name__}: {error}); write it again."
+        ) from error
+    return found
 
 
 def _wait(path: Path, timeout: float) -> Path:

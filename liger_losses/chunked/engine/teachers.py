@@ -2,11 +2,13 @@
 
 Ht is the teacher's hidden size, Vt its vocabulary size, k the number of a sparse teacher's columns. Either vocabulary
 may be padded: the columns that both models have are compared, and the others carry no probability on either side. The
-labels are the student's, and may be columns that the teacher lacks.
+labels are the student's, and may be columns that the teacher lacks. Whether a column is the same token in both models
+cannot be seen here; only that two vocabularies of different sizes may not be the same.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.shard import check_teacher_shard
 from liger_losses.kernels.divergence_forms import Divergence
@@ -25,6 +28,8 @@ from liger_losses.kernels.tracing import record, state
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
+#: By how many columns padding may make two models of one vocabulary differ.
+MOST_PADDING = 1024
 
 
 @record
@@ -37,6 +42,9 @@ class Teacher:
         weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
         bias: ``[Vt]``, for a weight without one of its own.
         logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
+        columns_correspond: the columns that both models have are the same tokens, although their numbers differ.
+            Otherwise another number than the student's is warned of, and refused where it differs by more than padding
+            explains (1,024 columns).
     """
 
     hidden_states: Tensor
@@ -44,6 +52,7 @@ class Teacher:
     bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+    columns_correspond: bool = False
 
     @cached_property
     def head(self) -> Head:
@@ -79,6 +88,7 @@ class Teacher:
             raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")
         states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
         _check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
+        _check_columns(self, student)
 
 
 @record
@@ -90,10 +100,12 @@ class TeacherLogits:
         logits: ``[..., Vt]``, one row for each of the student's hidden states; or a function from positions
             ``[n]`` (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
         columns: Vt, needed with a function.
+        columns_correspond: as in :class:`Teacher`.
     """
 
     logits: Tensor | Callable[[Tensor], Tensor]
     columns: int | None = None
+    columns_correspond: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -116,6 +128,7 @@ class TeacherLogits:
             if not self.logits.is_floating_point():
                 raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
             _check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
+        _check_columns(self, student)
 
     def rows(self, positions: Tensor) -> Tensor:
         """The logits ``[n, Vt]`` at some positions ``[n]``."""
@@ -196,6 +209,24 @@ def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head,
             "each of the student's tokens, in the same order."
         )
     check_device(student.weight, **tensors)
+
+
+def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
+    """Warn of a vocabulary of another size, or raise ValueError, unless the caller has said that columns correspond."""
+    if not isinstance(teacher.columns_correspond, bool):
+        raise TypeError(f"columns_correspond must be True or False, got {teacher.columns_correspond!r}.")
+    sizes = student.vocab_size, teacher.vocab_size
+    if sizes[0] == sizes[1] or teacher.columns_correspond:
+        return
+    differ = f"the student has {sizes[0]} columns and the teacher {sizes[1]}"
+    advice = (
+        f"if the first {min(sizes)} columns of both are the same tokens, say so with {type(teacher).__name__}(..., "
+        "columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
+    )
+    if abs(sizes[0] - sizes[1]) > MOST_PADDING:
+        raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{differ}, and those that one of them lacks are taken as padding: {advice}", stacklevel=3)
 
 
 def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:

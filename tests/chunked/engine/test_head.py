@@ -338,3 +338,52 @@ def test_little_comes_before_the_first_product(name, masked, monkeypatch):
     most_operations, most_calls = MOST_BEFORE[name][masked]
     assert len(operations.names) <= most_operations, operations.names
     assert len(calls) <= most_calls, calls
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class ScaledRows(nn.Embedding):
+    """As Gemma's embedding, whose scale is not that of the head that is tied to it."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class Named(nn.Linear):
+    """A linear layer by another name, as fully_shard makes them."""
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused(compiled):
+    """Its weight and bias are not all that it computes."""
+    hidden, _, labels, _ = problem(16, 24, 61)
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def call(layer):
+        return loss(layer, hidden, labels)
+
+    call = torch.compile(call, backend="eager") if compiled else call
+    with pytest.raises(
+        TypeError, match=r"Scaled.*has a forward of its own.*Head\(layer.weight, layer.bias, LogitTrans"
+    ):
+        call(Scaled(24, 61))
+    for kind in (Named(24, 61), ScaledRows(61, 24)):
+        expected = loss(kind.weight, hidden, labels, getattr(kind, "bias", None))
+        assert torch.equal(call(kind), expected)
+    layer = Scaled(24, 61)
+    expected = nn.functional.cross_entropy(layer(hidden), labels)
+    given = Head(layer.weight, layer.bias, LogitTransform(1.0, 2.0))
+    torch.testing.assert_close(loss(given, hidden, labels), expected)
+
+
+def test_the_head_of_a_patched_model_is_taken():
+    from liger_losses.patching.lazy_layers import LazyLinear
+
+    hidden, _, labels, _ = problem(16, 24, 61)
+    layer = nn.Linear(24, 61)
+    expected = LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels)
+    layer.__class__ = LazyLinear
+    assert torch.equal(LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels), expected)

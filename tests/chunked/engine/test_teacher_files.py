@@ -87,6 +87,74 @@ def test_another_process(tmp_path):
     assert process.wait() == 0
 
 
+def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
+    """In one process, or with the same process id in two containers, at the same time."""
+    *_, states, head = models()
+    first, second = (TeacherWriter(tmp_path, head, dtype=torch.float32) for _ in range(2))
+    save, interrupted = torch.save, []
+
+    def save_while_the_other_writes(values, path):
+        save(values, path)
+        if not interrupted:
+            interrupted.append(path)
+            second.write(0, states * 2)
+
+    monkeypatch.setattr(torch, "save", save_while_the_other_writes)
+    first.write(0, states)
+    assert torch.equal(TeacherFiles(tmp_path).teacher(0).hidden_states, states)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-0.pt", "head.pt"]
+
+
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
+    *_, states, head = models()
+    writer = TeacherWriter(tmp_path, head)
+
+    def fill_the_disk(values, path):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(0, states)
+    assert [path.name for path in tmp_path.iterdir()] == ["head.pt"]
+
+
+def test_batches_of_another_head_are_refused(tmp_path):
+    *_, states, head = models()
+    first = TeacherWriter(tmp_path, head)
+    first.write("ours", states)
+    before = TeacherFiles(tmp_path)
+    TeacherWriter(tmp_path, head).write("same", states)
+    assert TeacherFiles(tmp_path).teacher("ours").hidden_states.shape == states.shape
+    TeacherWriter(tmp_path, head.weight).write("other", states)  # without its bias, scale and soft-cap
+    after = TeacherFiles(tmp_path)
+    for files, name in ((before, "other"), (after, "ours"), (after, "same")):
+        with pytest.raises(ValueError, match=f"batch {name} in .* was written with another head.*a folder of its own"):
+            files.teacher(name)
+    assert before.teacher("same").hidden_states.shape == after.teacher("other").hidden_states.shape == states.shape
+
+
+@pytest.mark.parametrize("length", [0, 10, 600])
+def test_a_truncated_file_is_named(length, tmp_path):
+    *_, states, head = models()
+    TeacherWriter(tmp_path, head).write("step-3", states)
+    path = tmp_path / "batch-step-3.pt"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(RuntimeError, match=r"batch step-3 in .*batch-step-3\.pt cannot be read.*write it again"):
+        TeacherFiles(tmp_path).teacher("step-3")
+    path = tmp_path / "head.pt"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(RuntimeError, match=r"the head in .*head\.pt cannot be read"):
+        TeacherFiles(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, "float32"])
+def test_dtypes_that_ruin_values_are_refused(dtype, tmp_path):
+    with pytest.raises(TypeError, match=r"dtype must be torch\.bfloat16, float16, float32 or float64, got"):
+        TeacherWriter(tmp_path / "other", torch.ones(V, WIDE), dtype=dtype)
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_is_refused(tmp_path):
     *_, states, head = models()
     writer = TeacherWriter(tmp_path, head)

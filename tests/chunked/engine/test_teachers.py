@@ -1,5 +1,7 @@
 """Teachers: their logits, functions, top entries, and vocabularies of another size."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from liger_losses import (
     DistillationLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
+    LigerFusedLinearMiniLLMLoss,
     Teacher,
     TeacherLogits,
     TeacherTopK,
@@ -98,3 +101,57 @@ def test_all_columns_are_the_dense_teacher():
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def teachers_of(columns, **options):
+    states, weight = torch.randn(2, 3, 5), torch.randn(columns, 5)
+    logits = states @ weight.T
+
+    def function(positions):
+        return logits.flatten(0, 1)[positions]
+
+    return [
+        Teacher(states, weight, **options),
+        TeacherLogits(logits, **options),
+        TeacherLogits(function, columns=columns, **options),
+    ]
+
+
+@pytest.mark.parametrize("loss", [LigerFusedLinearJSDLoss(), LigerFusedLinearMiniLLMLoss()], ids=["JSD", "MiniLLM"])
+@pytest.mark.parametrize(("student", "teacher"), [(300, 32_000), (1325, 300)])
+def test_vocabularies_that_padding_does_not_explain_are_refused(student, teacher, loss):
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
+    kinds = teachers_of(teacher)[: 1 if isinstance(loss, LigerFusedLinearMiniLLMLoss) else 3]
+    said = rf"the student has {student} columns and the teacher {teacher}.*more than 1024.*columns_correspond=True"
+    for given in kinds:
+        with pytest.raises(ValueError, match=said):
+            loss(weight, hidden, labels, given)
+    if len(kinds) == 3:
+        with pytest.raises(ValueError, match=said):  # liger-kernel's form
+            loss(hidden, weight, torch.randn(2, 3, 5), torch.randn(teacher, 5), labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in teachers_of(teacher, columns_correspond=True)[: len(kinds)]:
+            assert loss(weight, hidden, labels, given)[0].isfinite()
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(300, 301), (300, 1324), (1324, 300)])
+def test_vocabularies_that_padding_explains_are_compared_with_a_warning(student, teacher):
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
+    loss = LigerFusedLinearJSDLoss()
+    for given in teachers_of(teacher):
+        with pytest.warns(UserWarning, match=f"the student has {student} columns and the teacher {teacher}.*first 300"):
+            loss(weight, hidden, labels, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in [*teachers_of(teacher, columns_correspond=True), *teachers_of(student)]:
+            loss(weight, hidden, labels, given)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_columns_correspond_is_true_or_false(index):
+    given = teachers_of(300, columns_correspond="no")[index]
+    with pytest.raises(TypeError, match="columns_correspond must be True or False, got 'no'"):
+        LigerFusedLinearJSDLoss()(
+            torch.randn(300, 4), torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), given
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -209,6 +209,7 @@ class LazyLogits(Tensor):
         if self.materialized is not None:
             return self.materialized
         values = self.deferred.values().to(self.dtype)
+        self.deferred.mark_read()
         if self.requires_grad:
             mark(values, self.origin)
         else:
@@ -294,6 +295,7 @@ def lazy_linear(
     *,
     gather: Gather | None = None,
     shard: VocabularyShard | None = None,
+    parameters: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
 
@@ -302,6 +304,7 @@ def lazy_linear(
         gather: returns weight and bias (where there is one) again, should their memory be freed.
         shard: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
             read the logits together.
+        parameters: where weight and bias are parts of other tensors (DTensors), these, which count in-place operations.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
@@ -310,7 +313,7 @@ def lazy_linear(
     autocast = autocast_of(hidden_states)
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, shard)
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
     head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(shard=shard)
     deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)

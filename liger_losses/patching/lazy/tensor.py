@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
@@ -308,7 +309,7 @@ def lazy_linear(
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
-        refuse, and empty weights, go to ``F.linear``.
+        refuse, empty weights and quantized ones go to ``F.linear``.
     """
     autocast = autocast_of(hidden_states)
     if not can_be_lazy(hidden_states, weight, bias):
@@ -329,6 +330,7 @@ def can_be_lazy(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> b
     mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
     fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
+    fits = fits and not is_quantized(weight)
     return fits and not mixed and (bias is None or bias.shape == weight.shape[:1]) and not hidden_states.is_meta
 
 

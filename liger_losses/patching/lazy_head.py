@@ -83,6 +83,13 @@ def _is_lazy(layer: Any, only_when_forced: bool) -> bool:
         return False
 
 
+def _was_quantized(layer: Any) -> bool:
+    """Whether a lazy layer has got a weight of another kind, as torchao's ``quantize_`` gives it in place."""
+    if type(layer) is not LazyLinear or hasattr(layer.weight, "full_tensor"):
+        return False
+    return type(layer.weight) not in (nn.Parameter, Tensor)
+
+
 def make_head_lazy(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None, *, only_when_forced: bool = False
 ) -> list[Entry]:
@@ -106,14 +113,18 @@ def make_head_lazy(
         return [Entry("", type(model).__name__, None, without)]
     entries = []
     for module in layers:
-        if _is_lazy(module, only_when_forced):
+        forced = only_when_forced
+        if _was_quantized(module):
+            forced = forced and bool(module.only_when_forced)
+            _restore_layer(module)
+        if _is_lazy(module, forced):
             continue
         path = next((name for name, other in model.named_modules() if other is module), "")
         name, reason = _class_name(module), unsupported_reason(module)
         if reason is None and filter_fn is not None and not filter_fn(module, path):
             reason = LEFT_OUT
         if reason is None:
-            reason = _make_lazy(module, only_when_forced)
+            reason = _make_lazy(module, forced)
         entries.append(Entry(path, name, None, reason) if reason else _entry(module, path))
     owner = _owner(model)
     if owner is not None and _return_tensors not in owner._forward_hooks.values():
@@ -231,12 +242,17 @@ def unpatch_head(model: nn.Module) -> int:
     _forget_head(model)
     patched: list[Any] = [module for module in model.modules() if is_patched_head(module)]
     for module in patched:
-        del module.only_when_forced
-        restore(module)
-        linear_forward = vars(module).pop("linear_forward", None)
-        vars(module).pop("shard", None)
-        if type(module) is LazyLinear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
-        if linear_forward is not None:
-            vars(module).setdefault("forward", linear_forward.original)
+        _restore_layer(module)
     return len(patched)
+
+
+def _restore_layer(layer: Any) -> None:
+    """Make a lazy layer what it was."""
+    del layer.only_when_forced
+    restore(layer)
+    linear_forward = vars(layer).pop("linear_forward", None)
+    vars(layer).pop("shard", None)
+    if type(layer) is LazyLinear:
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    if linear_forward is not None:
+        vars(layer).setdefault("forward", linear_forward.original)

@@ -104,7 +104,8 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
     if layer.shard is not None:
-        return forward.compute(partial(lazy_linear, shard=layer.shard), hidden_states, *local_parameters(layer))
+        linear = partial(lazy_linear, shard=layer.shard, parameters=(layer.weight, layer.bias))
+        return forward.compute(linear, hidden_states, *local_parameters(layer))
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
     dtypes = [None if t is None else t.dtype for t in (weight, bias)]

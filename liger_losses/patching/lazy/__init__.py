@@ -6,8 +6,8 @@ and soft-capping leave it lazy (``views.py``); losses and reductions over the vo
 (``reductions.py``); anything else gets the true values, with one warning that names the operation and its caller.
 
 It has a ``grad_fn`` of its own: code that never looks at the Python class, such as custom autograd functions and DDP,
-gets the right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Logits are those of their
-forward also after an optimizer's step (``weights.py``).
+gets the right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Once
+an optimizer's step has changed the head, reading them is an error (``weights.py``).
 """
 
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations

@@ -57,7 +57,7 @@ class DeferredLogits:
         return torch.Size((*self.hidden_states.shape[:-1], self.head.vocab_size))
 
     def check(self, values: bool = False) -> None:
-        """Raise RuntimeError if the tensors have changed since the forward, and nobody has copied them.
+        """Raise RuntimeError if the tensors have changed since the forward.
 
         With ``values``, the weights' values are looked at as well.
         """
@@ -71,11 +71,11 @@ class DeferredLogits:
             self.weights.check(values)
 
     def current(self) -> DeferredLogits:
-        """The same logits of weights that are as they were in the forward; RuntimeError if there are none."""
+        """The same logits, of weights that are still those of the forward; RuntimeError if there are none."""
         self.check(values=True)
         if self.weights is None or self.weights.are_there:
             return self
-        weight, bias = (self.weights.as_in_forward(t) for t in (self.head.weight, self.head.bias))
+        weight, bias = (self.weights.gather_tensor(t) for t in (self.head.weight, self.head.bias))
         return replace(self, head=self.head.with_fields(weight=weight, bias=bias))
 
     def with_tensors(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.shard import VocabularyShard
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
@@ -209,6 +210,7 @@ class LazyLogits(Tensor):
         if self.materialized is not None:
             return self.materialized
         values = self.deferred.values().to(self.dtype)
+        self.deferred.mark_read()
         if self.requires_grad:
             mark(values, self.origin)
         else:
@@ -294,6 +296,7 @@ def lazy_linear(
     *,
     gather: Gather | None = None,
     shard: VocabularyShard | None = None,
+    parameters: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
 
@@ -302,15 +305,16 @@ def lazy_linear(
         gather: returns weight and bias (where there is one) again, should their memory be freed.
         shard: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
             read the logits together.
+        parameters: where weight and bias are parts of other tensors (DTensors), these, which count in-place operations.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
-        refuse, and empty weights, go to ``F.linear``.
+        refuse, empty weights and quantized ones go to ``F.linear``.
     """
     autocast = autocast_of(hidden_states)
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, shard)
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
     head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(shard=shard)
     deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
@@ -326,6 +330,7 @@ def can_be_lazy(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> b
     mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
     fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
+    fits = fits and not is_quantized(weight)
     return fits and not mixed and (bias is None or bias.shape == weight.shape[:1]) and not hidden_states.is_meta
 
 

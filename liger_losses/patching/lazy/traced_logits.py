@@ -15,15 +15,16 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits, autocast_of, can_be_lazy
-from liger_losses.patching.lazy.weights import HeadWeights
+from liger_losses.patching.lazy.weights import HeadWeights, samples_of
 
 
 def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """:func:`lazy_linear` in a function that is being compiled."""
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
-    autocast = autocast_of(hidden_states)
-    return TracedLogits(hidden_states, (weight, bias), (1.0, None), (), autocast, autocast or hidden_states.dtype)
+    head, autocast = (weight, bias), autocast_of(hidden_states)
+    dtype = autocast or hidden_states.dtype
+    return TracedLogits(hidden_states, head, (1.0, None), (), autocast, dtype, samples_of(head))
 
 
 @torch.compiler.assume_constant_result
@@ -49,6 +50,8 @@ class TracedLogits:
             a compiled graph returns them one by one.)
         autocast: the dtype of the head's autocast, or ``None``.
         dtype: the logits'.
+        samples: some values of the head in its forward. If the graph returns these logits, nothing else tells whether
+            the head has changed by the time that they are read.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class TracedLogits:
         steps: tuple[tuple[Any, ...], ...],
         autocast: torch.dtype | None,
         dtype: torch.dtype,
+        samples: tuple[Tensor, ...],
     ) -> None:
         self.hidden_states, self.head, self.transform = hidden_states, head, transform
-        self.steps, self.autocast, self.dtype = steps, autocast, dtype
+        self.steps, self.autocast, self.dtype, self.samples = steps, autocast, dtype, samples
 
     @property
     def shape(self) -> torch.Size:
@@ -88,7 +92,8 @@ class TracedLogits:
 
     def lazy(self) -> LazyLogits:
         """The same logits as a tensor, outside of compiled graphs."""
-        return _lazy(self.hidden_states, self.head, self.transform, self.steps, (self.autocast, self.dtype))
+        dtypes = self.autocast, self.dtype
+        return _lazy(self.hidden_states, self.head, self.transform, self.steps, dtypes, self.samples)
 
     def float(self) -> TracedLogits:
         """In fp32."""
@@ -153,8 +158,8 @@ class TracedLogits:
             hidden_states, weights = ([t.to(self.autocast) for t in parts] for parts in (hidden_states, weights))
         if other_bias is not None:
             bias = other_bias * scale if bias is None else bias + other_bias * scale
-        head = torch.cat(weights, -1), bias
-        return TracedLogits(torch.cat(hidden_states, -1), head, self.transform, (), self.autocast, self.dtype)
+        head, together = (torch.cat(weights, -1), bias), torch.cat(hidden_states, -1)
+        return TracedLogits(together, head, self.transform, (), self.autocast, self.dtype, samples_of(head))
 
     def _can_add(self, other: TracedLogits) -> bool:
         same = (self.autocast, self.dtype, self.shape) == (other.autocast, other.dtype, other.shape)
@@ -181,12 +186,13 @@ class TracedLogits:
         return func(*args, **{name: _without_traced(part) for name, part in kwargs.items()})
 
     def _on_rows(self, hidden_states: Tensor) -> TracedLogits:
-        return TracedLogits(hidden_states, self.head, self.transform, self.steps, self.autocast, self.dtype)
+        others = self.head, self.transform, self.steps, self.autocast, self.dtype, self.samples
+        return TracedLogits(hidden_states, *others)
 
     def _after(self, step: tuple[Any, ...], transform: Any = None, dtype: torch.dtype | None = None) -> TracedLogits:
         """After one more operation."""
-        steps, dtype = (*self.steps, step), dtype or self.dtype
-        return TracedLogits(self.hidden_states, self.head, transform or self.transform, steps, self.autocast, dtype)
+        changed = transform or self.transform, (*self.steps, step), self.autocast, dtype or self.dtype
+        return TracedLogits(self.hidden_states, self.head, *changed, self.samples)
 
     def _scaled(self, name: str, other: Any, by: Any) -> Any:
         scale, softcap = self.transform
@@ -216,9 +222,9 @@ def _without_traced(value: Any) -> Any:
 
 
 @torch.compiler.disable
-def _lazy(hidden_states: Tensor, head: Any, transform: Any, steps: Any, dtypes: Any) -> LazyLogits:
+def _lazy(hidden_states: Tensor, head: Any, transform: Any, steps: Any, dtypes: Any, samples: Any) -> LazyLogits:
     (weight, bias), (scale, softcap) = head, transform
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel())
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), samples=samples)
     made = Head(weight, bias, LogitTransform(1.0, scale, softcap))
     return LazyLogits.make(DeferredLogits(hidden_states, made, steps, dtypes[0], weights=weights), dtypes[1])
 

@@ -1,40 +1,34 @@
-"""The weights of a lazy head as they were in its forward, however late its logits are read."""
+"""The weights of a lazy head in its forward: whether they are still the same when its logits are read."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.shard import VocabularyShard
 
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
 #: Gathers weights whose memory was freed, in the dtypes of the forward; or returns ``None``.
 Gather = Callable[[], "list[Tensor] | None"]
-#: Those of lazy logits that are alive.
-_ALIVE: weakref.WeakSet[HeadWeights] = weakref.WeakSet()
-#: Counts the forwards of lazy heads and the optimizers' steps.
-_EVENTS = [0]
+#: Counts the forwards of lazy heads.
+_FORWARDS = [0]
 
 
 class HeadWeights:
     """Weight and bias of one forward of ``tokens`` tokens; shared by all lazy logits that were made of its logits.
 
-    Before an optimizer's step, weights that it may change are copied, if lazy logits that need them are alive. The
-    next forward of the head in training frees the copies, so that they are not there when a step needs most memory.
-    Changes by anybody else are noticed: from the in-place version and, as writes to ``parameter.data`` do not count
-    there, from some of the values. On a GPU the host would wait for these, so they are compared only after a loss, an
-    optimizer's step or another forward.
+    The weights are not copied, so logits can only be computed while they are the same. Changes are noticed: from the
+    in-place version and, as torch's fused optimizers and writes to ``parameter.data`` do not count there, from some of
+    the values. On a GPU the host would wait for these, so they are compared only after a loss or another forward, or if
+    a parameter has a gradient, with which an optimizer may have changed it.
 
-    With ``shard``, weight and bias are views of this rank's part of parameters whose rows the ranks share.
+    ``parameters`` are those that count in-place operations, if weight and bias are parts of them (DTensors).
+    ``samples`` are :func:`samples_of` the weights in a forward that was not just now, with which they are compared.
     """
 
     def __init__(
@@ -43,88 +37,101 @@ class HeadWeights:
         bias: Tensor | None,
         tokens: int,
         gather: Gather | None = None,
-        shard: VocabularyShard | None = None,
+        parameters: Sequence[Tensor | None] = (),
+        samples: Sequence[Tensor] | None = None,
     ) -> None:
         self.tokens, self.gather = tokens, gather
-        self.parameters = [t for t in (weight, bias) if t is not None]
-        self.tensors = [t.detach() for t in self.parameters]  # their memory, which a new .data would not share
+        self.given = [t for t in (weight, bias) if t is not None]
+        self.tensors = [t.detach() for t in self.given]  # their memory, which a new .data would not share
+        self.parameters = [t for t in parameters if t is not None] or self.given
         self.versions = [version_of(t) for t in self.parameters]
-        self.samples = [_sample(t).clone() for t in self.tensors]
-        self.copies: list[Tensor] | None = None
-        self.with_gradients = torch.is_grad_enabled()
+        self.had_gradients = self._have_gradients()
+        self.samples = samples_of(self.tensors) if samples is None else samples
+        self.gathered: list[Tensor] | None = None
         self.was_read = False
-        _EVENTS[0] += 1
-        self.made_at = _EVENTS[0]
-        trained = any(t.requires_grad and (t.is_leaf or shard is not None) for t in self.parameters)
-        if trained:
-            if self.with_gradients:
-                for other in _ALIVE:
-                    if other.with_gradients and other.tensors[0].data_ptr() == self.tensors[0].data_ptr():
-                        other.copies = None
-            _ALIVE.add(self)
-            _watch_optimizers()
+        _FORWARDS[0] += 1
+        self.made_at = _FORWARDS[0] if samples is None else None
 
     @property
     def are_there(self) -> bool:
         """Whether the weights are where they were."""
-        return self.copies is None and not self.freed
-
-    @property
-    def freed(self) -> bool:
-        """Whether the memory of the weights was freed."""
-        return any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
+        freed = any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
+        return self.gathered is None and not freed
 
     def check(self, values: bool = False) -> None:
         """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
         if self.are_there and (self._changed() or (values and self._written())):
             raise RuntimeError(
-                "the weight or bias of lazy logits has changed since the forward, so these logits cannot be computed "
-                "any more. Compute what you need of them before that: predictions = outputs.logits.argmax(-1) before "
-                "the weights change, say. (Steps of a torch.optim.Optimizer that is not compiled do not matter until "
-                "the next forward.)" + see("lazy-logits-that-cannot-be-computed-any-more")
+                "the weight or bias of lazy logits has changed since the forward, by an in-place operation such as an "
+                "optimizer's step, so these logits and their gradients cannot be computed any more. Call "
+                "loss.backward() before optimizer.step(), and compute what else you need of the logits before it, "
+                "such as logits.argmax(-1); liger_losses.patching.lazy.true_values(logits) computes all of them."
+                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _changed(self) -> bool:
         """Whether a parameter was changed in place, or has other memory now."""
-        pairs = zip(self.parameters, self.tensors, self.versions, strict=True)
-        return any(version_of(p) != version or p.data_ptr() != t.data_ptr() for p, t, version in pairs)
+        moved = any(a.data_ptr() != b.data_ptr() for a, b in zip(self.given, self.tensors, strict=True))
+        return moved or self.versions != [version_of(p) for p in self.parameters]
+
+    def _have_gradients(self) -> bool:
+        return any(p.is_leaf and p.grad is not None for p in self.parameters)
 
     def _written(self) -> bool:
         """Whether some of the values have changed, if they may have."""
-        if self.tensors[0].device.type != "cpu" and not self.was_read and self.made_at == _EVENTS[0]:
+        may_have = self.was_read or self.made_at != _FORWARDS[0] or self.had_gradients or self._have_gradients()
+        if self.tensors[0].device.type != "cpu" and not may_have:
             return False
-        return not all(torch.equal(_sample(t), s) for t, s in zip(self.tensors, self.samples, strict=True))
+        return not self._are_samples_of(self.tensors)
+
+    def _are_samples_of(self, tensors: list[Tensor]) -> bool:
+        pairs = zip(tensors, self.samples, strict=True)
+        return all(_sample(tensor).equal(sample) for tensor, sample in pairs)
 
     def _gather_again(self) -> list[Tensor] | None:
         """The weights of the forward, gathered from all processes; ``None`` if they are not what they were."""
         found = None if self.gather is None else self.gather()
-        if found is None or not all(_sample(t).equal(s) for t, s in zip(found, self.samples, strict=True)):
-            return None
-        return found
+        return found if found is not None and self._are_samples_of(found) else None
 
-    def as_in_forward(self, tensor: Tensor | None) -> Tensor | None:
-        """A copy of a weight, or of a slice of one; other tensors as they are.
+    def gather_tensor(self, tensor: Tensor | None) -> Tensor | None:
+        """A weight whose memory was freed, or a slice of one, gathered again; other tensors as they are.
 
         Raises:
-            RuntimeError: there is no copy, and the memory of the weights was freed.
+            RuntimeError: nobody can gather them, or they have changed.
         """
         if tensor is None:
             return tensor
-        if self.copies is None:
-            self.copies = self._gather_again()
-        if self.copies is None:
+        if self.gathered is None:
+            self.gathered = self._gather_again()
+        if self.gathered is None:
             raise RuntimeError(
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
                 "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
                 "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
                 + see("lazy-logits-that-cannot-be-computed-any-more")
             )
-        for original, kept in zip(self.tensors, self.copies, strict=True):
+        for original, found in zip(self.tensors, self.gathered, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()
             shared = tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
             if shared and 0 <= offset < original.numel():
-                return kept.as_strided(tensor.shape, tensor.stride(), offset)
+                return _WithoutGradient.apply(found.as_strided(tensor.shape, tensor.stride(), offset), tensor)
         return tensor
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The values of a gathered weight. Its gradient would not reach the parameter, so asking for it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, parameter: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        raise RuntimeError(
+            "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
+            "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
+            + see("lazy-logits-that-cannot-be-computed-any-more")
+        )
 
 
 def version_of(tensor: Tensor) -> int:
@@ -132,27 +139,12 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Some entries of each weight, copied."""
+    return tuple([_sample(tensor.detach()).clone() for tensor in tensors if tensor is not None])
+
+
 def _sample(tensor: Tensor) -> Tensor:
     """Some of a weight's entries, a view."""
     steps = (max(1, size // sampled) for size, sampled in zip(tensor.shape, _SAMPLED, strict=False))
     return tensor[tuple(slice(None, None, step) for step in steps)]
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_keep_copies)
-
-
-def _keep_copies(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Copy the weights of lazy logits, once for all that share them."""
-    if torch.compiler.is_compiling():
-        return
-    _EVENTS[0] += 1
-    made: dict[int, list[Tensor]] = {}
-    for weights in _ALIVE:
-        contiguous = all(t.is_contiguous() for t in weights.tensors)
-        if not contiguous or not weights.are_there or weights._changed():
-            continue
-        key = weights.tensors[0].data_ptr()
-        made.setdefault(key, [])
-        weights.copies = made[key] = made[key] or [t.clone() for t in weights.tensors]

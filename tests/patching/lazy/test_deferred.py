@@ -65,48 +65,150 @@ class WritesData(torch.optim.SGD):
                 p.data.copy_(p.data - group["lr"] * p.grad)
 
 
-#: What is read of the logits after the step.
-READ = {
-    "argmax": lambda z, y: z.argmax(-1),
-    "loss": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()).detach(),
-    "columns": lambda z, y: z[..., :7].logsumexp(-1).detach(),
-    "values": lambda z, y: true_values(z.softmax(-1)).detach(),
+def plain_loss(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "foreach": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, foreach=True),
+    "fused": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+    "writes to .data": WritesData,
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, WritesData])
-def test_logits_are_those_of_the_forward_after_an_optimizers_step(optimizer, tied):
+def test_a_step_of_an_optimizer_that_has_none_of_the_models_parameters_changes_nothing(tied):
     results = []
     for model in both(tie_word_embeddings=tied):
-        outputs = model(**batch())
-        outputs.loss.backward()
-        optimizer(model.parameters(), lr=0.3).step()
-        model.zero_grad()
-        results.append([read(outputs.logits, batch()["labels"]) for read in READ.values()])
-    assert isinstance(outputs.logits, LazyLogits)
+        other = nn.Linear(3, 3)
+        other(torch.ones(1, 3)).sum().backward()
+        logits = model(input_ids=batch()["input_ids"]).logits
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        loss = plain_loss(logits, batch()["labels"])
+        loss.backward()
+        results.append([loss.detach(), logits.argmax(-1), *(p.grad for p in model.parameters())])
+    assert isinstance(logits, LazyLogits)
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_weights_are_copied_only_for_logits_that_are_alive_and_until_the_next_forward():
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_models_that_are_trained_side_by_side(tied, optimizer):
+    """Both forwards, then loss and step of each."""
+    plain, ours = both(tie_word_embeddings=tied)
+    results = []
+    for first in (plain, ours):
+        models = first.double(), copy.deepcopy(first)
+        optimizers = [optimizer(model.parameters(), lr=0.1) for model in models]
+        for _ in range(2):
+            logits = [model(input_ids=batch()["input_ids"]).logits for model in models]
+            for z, one, labels in zip(logits, optimizers, (batch()["labels"], batch()["labels"].flip(0)), strict=True):
+                one.zero_grad()
+                plain_loss(z, labels).backward()
+                one.step()
+        assert isinstance(z, LazyLogits) == (first is ours)
+        results.append([p for model in models for p in (*model.parameters(), *(p.grad for p in model.parameters()))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_step_of_other_parameters_leaves_the_gradients_of_the_head():
+    results = []
+    for model in both():
+        outputs = model(**batch())
+        outputs.loss.backward(retain_graph=True)
+        model.model.requires_grad_(False)
+        hidden = model.model(batch()["input_ids"]).last_hidden_state
+        logits = model.lm_head(hidden)
+        model.zero_grad()
+        torch.optim.SGD(model.model.parameters(), lr=0.1).step()
+        plain_loss(logits, batch()["labels"]).backward()
+        results.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(*results[::-1])
+
+
+#: What is read of the logits after the step.
+READ = {
+    "argmax": lambda z, y: z.argmax(-1),
+    "loss": plain_loss,
+    "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None]),
+    "columns": lambda z, y: z[..., :7].logsumexp(-1),
+    "values": lambda z, y: true_values(z.softmax(-1)),
+    "detached": lambda z, y: z.detach().float().topk(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_cannot_be_read_after_a_step_has_changed_the_head(tied, optimizer):
+    _, model = both(tie_word_embeddings=tied)
+    outputs = model(**batch())
+    with torch.no_grad():
+        evaluated = model(**batch()).logits
+    outputs.loss.backward()
+    optimizer(model.parameters(), lr=0.3).step()
+    for read in READ.values():
+        for logits in (outputs.logits, evaluated):
+            for grad in (True, False):
+                words = r"has changed since the forward.*loss\.backward\(\) before optimizer\.step\(\)"
+                with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=words):
+                    read(logits, batch()["labels"])
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_values_that_were_computed_before_a_step_stay_and_their_gradients_raise_as_in_torch():
+    for model in both():
+        logits = model(input_ids=batch()["input_ids"]).logits
+        values = logits * torch.ones(B, T, 1)
+        expected = values.detach().clone()
+        plain_loss(model(input_ids=batch()["input_ids"]).logits, batch()["labels"]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.3).step()
+        assert torch.equal(values, expected)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            values.sum().backward()
+
+
+def test_backward_after_a_step_of_a_loss_from_before_it():
+    """Gradients that were computed with their loss are those of its forward; others raise as in torch."""
+    losses = {
+        "cross-entropy": lambda z: F.cross_entropy(z, torch.arange(6)),
+        "log-probabilities": lambda z: z.log_softmax(-1).gather(-1, torch.arange(6)[:, None]).square().sum(),
+        "largest": lambda z: z.max(-1).values.sum(),
+    }
+    for name, function in losses.items():
+        hidden, weight = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+        expected = torch.autograd.grad(function(F.linear(hidden, weight)), [hidden, weight])
+        loss = function(lazy_linear(hidden, weight))
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=1.0).step()
+        if name == "cross-entropy":
+            torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_nothing_is_hooked_to_optimizers():
+    from torch.optim import optimizer
+
     _, model = both()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outputs = model(**batch())
     outputs.loss.backward()
-    weights = outputs.logits.deferred.weights
-    optimizer.step()
-    assert [t.shape for t in weights.copies] == [(V, H)]
-    following = model(**batch())
-    assert weights.copies is None
-    with pytest.raises(RuntimeError, match=r"has changed since the forward.*logits\.argmax\(-1\) before"):
-        outputs.logits.argmax(-1)
-    loss = following.loss
-    weights = weakref.ref(following.logits.deferred.weights)
-    del following
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    hooks = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+    assert not [hook for hook in hooks if hook.__module__.startswith("liger_losses")]
+
+
+def test_the_loss_does_not_keep_its_logits_alive():
+    _, model = both()
+    outputs = model(**batch())
+    loss, weights = outputs.loss, weakref.ref(outputs.logits.deferred.weights)
+    del outputs
     gc.collect()
-    assert weights() is None, "the loss keeps its logits alive"
+    assert weights() is None
     loss.backward()
 
 
@@ -134,6 +236,19 @@ def test_freed_weights_say_what_to_do():
     weight.untyped_storage().resize_(0)  # as fully_shard does after a backward
     with pytest.raises(RuntimeError, match=r"were freed .* before loss\.backward\(\)"):
         logits.argmax(-1)
+
+
+def test_weights_that_are_gathered_again_have_no_gradient():
+    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    expected, whole = F.linear(hidden, weight).detach(), weight.detach().clone()
+    logits = lazy_linear(hidden, weight, gather=lambda: [whole])
+    columns = logits[:, 10:50]
+    weight.untyped_storage().resize_(0)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    loss = F.cross_entropy(columns, torch.arange(4))
+    torch.testing.assert_close(loss, F.cross_entropy(expected[:, 10:50], torch.arange(4)))
+    with pytest.raises(RuntimeError, match=r"no gradient of the weights.*before any backward\(\)"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -422,18 +537,20 @@ def test_generation_gets_plain_logits(monkeypatch):
             torch.testing.assert_close(traced(hidden), plain.lm_head(hidden))
 
 
-def test_logits_of_an_evaluation_can_be_kept_while_training_goes_on():
+def test_what_was_read_of_an_evaluation_can_be_kept_while_training_goes_on():
     plain, model = both()
     kept = []
     for one in (plain, model):
         with torch.inference_mode() if one is model else torch.no_grad():
-            kept.append(one(**batch()).logits)
+            logits = one(**batch()).logits
+            kept.append((logits.argmax(-1), logits.exp(), true_values(logits)))
         optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
         for _ in range(2):
             one(**batch()).loss.backward()
             optimizer.step()
-    assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
-    torch.testing.assert_close(true_values(kept[1]), kept[0])
+    for expected, found in zip(*kept, strict=True):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(true_values(logits), kept[0][2])  # computed once
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")

@@ -88,6 +88,67 @@ def test_a_quantized_head_is_lazy(kind):
     assert torch.equal(model.eval().generate(IDS[:1], **options), generated)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen before", "trained before"])
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind.startswith("torchao")])
+def test_a_head_that_is_quantized_in_place_after_patch_is_lazy_at_the_next_forward(kind, trained, bias):
+    results, labels = [], IDS[:, 1:].flatten()
+    for patched in (False, True):
+        model = quantize(tiny(), kind, head=False, inner=False).train()
+        if bias:
+            model.lm_head.bias = nn.Parameter(torch.randn(V, generator=torch.Generator().manual_seed(1)))
+        model.lm_head.weight.requires_grad_(trained)
+        if patched:
+            patch(model, norms=False, mlps=False, rope=False)
+        model(IDS, labels=IDS).loss.backward()
+        model.zero_grad()
+        assert LAYERS[kind](model.lm_head) is model.lm_head
+        found = [*loss_and_gradients(model)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits = model(IDS).logits
+            found.append(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels))
+            found.append(logits.argmax(-1).float())
+        with allow_materialization():
+            found.append(model(IDS).logits.sigmoid())
+        assert isinstance(logits, LazyLogits) == patched
+        results.append(found)
+    assert_same(results[1], results[0], 1e-5)
+    for ours, theirs in zip(results[1][2:], results[0][2:], strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    head, hidden, targets = loss_inputs(model, input_ids=IDS)
+    assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, targets), results[0][2]) < 1e-5
+    unpatch(model)
+    assert type(model.lm_head) is nn.Linear
+    assert_same(loss_and_gradients(model), results[0], 1e-12)
+
+
+def test_a_patched_head_that_is_quantized_and_called_alone():
+    model = quantize(tiny(), "torchao int8", head=False, inner=False).train()
+    patch(model, norms=False, mlps=False, rope=False)
+    LAYERS["torchao int8"](model.lm_head)
+    hidden = torch.randn(2, 3, H, requires_grad=True)
+    assert relative_error(model.lm_head(hidden), hidden @ dequantized(model.lm_head).t()) < 1e-5
+
+
+class OtherWeight(torch.Tensor):
+    """A weight of a kind that nobody has registered."""
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_a_head_that_gets_a_weight_of_an_unknown_kind_computes_its_logits():
+    model = quantize(tiny(), "torchao int8", head=False, inner=False).train()
+    expected = model(IDS).logits
+    patch(model, norms=False, mlps=False, rope=False)
+    weight = model.lm_head.weight.detach().as_subclass(OtherWeight)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*its weight is a OtherWeight"):
+        found = model(IDS).logits
+    assert not isinstance(found, LazyLogits)
+    assert relative_error(found.as_subclass(torch.Tensor), expected) < 1e-6
+    assert type(model.lm_head) is nn.Linear
+
+
 def test_the_values_of_lazy_logits_are_differentiable(monkeypatch):
     monkeypatch.setattr("liger_losses.patching.lazy.quantized_linear._ROWS_BYTES", 50 * 8 * H)
     model = quantize(tiny(), "packed 4 bit", inner=False).train()

@@ -210,6 +210,22 @@ def test_a_head_alone_under_autocast():
     assert 0 < graphs.count <= 4
 
 
+def test_logits_that_one_graph_returns_cannot_be_read_after_a_step():
+    """The graph computes nothing of them, and they become lazy logits when they are read."""
+    lazy = Model(lambda z, y: z, True)
+    make_head_lazy(lazy)
+    ids = torch.randint(V, (2, 6))
+    compiled = torch.compile(lazy, backend=Graphs(), fullgraph=True)
+    torch.testing.assert_close(compiled(ids, None).logsumexp(-1), lazy(ids, None).logsumexp(-1))
+    logits = compiled(ids, None)
+    for p in lazy.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(lazy.parameters(), lr=0.1).step()
+    for read in (lambda z: z.argmax(-1), lambda z: cross_entropy(z[:, :-1] * 2, ids[:, 1:])):
+        with pytest.raises(RuntimeError, match="has changed since the forward"):
+            read(logits)
+
+
 # --- transformers' models ---------------------------------------------------------------------------------------------
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

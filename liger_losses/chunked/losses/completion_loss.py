@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
@@ -145,6 +146,9 @@ class CompletionLoss(ChunkedLoss):
         """
         others, options = [] if extra is None else [extra], self.options
         tokens = batch.select(options, [other.labels for other in others])
+        if batch.head.shard is not None:
+            for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
+                note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         if self.group is not None:

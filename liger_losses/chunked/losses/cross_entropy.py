@@ -23,6 +23,7 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import shift_labels
@@ -230,6 +231,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             )
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
         token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
+        if head.shard is not None:
+            note(labels, self.ignore_index, token_weights=token_weights)
+            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         statistics, metrics = self._names()
         class_weight = self.ce_weight if self.label_smoothing else None
         tokens: Any = labels
@@ -301,6 +305,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
         heads = heads_of(layers, biases, self.transform)
         weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
+        if any(head.shard is not None for head in heads):
+            for i, (part, own) in enumerate(zip(labels, weights, strict=True)):
+                note(part, self.ignore_index, **{f"token_weights[{i}]": own})
+            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
         (statistics, metrics), options = self._names(), self.options
         if self.spans_ranks:

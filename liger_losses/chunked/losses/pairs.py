@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.checks import check_range
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
@@ -161,6 +162,8 @@ class PreferenceLoss(CompletionLoss):
         nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
         if nll_target is not None:
+            if head.shard is not None:
+                note(nll_target=nll_target)
             nll_labels = self.labels(nll_target)
             nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
             if nll_labels.shape != chosen_labels.shape:

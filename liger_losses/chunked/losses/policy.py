@@ -291,6 +291,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return (attention_mask != 0) & (token_ids != self.ignore_index)
 
     @property
+    def common_options(self) -> dict[str, Any]:
+        return {**super().common_options, "entropy_coef": self._coef}
+
+    @property
     def _coef(self) -> float | None:
         """The weight of the entropy bonus; ``None`` for losses without one."""
         return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None

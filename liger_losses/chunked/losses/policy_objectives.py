@@ -26,6 +26,7 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
@@ -247,6 +248,9 @@ class PolicyInputs:
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
+        if head is not None and head.shard is not None:
+            note(advantages=self.advantages, is_ratio=self.token_is_ratio, num_items_in_batch=num_items_in_batch)
+            note(old_logps=self.old_logps, ref_logps=self.ref_logps, sampling_logps=self.sampling_logps)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -264,7 +268,7 @@ class PolicyInputs:
         items = self.tokens
         if normalizer == "items":
             if head is not None and head.shard is not None and num_items_in_batch is None:
-                meet(head, facts=str(options))  # a rank whose inputs are wrong does not get to the sum
+                meet(head)  # a rank whose inputs are wrong does not get to the sum
             items = _items(mask, num_items_in_batch, copies, ranks)
         self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
 

@@ -24,6 +24,7 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
@@ -263,6 +264,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
+        if head.shard is not None:
+            note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=self.metrics)
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size

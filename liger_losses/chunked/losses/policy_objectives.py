@@ -29,6 +29,7 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
+from liger_losses.chunked.losses.completion_loss import wide_dtype
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
 from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
@@ -347,7 +348,11 @@ def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = No
 
 def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
-    o, mask = inputs.options, inputs.mask
+    o, mask, dtype = inputs.options, inputs.mask, logps.dtype
+    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.importance_sampling_level != "token":
+        # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
+        # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
+        logps = logps.to(wide_dtype(logps.device))
     number, log_ratio = mask.float(), inputs.log_ratio(logps)
     acting = mask if acting is None else acting
     if o.off_policy_mask_threshold is not None:
@@ -359,7 +364,7 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
     if o.loss_type == "vespo":
         advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
     level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
-    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)
+    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o).to(dtype)
 
 
 def grpo_loss(

@@ -1,5 +1,7 @@
 """The GRPO family against Liger, against TRL's parts, and against what it is defined as."""
 
+import math
+
 import pytest
 import torch
 
@@ -196,6 +198,28 @@ def test_adaptive_entropy_follows_its_target():
     restored = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
     restored.load_state_dict(loss.state_dict())
     assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
+
+
+@pytest.mark.parametrize("gap", [12.0, 19.0, 22.0, 30.0])
+@pytest.mark.parametrize("level", ["sequence", "sequence_sum"])
+def test_the_corrected_divergence_of_sequences_keeps_its_digits(level, gap):
+    """Of one token, the derivative of ``r (e^d - d - 1)`` is ``-r d``: a difference of terms of size ``e^d``."""
+    logps, options = torch.full((2, 3), -gap - 1), {"importance_sampling_level": level, "beta": 1.0}
+    logps[:, 1:] = -2.0
+    ref, mask, zeros = logps.clone(), torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.zeros(2)
+    ref[:, 0] += gap
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = logps.to(dtype, copy=True).requires_grad_()
+        given = {"ref_logps": ref.to(dtype), "old_logps": logps.to(dtype) - 0.1}
+        loss = functional.grpo_loss(
+            leaf, zeros, mask, loss_type="bnpo", use_bias_correction_kl=True, **given, **options
+        )
+        assert loss.dtype == dtype
+        loss.backward()
+        found.append(leaf.grad)
+    assert float(found[0][0, 0]) == pytest.approx(-gap * math.exp(0.1) / 4, rel=1e-3)
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-3, atol=1e-3)
 
 
 def test_ids_that_stand_for_no_token_are_masked():

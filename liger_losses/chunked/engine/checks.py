@@ -20,6 +20,9 @@ LISTS = (list, tuple, nn.ModuleList)
 #: Where hidden states come from.
 LOSS_INPUTS = "loss_inputs(model, input_ids=...) gives head, hidden states and labels"
 
+#: The types of devices whose tensors have no values.
+WITHOUT_VALUES: tuple[str, ...] = ("meta",)
+
 #: The dtypes of hidden states, weights and biases.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -179,10 +182,21 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
 
 
 def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
-    """Raise ValueError if a tensor is on another device than the weight."""
+    """Raise ValueError if a tensor is on another device than the weight, or if both have no values."""
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
+    check_has_values(weight.device)
+
+
+def check_has_values(device: torch.device) -> None:
+    """Raise ValueError for a device whose tensors have no values: a loss must read which labels there are."""
+    if device.type in WITHOUT_VALUES:
+        raise ValueError(
+            f"weight, hidden states and labels are on the {device.type} device, where tensors have a shape and no "
+            "values, so that there is no loss; put model and batch on a device that computes: load the weights, or "
+            "model.to_empty(device=...) and initialize them."
+        )
 
 
 def check_weight(weight: Any, bias: Any = None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,11 @@ class CompletionLoss(ChunkedLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
+    #: How a reference is given, for the error message of a call without one.
+    reference_forms: ClassVar[str] = (
+        "Pass ref_logps= to Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
+        "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
+    )
     beta: float
     average_log_prob: bool | None = False
     use_ref_model: bool
@@ -127,7 +132,7 @@ class CompletionLoss(ChunkedLoss):
                 f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
                 "build the loss with use_ref_model=True."
             )
-        batch.check_reference(self.needs_reference)
+        batch.check_reference(self.needs_reference, self.reference_forms)
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -300,7 +300,7 @@ def test_bad_options_are_refused(options, message):
         ({"vllm_is_ratio": torch.ones(B, 2)}, "vllm_is_ratio must be"),
         ({"ref_per_token_logps": torch.ones(B)}, "ref_per_token_logps must be"),
         ({"ref_per_token_logps": torch.ones(B, T - 1)}, "ref_per_token_logps must be"),
-        ({"ref_per_token_logps": None}, "beta=0.0"),
+        ({"ref_per_token_logps": None}, "none. Pass ref_per_token_logps=, or .* ref_input= .*ref_weight=.* beta=0.0"),
         ({"ref_per_token_logps": None}, "weighs the divergence from a reference"),
         ({"ref_per_token_logps": None, "ref_input": torch.zeros(B, T, H)}, "no ref_weight="),
         ({"num_items_in_batch": torch.arange(T)}, "one number"),

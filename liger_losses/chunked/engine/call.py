@@ -58,6 +58,49 @@ class Statistics(NamedTuple):
     divergence: Any = None
 
 
+class DeclaredStatistics:
+    """The :class:`Statistics` that a loss of a user's own reads: one that was not asked for is an AttributeError.
+
+    It is no named tuple, of which torch.compile reads all fields.
+
+    Args:
+        values: the statistics, ``None`` for those not asked for.
+        reader: the name of the loss.
+        place: where it names its statistics.
+    """
+
+    def __init__(self, values: Sequence[Any], reader: str, place: str) -> None:
+        self._reader, self._place = reader, place
+        for name, value in zip(Statistics._fields, values, strict=True):
+            if value is not None:
+                setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Statistics._fields:
+            raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
+        raise AttributeError(
+            f"{self._reader} reads statistics.{name}, which was not asked for; declared are {known or 'none'}. Add "
+            f"{name!r} to {self._place}."
+        )
+
+
+def read_by(token_loss: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """The statistics that the function of a separable loss reads."""
+    name = getattr(token_loss, "__name__", type(token_loss).__name__)
+    return DeclaredStatistics(values, f"token_loss ({name})", "statistics=, or to metrics= where it needs no gradient")
+
+
+def check_token_losses(losses: Any, count: int | None) -> None:
+    """Raise ValueError unless a ``token_loss`` has returned one value for each of so many tokens."""
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or losses.shape[0] != count:
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the "
+            "loss is the sum over the tokens; a mean's divisor goes into token_inputs."
+        )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""

@@ -306,6 +306,11 @@ def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list
 def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
     with _without_values(key, tensors), _recording() as recorded:
         structure, outputs = _call(key, tensors)
+    if not outputs:
+        raise ValueError(
+            f"{_parsed(key).name} was asked for nothing, and in a compiled function a call must return a tensor: name "
+            "at least one statistic, such as statistics=('logp',)."
+        )
     # fp16 gradients underflow without the loss scale, which is only known in backward.
     scaled = outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
     _structures[key] = _Result(structure, len(outputs), scaled)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.arguments import constructor_options, unknown_options
-from liger_losses.chunked.engine.call import Query
+from liger_losses.chunked.engine.call import DeclaredStatistics, Query
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator, name_of
@@ -275,4 +275,15 @@ class ChunkedLoss(nn.Module):
         if head.shard is not None:
             note(labels, self.ignore_index, **inputs)
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
-        return self.loss(found, labels != self.ignore_index, **inputs)
+        kind = type(self).__name__
+        place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
+        declared: Any = DeclaredStatistics(found, kind, place)
+        result = self.loss(declared, labels != self.ignore_index, **inputs)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, dict) and (not isinstance(first, Tensor) or first.dim()):
+            got = f"shape {list(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
+            raise ValueError(
+                f"{kind}.loss must return the loss of all tokens, one number (0-dim), or a tuple of that and metrics, "
+                f"got {got}; take the sum or the mean over the tokens of the mask."
+            )
+        return result

@@ -265,7 +265,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
             def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
                 ce, z, derivatives = self._terms(values, active, totals(), token_weights)
-                return ce if values.lse is None else ce + z, derivatives
+                return ce + z if "lse" in (*statistics, *metrics) else ce, derivatives
 
             loss, found = linear_token_loss(
                 _input,
@@ -454,8 +454,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             ce_scale, z_scale = ce_scale * scale, z_scale * scale
         return cross_entropy(
             values.logp,
-            mean_logps=values.mean_logp,
-            lse=values.lse,
+            mean_logps=values.mean_logp if self.label_smoothing else None,
+            lse=values.lse if self.lse_square_scale or self.return_z_loss else None,
             label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
             label_smoothing=self.label_smoothing,
             lse_square_scale=self.lse_square_scale,

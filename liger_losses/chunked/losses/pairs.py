@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.chunked.engine.call import DeclaredStatistics
 from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
@@ -191,9 +192,17 @@ class PreferenceLoss(CompletionLoss):
         pairs = Pairs(
             chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, lengths[0], lengths[1], chosen_nll
         )
-        losses = self.pair_loss(pairs)
+        losses, kind = self.pair_loss(pairs), type(self).__name__
+        if not isinstance(losses, Tensor) or losses.shape != pairs.chosen_logps.shape:
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"{kind}.pair_loss must return one loss per pair, {list(pairs.chosen_logps.shape)}, got {got}; the "
+                "mean over the pairs is taken of what it returns."
+            )
         for side in sides:
-            weight = self.sequence_weight(side.statistics, side.mask)
+            reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
+            declared: Any = DeclaredStatistics(side.statistics, reader, place)
+            weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:

@@ -104,8 +104,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     """
 
     reference_forms = (
-        "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or build "
-        "the loss with beta=0.0 or use_ref_model=False."
+        "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
+        "build the loss with beta=0.0 or use_ref_model=False."
     )
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 

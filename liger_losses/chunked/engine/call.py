@@ -91,14 +91,13 @@ def read_by(token_loss: Callable[..., Any], values: Sequence[Any]) -> Any:
     return DeclaredStatistics(values, f"token_loss ({name})", "statistics=, or to metrics= where it needs no gradient")
 
 
-def check_token_losses(losses: Any, count: int | None) -> None:
-    """Raise ValueError unless a ``token_loss`` has returned one value for each of so many tokens."""
-    if not isinstance(losses, Tensor) or losses.dim() != 1 or losses.shape[0] != count:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(
-            f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the "
-            "loss is the sum over the tokens; a mean's divisor goes into token_inputs."
-        )
+def wrong_token_losses(losses: Any, count: int) -> ValueError:
+    """The error for a ``token_loss`` that has not returned one value for each of so many tokens."""
+    got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    return ValueError(
+        f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the loss "
+        "is the sum over the tokens; a mean's divisor goes into token_inputs."
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ LOSS_INPUTS = "loss_inputs(model, input_ids=...) gives head, hidden states and l
 
 #: The types of devices whose tensors have no values.
 WITHOUT_VALUES: tuple[str, ...] = ("meta",)
+NO_VALUES = (
+    "weight, hidden states and labels are on the meta device, where tensors have a shape and no values, so that there "
+    "is no loss; put model and batch on a device that computes: load the weights, or model.to_empty(device=...) and "
+    "initialize them."
+)
 
 #: The dtypes of hidden states, weights and biases.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -186,17 +191,8 @@ def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
-    check_has_values(weight.device)
-
-
-def check_has_values(device: torch.device) -> None:
-    """Raise ValueError for a device whose tensors have no values: a loss must read which labels there are."""
-    if device.type in WITHOUT_VALUES:
-        raise ValueError(
-            f"weight, hidden states and labels are on the {device.type} device, where tensors have a shape and no "
-            "values, so that there is no loss; put model and batch on a device that computes: load the weights, or "
-            "model.to_empty(device=...) and initialize them."
-        )
+    if weight.device.type in WITHOUT_VALUES:
+        raise ValueError(NO_VALUES)
 
 
 def check_weight(weight: Any, bias: Any = None) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine import checks
 from liger_losses.chunked.engine.checks import (
     FLOATS,
     LOSS_INPUTS,
     check_device,
-    check_has_values,
     check_labels,
     check_tensor,
 )
@@ -57,7 +57,8 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
         )
-    check_has_values(head.weight.device)
+    if head.weight.device.type in checks.WITHOUT_VALUES:
+        raise ValueError(checks.NO_VALUES)
     return _compute_dtype(hidden_states, head)
 
 

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.blocks import (
     fused_statistics,
     projection_gradient,
 )
-from liger_losses.chunked.engine.call import Call, OpenCall, Statistics, check_token_losses, read_by
+from liger_losses.chunked.engine.call import Call, OpenCall, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.plan import blocks, padded
@@ -240,7 +240,8 @@ class Stream:
             read = read_by(query.token_loss, Statistics(**named))
             result = query.token_loss(read, tokens.labels[rows], **inputs)
             losses, derivatives = result if isinstance(result, tuple) else (result, None)
-            check_token_losses(losses, rows.stop - rows.start)
+            if not isinstance(losses, Tensor) or losses.shape != (rows.stop - rows.start,):
+                raise wrong_token_losses(losses, rows.stop - rows.start)
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
                 dtype = self.call.work.logits_dtype  # as autograd would give them: those of fp64 weights are fp64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import CheckedInputs, Query, Statistics, check_token_losses, read_by
+from liger_losses.chunked.engine.call import CheckedInputs, Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.checks import one_each
 from liger_losses.kernels.tracing import state
 
@@ -36,7 +36,8 @@ def empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
 def differentiable(result: Any, statistics: Any, count: int) -> Tensor:
     """What a token loss of so many tokens returned: where that is values and derivatives, a function that has both."""
     losses, derivatives = result if isinstance(result, tuple) else (result, None)
-    check_token_losses(losses, count)
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        raise wrong_token_losses(losses, count)
     if derivatives is None:
         return losses
     values = {name: getattr(statistics, name) for name in derivatives}

@@ -200,9 +200,12 @@ class PreferenceLoss(CompletionLoss):
                 "mean over the pairs is taken of what it returns."
             )
         for side in sides:
-            reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
-            declared: Any = DeclaredStatistics(side.statistics, reader, place)
-            weight = self.sequence_weight(declared, side.mask)
+            try:
+                weight = self.sequence_weight(side.statistics, side.mask)
+            except (AttributeError, TypeError):  # where a statistic is None, say which
+                reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
+                declared: Any = DeclaredStatistics(side.statistics, reader, place)
+                weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:

@@ -16,10 +16,13 @@ from liger_losses import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearSimPOLoss,
     Teacher,
     TeacherLogits,
+    TeacherTopK,
+    TokenSupport,
     functional,
     linear_divergence_loss,
     linear_logps,
@@ -191,3 +194,25 @@ def test_numbers_may_be_on_the_cpu():
     assert F.bco_loss(rewards, rewards, rewards > 0, torch.tensor(0.5)).device == rewards.device
     with pytest.raises(ValueError, match="shift is on cpu, rewards on meta"):
         F.bco_loss(rewards, rewards, rewards > 0, ONES)
+
+
+ON_META = {
+    "cross-entropy": lambda h, w, y: CE()(w, h, y),
+    "many heads": lambda h, w, y: CE()([w, w], h, y),
+    "per token": lambda h, w, y: CE(reduction="none", compact=False)(w, h, y),
+    "DPO": lambda h, w, y: DPO(use_ref_model=False)(w, h, y),
+    "KTO": lambda h, w, y: KTO()(h, w, y, preference_labels=ONES.to("meta") > 0, kl=0.3),
+    "GRPO": lambda h, w, y: GRPO(beta=0.0)(h, w, y, MASK.to("meta"), ONES.to("meta")),
+    "JSD": lambda h, w, y: JSD()(w, h, y, Teacher(h.detach(), w.detach())),
+    "KL, top-k": lambda h, w, y: LigerFusedLinearKLLoss()(w, h, y, TeacherTopK(h[..., :1].detach(), y[..., None])),
+    "log-probabilities": lambda h, w, y: linear_logps(h, w, y),
+    "kept columns": lambda h, w, y: linear_logps(h, w, y, support=TokenSupport(y[..., None])),
+    "a loss of one's own": lambda h, w, y: linear_token_loss(h, w, y, lambda s, labels: -s.logp),
+}
+
+
+@pytest.mark.parametrize("name", ON_META)
+def test_tensors_without_values(name):
+    tensors = [tensor.detach().to("meta") for tensor in problem(20, 8, 30, shape=(4, 5))[:3]]
+    with pytest.raises(ValueError, match=r"on the meta device, where tensors have a shape and no values.*to_empty"):
+        ON_META[name](*tensors)

@@ -15,6 +15,21 @@ from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
+#: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
+PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
+_PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
+
+
+def place_weights(first: int, count: int, device: torch.device) -> Tensor:
+    """A weight for each of the places ``first`` to ``first + count``, ``[count]`` int64, for checksums.
+
+    ``w_t = x ^ (x >> 32)`` with ``x = (t + 1) c`` modulo 2^64. The weights do not repeat, and the shift makes them
+    anything but linear in t, so that entries in another order have another sum: that of two tensors which differ is
+    the same once in some 2^32 times.
+    """
+    x = torch.arange(first + 1, first + count + 1, device=device) * PLACE_FACTOR
+    return x ^ (x >> 32)
+
 
 def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
     """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
@@ -25,16 +40,16 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
         backend: ``torch`` or ``triton``.
 
     Returns:
-        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and
-        ``sum_t (label_t + 1) (t mod 1009 + 1)`` modulo 2^64, with t counted through all tensors, which other labels,
-        or labels in another order, hardly have.
+        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and a
+        checksum, ``sum_t (label_t + 1) w_t`` modulo 2^64 with the :func:`place_weights` ``w``, where t is counted
+        through all tensors.
     """
     if backend == "torch":
         first, rows = 0, []
         for part in labels:
-            active, places = part != ignore_index, torch.arange(first, first + len(part), device=part.device)
+            active = part != ignore_index
             low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
-            checksum = ((part + 1) * (places % 1009 + 1)).sum()
+            checksum = ((part + 1) * place_weights(first, len(part), part.device)).sum()
             rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
         return torch.stack(rows)
@@ -201,7 +216,8 @@ def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.cons
         count += active.to(tl.int64)
         low = tl.minimum(low, kept)
         high = tl.maximum(high, kept)
-        checksum += tl.where(inside, (label + 1) * ((first + at) % 1009 + 1), 0)
+        place = (first + at + 1).to(tl.int64) * _PLACE_FACTOR
+        checksum += tl.where(inside, (label + 1) * (place ^ (place >> 32)), 0)
     tl.store(out, tl.sum(count, 0))
     tl.store(out + 1, tl.min(low, 0))
     tl.store(out + 2, tl.max(high, 0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import Call, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.call import Call, EngineOptions, Query, Statistics, make_call, read_by
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens
@@ -60,9 +60,9 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
         terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
         return torch.stack(terms).sum(), detached
     assert call.query.token_loss is not None
-    named = Statistics(**active)
+    named = read_by(call.query.token_loss, Statistics(**active))
     result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
-    loss = call.tokens.masked(differentiable(result, named)).sum()
+    loss = call.tokens.masked(differentiable(result, named, call.tokens.count)).sum()
     return loss.to(call.work.logits_dtype), detached
 
 

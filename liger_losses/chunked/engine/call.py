@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names, check_vector
+from liger_losses.chunked.engine.given import Given, given_to_loss, running
 from liger_losses.chunked.engine.head import (
     Head,
     Projection,
@@ -27,7 +28,7 @@ from liger_losses.chunked.engine.head import (
 from liger_losses.chunked.engine.input_checks import check_inputs, check_like_labels
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory, make_plan
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, checksum
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
@@ -55,6 +56,48 @@ class Statistics(NamedTuple):
     argmax: Any = None
     selected_logps: Any = None
     divergence: Any = None
+
+
+class DeclaredStatistics:
+    """The :class:`Statistics` that a loss of a user's own reads: one that was not asked for is an AttributeError.
+
+    It is no named tuple, of which torch.compile reads all fields.
+
+    Args:
+        values: the statistics, ``None`` for those not asked for.
+        reader: the name of the loss.
+        place: where it names its statistics.
+    """
+
+    def __init__(self, values: Sequence[Any], reader: str, place: str) -> None:
+        self._reader, self._place = reader, place
+        for name, value in zip(Statistics._fields, values, strict=True):
+            if value is not None:
+                setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Statistics._fields:
+            raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
+        raise AttributeError(
+            f"{self._reader} reads statistics.{name}, which was not asked for; declared are {known or 'none'}. Add "
+            f"{name!r} to {self._place}."
+        )
+
+
+def read_by(token_loss: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """The statistics that the function of a separable loss reads."""
+    name = getattr(token_loss, "__name__", type(token_loss).__name__)
+    return DeclaredStatistics(values, f"token_loss ({name})", "statistics=, or to metrics= where it needs no gradient")
+
+
+def wrong_token_losses(losses: Any, count: int) -> ValueError:
+    """The error for a ``token_loss`` that has not returned one value for each of so many tokens."""
+    got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    return ValueError(
+        f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the loss "
+        "is the sum over the tokens; a mean's divisor goes into token_inputs."
+    )
 
 
 @dataclass(frozen=True)
@@ -270,12 +313,12 @@ def make_call(
         checked = CheckedInputs.of(hidden_states[0] if alone else hidden_states, head, labels, query)
         if not state.shapes_only:
             draft = _Draft(checked, head, query, options, memory)
-            agreement.facts, agreement.checksum = draft.facts, draft.checksum
+            agreement.given = draft.given()
             if device.type == "cpu":  # which also finds what is wrong with the values of one rank
                 call = draft.call()
     try:
         if not state.shapes_only and call is None:
-            call = draft.call()  # while the ranks' facts are exchanged
+            call = draft.call()  # while the ranks compare what they were given
     except Exception:
         with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
             agreement.wait()
@@ -323,47 +366,49 @@ class _Draft:
             compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
             head.shard.check_columns(compared)
 
-    @property
-    def facts(self) -> str:
-        """What all ranks that share a vocabulary must have in common, beside labels: the rest of a call follows."""
+    def given(self) -> Given:
+        """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
         query, options, (hidden, _, shapes, _, vocab_size) = self.query, self.options, self.checked
-        width = "" if query.selected is None else f" of {query.selected.shape[-1]} columns"
-        dtypes = ", ".join(str(part.dtype) for part in hidden)
-        beside = "" if query.class_weight is None else " with class weights"
-        beside += " of a loss per token" if query.separable else ""
-        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
-        comparison, compared = query.comparison, ""
-        if comparison is not None:
-            columns = comparison.teacher.vocab_size
-            at = said(comparison.temperature)
-            kind = "logits"
-            if isinstance(comparison.teacher, Teacher):
-                kind = f"hidden states of {comparison.teacher.head.hidden_size}"
-            compared = f" of a teacher with {kind} and {columns} columns ({comparison.divergence}, T={at})"
-        space = f"workspace {options.workspace}" if options.workspace else f"default workspace {default_bound()}"
+        in_a_loss, found = running.loss is not None, given_to_loss()
         kinds = [name for name in ("dense", "fused_products", "fused", "exponentials") if getattr(self, name)]
-        shard = self.head.shard
-        sums = "partial" if shard is not None and shard.partial_gradients else "whole"
-        return (
-            f"labels {[tuple(shape) for shape in shapes]} of hidden states of {hidden[0].shape[-1]} in {dtypes}, "
-            f"ignore_index {options.ignore_index}, {', '.join(query.statistics)} and {', '.join(query.metrics) or None}"
-            f"{width}{compared}{beside}, {sums} gradients of hidden states {self.needs_hidden} and of "
-            f"{needs}, {space}, chunk_size {options.chunk_size}, "
-            f"strategy {options.strategy}, compact {options.compact}, products in {self.operand} by {self.backend} "
-            f"({', '.join(kinds)}), grad_weight in {self.grad_weight_dtype}, {vocab_size} columns, "
-            f"{self.head.transform.said}"
-        )
-
-    @property
-    def checksum(self) -> Tensor:
-        """Of the labels, and of selected columns and temperatures of tokens that carry loss, 0-dim."""
-        compared = self.head.transform if self.query.comparison is None else self.query.comparison
-        found, temperature = self.labels.checksum(self.backend), compared.temperature
-        if isinstance(temperature, Tensor):
-            check_temperature(temperature, self.head.weight.device, self.checked.shapes)
-            found = found + checksum(self.labels.masked_values(temperature).float().view(torch.int32))
-        if self.query.selected is not None:
-            found = found + checksum(self.labels.masked_values(self.query.selected))
+        needs = [name for name, need in (("weight", self.needs_weight), ("bias", self.needs_bias)) if need]
+        sums = "partial" if self.head.shard is not None and self.head.shard.partial_gradients else "whole"
+        found.values |= {
+            "labels' shapes": [tuple(shape) for shape in shapes],
+            "hidden states": f"{hidden[0].shape[-1]} in {', '.join(str(part.dtype) for part in hidden)}",
+            "ignore_index": options.ignore_index,
+            "statistics": query.statistics,
+            "metrics": query.metrics,
+            "a loss per token": query.separable,
+            "logits": self.head.transform.said,
+            "columns": vocab_size,
+            "gradients": f"{sums} ones of hidden states {self.needs_hidden}, {needs} in {self.grad_weight_dtype}",
+            "workspace": options.workspace or f"default workspace {default_bound()}",
+            "chunk_size": options.chunk_size,
+            "strategy": options.strategy,
+            "compact": options.compact,
+            "products": f"in {self.operand} by {self.backend} ({', '.join(kinds)})",
+        }
+        compared = self.head.transform if query.comparison is None else query.comparison
+        if query.comparison is not None:
+            teacher, kind = query.comparison.teacher, "logits"
+            if isinstance(teacher, Teacher):
+                kind = f"hidden states of {teacher.head.hidden_size}"
+            found.values["teacher"] = f"{kind}, {teacher.vocab_size} columns"
+            found.values["divergence"] = f"{query.comparison.divergence}, temperature {said(compared.temperature)}"
+        found.checksums["labels"] = self.labels.checksum(self.backend)
+        of_tokens: dict[str, Any] = {}
+        if isinstance(compared.temperature, Tensor):
+            check_temperature(compared.temperature, self.head.weight.device, self.checked.shapes)
+            of_tokens["temperatures"] = compared.temperature.float()
+        if query.selected is not None:
+            of_tokens["selected columns"] = query.selected
+        if not in_a_loss:  # a loss has noted these by its own names
+            of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
+            of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
+        for name, value in of_tokens.items():
+            found.add(name, self.labels.masked_values(value))
+        found.add("class weights", query.class_weight)
         return found
 
     def call(self) -> Call:

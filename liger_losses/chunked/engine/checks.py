@@ -20,6 +20,14 @@ LISTS = (list, tuple, nn.ModuleList)
 #: Where hidden states come from.
 LOSS_INPUTS = "loss_inputs(model, input_ids=...) gives head, hidden states and labels"
 
+#: The types of devices whose tensors have no values.
+WITHOUT_VALUES: tuple[str, ...] = ("meta",)
+NO_VALUES = (
+    "weight, hidden states and labels are on the meta device, where tensors have a shape and no values, so that there "
+    "is no loss; put model and batch on a device that computes: load the weights, or model.to_empty(device=...) and "
+    "initialize them."
+)
+
 #: The dtypes of hidden states, weights and biases.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -179,10 +187,12 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
 
 
 def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
-    """Raise ValueError if a tensor is on another device than the weight."""
+    """Raise ValueError if a tensor is on another device than the weight, or if both have no values."""
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
+    if weight.device.type in WITHOUT_VALUES:
+        raise ValueError(NO_VALUES)
 
 
 def check_weight(weight: Any, bias: Any = None) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import FLOATS, LOSS_INPUTS, check_device, check_labels, check_tensor
+from liger_losses.chunked.engine import checks
+from liger_losses.chunked.engine.checks import (
+    FLOATS,
+    LOSS_INPUTS,
+    check_device,
+    check_labels,
+    check_tensor,
+)
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.tokens import Tokens
@@ -50,6 +57,8 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
         )
+    if head.weight.device.type in checks.WITHOUT_VALUES:
+        raise ValueError(checks.NO_VALUES)
     return _compute_dtype(hidden_states, head)
 
 

@@ -25,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
 from liger_losses.chunked.engine.call import Statistics
+from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.ranks import raise_on_all_ranks
 from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.kernels.autograd import autocast_dtype
@@ -89,12 +90,18 @@ def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) ->
         if torch.compiler.is_dynamo_compiling():
             return traced(*arguments, **keywords)
         agreements = Agreement.count
+        before = running.loss, running.noted
+        if of_loss:
+            running.loss, running.noted = arguments[0], ()
         try:
             return function(*arguments, **keywords)
         except (TypeError, ValueError, RankError) as error:
             loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
             raise_on_all_ranks(error, agreements, function, given, keywords, loss)
             raise
+        finally:
+            if of_loss:
+                running.loss, running.noted = before
 
     # torch.compile limits how often one code object is compiled again; without this, all functions would share one.
     own = cast(FunctionType, wrapped)
@@ -299,6 +306,11 @@ def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list
 def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
     with _without_values(key, tensors), _recording() as recorded:
         structure, outputs = _call(key, tensors)
+    if not outputs:
+        raise ValueError(
+            f"{_parsed(key).name} was asked for nothing, and in a compiled function a call must return a tensor: name "
+            "at least one statistic, such as statistics=('logp',)."
+        )
     # fp16 gradients underflow without the loss scale, which is only known in backward.
     scaled = outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
     _structures[key] = _Result(structure, len(outputs), scaled)

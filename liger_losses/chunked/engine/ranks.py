@@ -15,20 +15,24 @@ import torch
 import torch.distributed as dist
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
+from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import device_memory
 from liger_losses.chunked.engine.shard import Agreement
 
 
-def meet(head: Head, error: Exception | None = None, facts: str = "") -> None:
-    """Raise on all ranks that share a head if one has an error, or if their facts differ; before other collectives."""
+def meet(head: Head, error: Exception | None = None) -> None:
+    """Raise on all ranks that share a head if one has an error, or if their loss was given different things.
+
+    It comes before other collectives.
+    """
     assert head.shard is not None
     device = head.weight.device
     head.shard.least_memory(device_memory(device), device)
     with Agreement(head.shard.group, device) as agreement:
-        agreement.facts = facts
         if error is not None:
             raise error
+        agreement.given = given_to_loss()
     agreement.wait()
 
 

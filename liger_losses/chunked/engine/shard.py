@@ -10,7 +10,6 @@ and so on. The gradient of a rank's columns then needs no more than the log-sum-
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.given import Given, differences
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -240,9 +240,9 @@ class RankError(RuntimeError):
 class Agreement:
     """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
-    Without it, a rank that raises would leave the others waiting in their next collective. ``facts`` and ``checksum``,
-    of the call that a rank is about to make, must be the same on all ranks; ``number`` may be any. At the end of the
-    context the exchange begins, and :meth:`wait` must come before any other collective.
+    Without it, a rank that raises would leave the others waiting in their next collective. What a rank was
+    :attr:`given` for the call that it is about to make must be the same on all ranks; :attr:`number` may be any. At the
+    end of the context the exchange begins, and :meth:`wait` must come before any other collective.
     """
 
     #: How many this rank has taken part in.
@@ -250,8 +250,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.facts = ""
-        self.checksum: Tensor | None = None
+        self.given = Given()
         self.number = 0
 
     def __enter__(self) -> Agreement:
@@ -260,20 +259,20 @@ class Agreement:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        digest = -1 if error is not None else zlib.crc32(self.facts.encode())
+        digest, checksum = (-1, None) if error is not None else (self.given.digest, self.given.checksum)
         # From pinned memory: the host would wait for another copy to a GPU.
         on_gpu = self.device.type == "cuda"
         mine = torch.tensor([digest, self.number, 0], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         mine = mine.to(self.device, non_blocking=True)
-        if self.checksum is not None and error is None:
-            mine[2] = self.checksum
+        if checksum is not None:
+            mine[2] = checksum
         self._gathered = mine.new_empty(3 * self.group.size())
         _all_gather(self._gathered, mine, group=self.group)
         Agreement.count += 1
         if error is not None:
-            self._gather_texts(f"{type(error).__name__}: {error}")
+            self._gather_objects(f"{type(error).__name__}: {error}")
 
-    def _gather_texts(self, own: str) -> list[str]:
+    def _gather_objects(self, own: Any) -> list[Any]:
         """Each rank's."""
         found: list[Any] = [None] * self.group.size()
         dist.all_gather_object(found, own, group=self.group)
@@ -284,7 +283,7 @@ class Agreement:
 
         Raises:
             RankError: another rank has raised.
-            ValueError: the ranks' ``facts`` or ``checksum`` differ.
+            ValueError: the ranks were given different things; says which.
         """
         gathered = self._gathered.tolist()
         digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
@@ -292,27 +291,14 @@ class Agreement:
             first = digests.index(-1)
             raise RankError(
                 f"rank {first} of the group that shares the vocabulary raised an error, so this rank raises too: "
-                f"{self._gather_texts('')[first]}"
+                f"{self._gather_objects('')[first]}"
             )
-        if len(set(digests)) > 1:
-            listed = "\n".join(f"  rank {rank}: {fact}" for rank, fact in enumerate(self._gather_texts(self.facts)))
+        if len(set(digests)) > 1 or len(set(checksums)) > 1:
             raise ValueError(
                 "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with "
-                f"the same options; they differ:\n{listed}"
-            )
-        if len(set(checksums)) > 1:
-            raise ValueError(
-                "all ranks of the group that shares the vocabulary must make the same call on the same tokens, but "
-                "their labels differ, or their temperatures. Where each rank has a batch of its own, give all ranks of "
-                "the group the same one."
+                f"the same options; they differ in {differences(self._gather_objects(self.given.described()))}"
             )
         return numbers
-
-
-def checksum(numbers: Tensor) -> Tensor:
-    """A number that other integers, or these in another order, hardly have."""
-    flat = numbers.flatten().long()
-    return ((flat + 1) * (torch.arange(1, len(flat) + 1, device=flat.device) % 1009 + 1)).sum()
 
 
 def check_teacher_shard(student: VocabularyShard | None, teacher: VocabularyShard) -> None:
@@ -389,7 +375,7 @@ def share_vocabulary(
         else:
             check_vector("bias", bias, weight)
             kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
-        biased = "with" if bias is not None else "without"
-        agreement.facts = f"a head of {kind} with a hidden size of {hidden_size}, {biased} bias"
+        biased = "none" if bias is None else "given"
+        agreement.given = Given({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
         agreement.number = len(weight)
     return VocabularyShard(group, rank, agreement.wait())

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.blocks import (
     fused_statistics,
     projection_gradient,
 )
-from liger_losses.chunked.engine.call import Call, OpenCall, Statistics
+from liger_losses.chunked.engine.call import Call, OpenCall, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.plan import blocks, padded
@@ -237,12 +237,11 @@ class Stream:
             leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}
             named = {**leaves, **{name: values[name] for name in query.metrics}}
             inputs = _rows_of(query.token_inputs, rows)
-            result = query.token_loss(Statistics(**named), tokens.labels[rows], **inputs)
+            read = read_by(query.token_loss, Statistics(**named))
+            result = query.token_loss(read, tokens.labels[rows], **inputs)
             losses, derivatives = result if isinstance(result, tuple) else (result, None)
             if not isinstance(losses, Tensor) or losses.shape != (rows.stop - rows.start,):
-                count = rows.stop - rows.start
-                got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-                raise ValueError(f"token_loss must return one value per token, [{count}], got {got}.")
+                raise wrong_token_losses(losses, rows.stop - rows.start)
             losses = tokens.masked(losses, rows)
             if derivatives is not None:
                 dtype = self.call.work.logits_dtype  # as autograd would give them: those of fp64 weights are fp64

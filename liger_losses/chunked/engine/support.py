@@ -14,10 +14,11 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import default_bound, default_workspace, device_memory
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard, checksum
+from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
@@ -180,14 +181,18 @@ def linear_support_statistics(
             if agreed is not None and shard is not None:
                 needs = torch.is_grad_enabled() and local.requires_grad
                 sums = "partial" if shard.partial_gradients else "whole"
-                agreed.facts = (
-                    f"{names} over kept columns, {numbers}, {call}, {sums} gradient of hidden states in {local.dtype}: "
-                    f"{needs}"
-                )
-                compared = [labels, support.ids, *([] if support.offsets is None else [support.offsets])]
+                agreed.given = given = given_to_loss()
+                given.values |= {
+                    "statistics": names,
+                    "numbers of kept columns": tuple(numbers),
+                    "kept columns are scored": str(call),
+                    "gradients": f"{sums} ones of hidden states in {local.dtype}: {needs}",
+                }
+                given.add("labels", labels)
+                given.add("kept columns", support.ids)
+                given.add("offsets of kept columns", support.offsets)
                 if isinstance(call.options.transform.temperature, Tensor):
-                    compared.append(call.options.transform.temperature.float().view(torch.int32))
-                agreed.checksum = torch.stack([checksum(part) for part in compared]).sum()
+                    given.add("temperatures", call.options.transform.temperature.float())
     if agreed is not None:
         agreed.wait()
     if state.shapes_only:

@@ -279,9 +279,13 @@ class Counting:
             self.copied.record(torch.cuda.current_stream(self.labels[0].device))
 
     def masked_values(self, values: Tensor) -> Tensor:
-        """``[T]`` (or ``[T, k]``) of the only tensor of labels, with 0 for tokens without loss."""
-        (shape,), active = self.shapes, self.labels[0] != self.ignore_index
-        flat = values.detach().reshape(shape.numel(), *values.shape[len(shape) :])
+        """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss.
+
+        Of several tensors of labels, the values are ``[T, k]``, those of all tokens.
+        """
+        active = torch.cat([part != self.ignore_index for part in self.labels])
+        dims = len(self.shapes[0]) if len(self.shapes) == 1 else 1
+        flat = values.detach().reshape(len(active), *values.shape[dims:])
         return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
 
     def checksum(self, backend: str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import CheckedInputs, Query, Statistics
+from liger_losses.chunked.engine.call import CheckedInputs, Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.checks import one_each
 from liger_losses.kernels.tracing import state
 
@@ -33,11 +33,13 @@ def empty_statistics(checked: CheckedInputs, query: Query) -> list[Statistics]:
     return [Statistics(**{name: empty(name, shape) for name in names}) for shape in checked.shapes]
 
 
-def differentiable(result: Any, statistics: Statistics) -> Tensor:
-    """What a token loss returned: where that is values and derivatives, a function that has both."""
-    if not isinstance(result, tuple):
-        return result
-    losses, derivatives = result
+def differentiable(result: Any, statistics: Any, count: int) -> Tensor:
+    """What a token loss of so many tokens returned: where that is values and derivatives, a function that has both."""
+    losses, derivatives = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        raise wrong_token_losses(losses, count)
+    if derivatives is None:
+        return losses
     values = {name: getattr(statistics, name) for name in derivatives}
     return losses.detach() + sum(g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items())
 
@@ -59,11 +61,10 @@ def traced_token_loss(
         return None if value is None else value.flatten(0, labels.dim() - 1)
 
     mask = labels != ignore_index
-    named = Statistics(*[flat(value) for value in found])
-    result = token_loss(
-        named, labels.masked_fill(~mask, 0).flatten(), **{n: flat(value.detach()) for n, value in inputs.items()}
-    )
-    loss = torch.where(mask.flatten(), differentiable(result, named), 0.0).sum()
-    wide = [value.dtype for value in named if value is not None and value.is_floating_point()]
+    named = read_by(token_loss, [flat(value) for value in found])
+    active = labels.masked_fill(~mask, 0).flatten()
+    result = token_loss(named, active, **{n: flat(value.detach()) for n, value in inputs.items()})
+    loss = torch.where(mask.flatten(), differentiable(result, named, active.shape[0]), 0.0).sum()
+    wide = [value.dtype for value in found if value is not None and value.is_floating_point()]
     loss = loss.to(wide[0]) if wide else loss
     return loss, Statistics(*[None if value is None else value.detach() for value in found])

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.arguments import unknown_options
-from liger_losses.chunked.engine.call import Query
+from liger_losses.chunked.engine.arguments import constructor_options, unknown_options
+from liger_losses.chunked.engine.call import DeclaredStatistics, Query
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator, name_of
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead
@@ -145,10 +146,13 @@ class ChunkedLoss(nn.Module):
 
     @property
     def common_options(self) -> dict[str, Any]:
-        """The options that all ranks of :attr:`group` have in common: how a rank streams is its own affair."""
+        """The options that all ranks that compute this loss together have in common: those of :attr:`group`, and those
+        that share the vocabulary. How a rank streams is its own affair."""
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
-        named = {k: v for k, v in vars(self).items() if k[0] != "_" and k not in own and isinstance(v, plain)}
+        # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
+        names = [name for name in (*constructor_options(type(self)), "training") if name not in own]
+        named = {name: vars(self)[name] for name in names if isinstance(vars(self).get(name, self), plain)}
         return {"loss": type(self).__name__, **named}
 
     @property
@@ -268,5 +272,18 @@ class ChunkedLoss(nn.Module):
                 "leave out group=, and sum over the ranks there."
             )
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
+        if head.shard is not None:
+            note(labels, self.ignore_index, **inputs)
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
-        return self.loss(found, labels != self.ignore_index, **inputs)
+        kind = type(self).__name__
+        place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
+        declared: Any = DeclaredStatistics(found, kind, place)
+        result = self.loss(declared, labels != self.ignore_index, **inputs)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, dict) and (not isinstance(first, Tensor) or first.dim()):
+            got = f"shape {list(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
+            raise ValueError(
+                f"{kind}.loss must return the loss of all tokens, one number (0-dim), or a tuple of that and metrics, "
+                f"got {got}; take the sum or the mean over the tokens of the mask."
+            )
+        return result

@@ -126,17 +126,15 @@ class CompletionBatch:
             found = linear_statistics(self.ref_hidden_states, self.ref_head, tokens, options=options)
         return list(self.groups([part.logp for part in found]))
 
-    def check_reference(self, needed: str | None) -> None:
-        """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits."""
+    def check_reference(self, needed: str | None, how: str) -> None:
+        """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits.
+
+        ``how`` says how to give one, and how to do without.
+        """
         hidden = self.ref_hidden_states
         for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
             if needed and hidden is None and logps is None:
-                raise ValueError(
-                    f"{needed}, but the {which} completions have none. Pass ref_logps= to "
-                    "Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
-                    "Completions, pass the ref_ arguments of the loss itself. Or build the loss with "
-                    "use_ref_model=False."
-                )
+                raise ValueError(f"{needed}, but the {which} completions have none. {how}")
             if logps is None:
                 continue
             if hidden is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
@@ -84,6 +85,11 @@ class CompletionLoss(ChunkedLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
+    #: How a reference is given, for the error message of a call without one.
+    reference_forms: ClassVar[str] = (
+        "Pass ref_logps= to Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
+        "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
+    )
     beta: float
     average_log_prob: bool | None = False
     use_ref_model: bool
@@ -126,7 +132,7 @@ class CompletionLoss(ChunkedLoss):
                 f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
                 "build the loss with use_ref_model=True."
             )
-        batch.check_reference(self.needs_reference)
+        batch.check_reference(self.needs_reference, self.reference_forms)
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -145,6 +151,9 @@ class CompletionLoss(ChunkedLoss):
         """
         others, options = [] if extra is None else [extra], self.options
         tokens = batch.select(options, [other.labels for other in others])
+        if batch.head.shard is not None:
+            for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
+                note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         if self.group is not None:

@@ -23,6 +23,7 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import shift_labels
@@ -140,6 +141,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
         head_weights: with K heads, the weight of each one's loss in the sum, such as Medusa's ``0.8**k``; 1 by default.
+            What a head of weight 0 computes, NaN too, is in the metrics alone.
         shift: how many positions labels are moved by: position ``t`` predicts the label at ``t + shift``, ``True`` is
             1. With K heads, a list gives each its own: ``[1, 2, 3]`` for the next three tokens.
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
@@ -230,6 +232,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             )
         head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
         token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
+        if head.shard is not None:
+            note(labels, self.ignore_index, token_weights=token_weights)
+            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         statistics, metrics = self._names()
         class_weight = self.ce_weight if self.label_smoothing else None
         tokens: Any = labels
@@ -243,7 +248,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         def totals() -> tuple[Tensor, Tensor]:
             """Read once the first product is queued, so that the device need not wait for them."""
             if not kept:
-                kept.append(self._denominators(labels, items, token_weights))
+                kept.append(self._denominators(labels, items, token_weights, head.weight.dtype))
             return kept[0]
 
         if spans_ranks:
@@ -260,7 +265,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
             def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
                 ce, z, derivatives = self._terms(values, active, totals(), token_weights)
-                return ce if values.lse is None else ce + z, derivatives
+                return ce + z if "lse" in (*statistics, *metrics) else ce, derivatives
 
             loss, found = linear_token_loss(
                 _input,
@@ -301,20 +306,29 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
         heads = heads_of(layers, biases, self.transform)
         weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
+        if any(head.shard is not None for head in heads):
+            for i, (part, own) in enumerate(zip(labels, weights, strict=True)):
+                note(part, self.ignore_index, **{f"token_weights[{i}]": own})
+            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
         (statistics, metrics), options = self._names(), self.options
         if self.spans_ranks:
             query = Query(tuple(statistics), tuple(metrics), token_loss=self._token_loss)
             Targets.of(hidden, heads, labels, options).check(query)
             self.agree(numbers, labels[0].device)
-        for part, mask, own, number in zip(labels, masks, weights, numbers, strict=True):
+        for head, part, mask, own, number in zip(heads, labels, masks, weights, numbers, strict=True):
             items = None if number is None else checked_items(number, part.device)
-            targets.append(_Target(part, mask, self._denominators(part, items, own), own))
+            targets.append(_Target(part, mask, self._denominators(part, items, own, head.weight.dtype), own))
         class_weight = self.ce_weight if self.label_smoothing else None
         scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
+        # 0 times a loss that is NaN is NaN: to the sum, a head of weight 0 has no tokens.
+        silent = [k for k in range(count) if scales[k] == 0]
+        counted = [
+            labels[k].new_full(labels[k].shape, self.ignore_index) if k in silent else labels[k] for k in range(count)
+        ]
         if self.reduction == "none":
             found = linear_statistics(
-                hidden, heads, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
+                hidden, heads, counted, statistics, metrics=metrics, class_weight=class_weight, options=options
             )
             terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
             loss: Any = [scale * (ce + z) for scale, (ce, z) in zip(scales, terms, strict=True)]
@@ -322,7 +336,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             loss, found = linear_token_loss(
                 hidden,
                 heads,
-                labels,
+                counted,
                 self._token_loss,
                 statistics,
                 metrics=metrics,
@@ -332,6 +346,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             )
             loss = loss if self.group is None else self.total(loss)
             terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
+        if silent:
+            their_hidden, their_heads, their_labels = ([part[k] for k in silent] for part in (hidden, heads, labels))
+            with torch.no_grad():
+                own = linear_statistics(
+                    their_hidden,
+                    their_heads,
+                    their_labels,
+                    statistics,
+                    metrics=metrics,
+                    class_weight=class_weight,
+                    options=options,
+                )
+            for k, values in zip(silent, own, strict=True):
+                found[k], terms[k] = values, self._target_terms(values, targets[k])
         return loss, self._metrics(found, targets, [(ce.detach(), z.detach()) for ce, z in terms])
 
     def _token_inputs(
@@ -426,8 +454,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             ce_scale, z_scale = ce_scale * scale, z_scale * scale
         return cross_entropy(
             values.logp,
-            mean_logps=values.mean_logp,
-            lse=values.lse,
+            mean_logps=values.mean_logp if self.label_smoothing else None,
+            lse=values.lse if self.lse_square_scale or self.return_z_loss else None,
             label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
             label_smoothing=self.label_smoothing,
             lse_square_scale=self.lse_square_scale,
@@ -436,9 +464,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
 
     def _denominators(
-        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None
+        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """What cross-entropy and z-loss are divided by: known before any logit."""
+        """What cross-entropy and z-loss are divided by, from a head of this dtype: known before any logit."""
         if self.reduction != "mean":
             one = torch.ones((), device=labels.device)
             return one, one
@@ -446,12 +474,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             ce_total = z_total = items
         else:
             mask = labels != self.ignore_index
-            weights = mask.float() if token_weights is None else token_weights * mask
+            wide = torch.promote_types(dtype, torch.float32)
+            weights = mask.to(wide)
+            if token_weights is not None:
+                weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
             ce_total = z_total = weights.sum()
             if self.ce_weight is not None:
                 # The engine reports labels outside the vocabulary.
                 classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
-                ce_total = (weights * self.ce_weight[classes]).sum()
+                ce_total = (weights * self.ce_weight.to(weights.dtype)[classes]).sum()
             if self.group is not None:
                 ce_total, z_total = self.total(ce_total), self.total(z_total)
         z_total = torch.where(z_total == 0, 1.0, z_total)

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.engine.call import Comparison, Query
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss
@@ -230,6 +231,10 @@ class DistillationLoss(ChunkedLoss):
         return LogitTransform(1.0, self.logit_scale, self.softcap)
 
     @property
+    def common_options(self) -> dict[str, Any]:
+        return {**super().common_options, "divergence": str(self.divergence)}
+
+    @property
     def factor(self) -> float:
         """What the divergence is multiplied by."""
         return self.temperature**2 if self.temperature_squared else 1.0
@@ -270,6 +275,11 @@ class DistillationLoss(ChunkedLoss):
         head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
         labels = self.labels(labels)
         mask = labels != self.ignore_index
+        if head.shard is not None:
+            note(num_items_in_batch=num_items_in_batch)
+            if isinstance(teacher, TeacherTopK):
+                of_teacher = {"the teacher's columns": teacher.indices, "the teacher's logps": teacher.logps}
+                note(labels, self.ignore_index, **of_teacher)
         factor: float | Tensor = self.factor
         t: float | Tensor = self.temperature
         if temperature is not None:

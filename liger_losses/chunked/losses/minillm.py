@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
@@ -94,6 +95,8 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
+        if head.shard is not None:
+            note(labels, self.ignore_index, old_logps=old_logps)
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
         tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
         with torch.no_grad():

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.chunked.engine.call import DeclaredStatistics
 from liger_losses.chunked.engine.checks import check_range
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
@@ -161,6 +163,8 @@ class PreferenceLoss(CompletionLoss):
         nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
         if nll_target is not None:
+            if head.shard is not None:
+                note(nll_target=nll_target)
             nll_labels = self.labels(nll_target)
             nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
             if nll_labels.shape != chosen_labels.shape:
@@ -188,9 +192,20 @@ class PreferenceLoss(CompletionLoss):
         pairs = Pairs(
             chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, lengths[0], lengths[1], chosen_nll
         )
-        losses = self.pair_loss(pairs)
+        losses, kind = self.pair_loss(pairs), type(self).__name__
+        if not isinstance(losses, Tensor) or losses.shape != pairs.chosen_logps.shape:
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"{kind}.pair_loss must return one loss per pair, {list(pairs.chosen_logps.shape)}, got {got}; the "
+                "mean over the pairs is taken of what it returns."
+            )
         for side in sides:
-            weight = self.sequence_weight(side.statistics, side.mask)
+            try:
+                weight = self.sequence_weight(side.statistics, side.mask)
+            except (AttributeError, TypeError):  # where a statistic is None, say which
+                reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
+                declared: Any = DeclaredStatistics(side.statistics, reader, place)
+                weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:

@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.chunked.engine.given import checksum
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
@@ -21,6 +22,7 @@ from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.data_parallel import sum_over_processes
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
+from liger_losses.chunked.losses.repeats import find_batch, no_batches, with_batch
 from liger_losses.kernels.tracing import changes_state
 
 
@@ -42,7 +44,7 @@ class AdaptiveEntropy:
         check_range("high", high, low, math.inf)
         self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
         self.last_entropy = math.inf
-        self._window = torch.zeros(2)
+        self._window, self._counted = torch.zeros(2), no_batches(1)
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint needs; the loss that holds this saves it with its own."""
@@ -57,16 +59,27 @@ class AdaptiveEntropy:
         """The coefficient for the next batches: 0 while entropy is above the target, or not known yet."""
         return self.value if self.last_entropy <= self.target else 0.0
 
-    def observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
-        """Add a batch to the window since the last step."""
-        batch = torch.stack([entropy_sum.detach().float(), tokens.float()])
-        self._window = self._window.to(batch.device) + batch
+    def observe(self, entropy_sum: Tensor, tokens: Tensor, batch: Tensor | None = None) -> None:
+        """Add a batch to the window since the last step.
+
+        ``batch`` is a number (0-dim int64) that other batches do not have: with it, one that activation checkpointing
+        runs again in backward counts once.
+        """
+        values = torch.stack([entropy_sum.detach().float(), tokens.float()])
+        self._window = self._window.to(values.device)
+        if batch is None:
+            self._window = self._window + values
+            return
+        counted, key = self._counted.to(values.device), batch.reshape(1)
+        again, _ = find_batch(counted, key)
+        self._window = self._window + torch.where(again, 0.0, values)
+        self._counted = with_batch(counted, key, ~again)
 
     def step(self) -> None:
         """Update the coefficient from the window's mean entropy over all processes; call it after optimizer steps."""
         # All processes take part, including those without a batch.
         total, tokens = sum_over_processes(self._window).tolist()
-        self._window = torch.zeros_like(self._window)
+        self._window, self._counted = torch.zeros_like(self._window), torch.full_like(self._counted, -1)
         if not tokens:
             return
         self.last_entropy = total / tokens
@@ -103,6 +116,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
     """
 
+    reference_forms = (
+        "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
+        "build the loss with beta=0.0 or use_ref_model=False."
+    )
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     def __init__(
@@ -291,6 +308,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return (attention_mask != 0) & (token_ids != self.ignore_index)
 
     @property
+    def common_options(self) -> dict[str, Any]:
+        return {**super().common_options, "entropy_coef": self._coef}
+
+    @property
     def _coef(self) -> float | None:
         """The weight of the entropy bonus; ``None`` for losses without one."""
         return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
@@ -300,9 +321,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         names = ("logp",) if self._coef is None else ("logp", "entropy")
         return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
 
-    def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
+    def _observe(self, entropy_sum: Tensor, tokens: Tensor, logps: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training and changes_state():
-            self.entropy_coef.observe(entropy_sum, tokens)
+            self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
 
     def _one_pass(
         self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
@@ -323,7 +344,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
         )
         if coef is not None:
-            self._observe(found.entropy.sum(), inputs.mask.sum())
+            self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
         if self.group is not None:
             loss = self.total(loss)
         return loss, found.logp
@@ -339,6 +360,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()
-            self._observe(total, count)
+            self._observe(total, count, found.logp)
             loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
         return loss, found.logp.detach()

@@ -26,8 +26,10 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
+from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import meet, tell_slices
+from liger_losses.chunked.losses.completion_loss import wide_dtype
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
 from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
@@ -247,6 +249,9 @@ class PolicyInputs:
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
+        if head is not None and head.shard is not None:
+            note(advantages=self.advantages, is_ratio=self.token_is_ratio, num_items_in_batch=num_items_in_batch)
+            note(old_logps=self.old_logps, ref_logps=self.ref_logps, sampling_logps=self.sampling_logps)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -264,7 +269,7 @@ class PolicyInputs:
         items = self.tokens
         if normalizer == "items":
             if head is not None and head.shard is not None and num_items_in_batch is None:
-                meet(head, facts=str(options))  # a rank whose inputs are wrong does not get to the sum
+                meet(head)  # a rank whose inputs are wrong does not get to the sum
             items = _items(mask, num_items_in_batch, copies, ranks)
         self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
 
@@ -343,7 +348,11 @@ def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = No
 
 def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
-    o, mask = inputs.options, inputs.mask
+    o, mask, dtype = inputs.options, inputs.mask, logps.dtype
+    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.importance_sampling_level != "token":
+        # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
+        # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
+        logps = logps.to(wide_dtype(logps.device))
     number, log_ratio = mask.float(), inputs.log_ratio(logps)
     acting = mask if acting is None else acting
     if o.off_policy_mask_threshold is not None:
@@ -355,7 +364,7 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
     if o.loss_type == "vespo":
         advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
     level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
-    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o)
+    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o).to(dtype)
 
 
 def grpo_loss(

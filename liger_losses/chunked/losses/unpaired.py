@@ -24,12 +24,14 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from liger_losses.chunked.engine.given import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.data_parallel import sum_over_processes
+from liger_losses.chunked.losses.repeats import bits_of, find_batch, no_batches, with_batch
 from liger_losses.kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
@@ -194,8 +196,11 @@ class UnpairedPreferenceLoss(CompletionLoss):
         for name in ("desirable_weight", "undesirable_weight"):
             check_range(name, getattr(self, name), 0.0, math.inf)
 
-    def reward_shift(self, rewards: Tensor) -> Tensor | float:
-        """What the detached rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
+    def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor | float:
+        """What rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence.
+
+        Neither they nor the policy's log-probabilities ``[B]`` have a gradient.
+        """
         return 0.0
 
     @loss_operator
@@ -263,13 +268,15 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
+        if head.shard is not None:
+            note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=self.metrics)
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
         if self.group is not None:
             (logits,) = sum_over_group(self.group, logits)
         rewards = self.beta * (logps - ref)
-        shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
+        shift = self.reward_shift(rewards.detach(), logps.detach()) if kl is None else self.beta * kl
         weights = self.desirable_weight, self.undesirable_weight
         losses = _unpaired_loss(rewards, desirable, shift, self.loss_type, *weights)
         if sample_weights is not None:
@@ -319,13 +326,14 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
 
     ``shift`` is the running mean of the rewards: the mean of each training batch, this one included, over all
     processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
-    it is not updated. Activation checkpointing around the loss would run it twice and count a batch twice: keep the
-    loss outside.
+    it is not updated. A batch with the same log-probabilities, bit for bit, as one of the last 64 is taken for that
+    one, which activation checkpointing runs again: it does not count, and is compared with the same mean.
     """
 
     loss_types = ("bco",)
     running_shift: Tensor
     batches: Tensor
+    counted: Tensor
 
     def __init__(
         self,
@@ -339,17 +347,28 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         super().__init__(ignore_index, beta, compiled, use_ref_model, *arguments, **options)
         self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        # The sums that tell a batch from others, and the mean that it was compared with.
+        self.register_buffer("counted", no_batches(4), persistent=False)
 
-    def reward_shift(self, rewards: Tensor) -> Tensor:
+    def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor:
         """The running mean of the rewards, in training with this batch's ``[B]`` counted."""
-        shift, batches = (value.to(rewards.device) for value in (self.running_shift, self.batches))
-        if self.training:
-            total, count = total_and_count(rewards)
-            # A batch without completions, or with a reward that is not finite, does not count.
-            counts = (count > 0) & total.isfinite()
-            batches = batches + counts
-            mean = torch.where(counts, total / count.clamp(min=1), 0.0)
-            shift = torch.where(counts, shift + (mean - shift) / batches.clamp(min=1), shift).float()
-            if changes_state():
-                self.running_shift, self.batches = shift, batches
-        return shift
+        state = self.running_shift, self.batches, self.counted
+        shift, batches, counted = (value.to(rewards.device) for value in state)
+        if not self.training:
+            return shift
+        which = (checksum(logps) % 2**40).to(rewards.dtype)  # small enough to be added up exactly
+        sums = torch.stack([rewards.sum(), rewards.new_tensor(float(rewards.numel())), which])
+        sums = sum_over_processes(sums)
+        total, count, _ = sums
+        # A batch without completions, or with a reward that is not finite, does not count.
+        counts, key = (count > 0) & total.isfinite(), bits_of(sums)
+        again, known = find_batch(counted, key)
+        new = counts & ~again
+        batches = batches + new
+        mean = torch.where(new, total / count.clamp(min=1), 0.0)
+        shift = torch.where(new, shift + (mean - shift) / batches.clamp(min=1), shift).float()
+        if changes_state():
+            self.running_shift, self.batches = shift, batches
+            self.counted = with_batch(counted, torch.cat([key, bits_of(shift[None])]), new)
+        # In a second forward, what the first one took.
+        return torch.where(counts & again, known.to(torch.int32).view(torch.float32)[0], shift)

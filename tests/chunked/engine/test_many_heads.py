@@ -388,6 +388,35 @@ def test_what_else_it_returns():
     assert not any(t.requires_grad for t in (metrics.losses, metrics.z_losses, metrics.token_accuracies))
 
 
+@pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_head_of_weight_0_may_hold_anything(reduction, weights):
+    """NaN and inf in a head that does not count reach neither the loss nor a gradient; its own loss says what it is."""
+    leaves, (hidden, heads, _), labels = targets("own heads")
+    broken = [h.detach() * (float("nan") if k == 1 else 1) for k, h in enumerate(hidden)]
+    options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
+    out = LigerFusedLinearCrossEntropyLoss(head_weights=weights, **options, return_predicted_tokens=True)
+    loss, metrics = out(heads, broken, labels)
+    singles = [LigerFusedLinearCrossEntropyLoss(**options)(heads[k], hidden[k], labels) for k in range(K)]
+    assert metrics.losses.isnan().tolist() == [False, True, False]
+    for k in (0, 2):
+        torch.testing.assert_close(metrics.losses[k], singles[k].detach().sum())
+    kept = [weights[k] * singles[k] for k in (0, 2)]
+    if reduction == "none":
+        assert not loss[1].any()
+        torch.testing.assert_close([loss[0], loss[2]], kept)
+        loss, kept = torch.stack(loss), torch.stack(kept)
+    else:
+        kept = torch.stack(kept).sum()
+        torch.testing.assert_close(loss, kept)
+    trained = [leaf for leaf in leaves if any(leaf is head for head in heads)]
+    assert len(trained) == K
+    found = torch.autograd.grad(loss.sum(), trained)
+    expected = torch.autograd.grad(kept.sum(), trained, allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+
+
 def linear(weight):
     layer = nn.Linear(H, len(weight), bias=False)
     layer.weight = nn.Parameter(weight.detach())

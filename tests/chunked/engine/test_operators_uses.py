@@ -13,7 +13,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_losses
 from benchmarks.coverage.model_zoo import VOCABULARY
-from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, PreferenceLoss
+from liger_losses import (
+    ChunkedLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    PreferenceLoss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
 from liger_losses.chunked.engine.operators import losses
 from liger_losses.kernels.tracing import without_values
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
@@ -87,6 +95,115 @@ def test_losses_of_users_own(make):
     for tokens in (5, 6):
         inputs = _head_and_batch(tokens)
         torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
+
+
+class _Mean(PreferenceLoss):
+    def pair_loss(self, pairs):
+        return (pairs.rejected_logps - pairs.chosen_logps).mean()
+
+
+class _ForgotTheReturn(PreferenceLoss):
+    def pair_loss(self, pairs):
+        pass
+
+
+class _WeightsByEntropy(_ScaledPairs):
+    def sequence_weight(self, statistics, mask):
+        return statistics.entropy.sum(-1)
+
+
+class _PerToken(ChunkedLoss):
+    def loss(self, statistics, mask):
+        return -statistics.logp
+
+
+class _WithEntropy(ChunkedLoss):
+    def loss(self, statistics, mask):
+        return -statistics.logp.sum() + 0.1 * statistics.entropy.sum()
+
+
+class _ReadsWhatThereIs(ChunkedLoss):
+    def loss(self, statistics, mask):
+        assert not hasattr(statistics, "entropy")
+        return -statistics.logp.sum() + (getattr(statistics, "lse", None) or 0.0)
+
+
+def _with_entropy(statistics, labels):
+    return -statistics.logp + statistics.entropy
+
+
+WRONG_LOSSES = {
+    "pair_loss, a mean": (_Mean(), r"_Mean.pair_loss must return one loss per pair, \[2\], got shape \[\]"),
+    "pair_loss, nothing": (_ForgotTheReturn(), r"_ForgotTheReturn.pair_loss must return .*, got NoneType"),
+    "sequence_weight": (
+        _WeightsByEntropy(),
+        "_WeightsByEntropy.sequence_weight reads statistics.entropy, which was not asked for; declared are logp, "
+        "mean_logit. Add 'entropy' to the metrics that _WeightsByEntropy names",
+    ),
+    "loss per token": (_PerToken(), r"_PerToken.loss must return .* one number .*, got shape \[4, 5\]"),
+    "loss": (
+        _WithEntropy(),
+        "_WithEntropy reads statistics.entropy, which was not asked for; declared are logp. Add 'entropy' to the "
+        "statistics that _WithEntropy names",
+    ),
+    "token_loss": (
+        lambda head, hidden, labels: linear_token_loss(hidden, head, labels, _with_entropy),
+        r"token_loss \(_with_entropy\) reads statistics.entropy, .* declared are logp. Add 'entropy' to statistics=",
+    ),
+    "token_loss in two passes": (
+        lambda head, hidden, labels: linear_token_loss(hidden.detach(), head.weight.detach(), labels, _with_entropy),
+        r"token_loss \(_with_entropy\) reads statistics.entropy",
+    ),
+    "no such statistic": (
+        lambda head, hidden, labels: linear_token_loss(hidden, head, labels, lambda s, y: s.entropi),
+        "there is no statistic 'entropi'; it must be one of logp, entropy",
+    ),
+    "token_loss, a mean": (
+        lambda head, hidden, labels: linear_token_loss(hidden, head, labels, lambda s, y: s.logp.mean()),
+        r"token_loss must return one value per token, \[\d+\], got \(\). Return it before any sum or mean",
+    ),
+    "token_loss in two passes, a mean": (
+        lambda head, hidden, labels: linear_token_loss(
+            hidden.detach(), head.weight.detach(), labels, lambda s, y: s.logp.mean()
+        ),
+        "token_loss must return one value per token",
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, "graph breaks", "full graph"])
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_wrong_losses_of_users_own(name, compiled):
+    loss, message = WRONG_LOSSES[name]
+    torch._dynamo.reset()
+    options = {"backend": "eager", "fullgraph": compiled == "full graph"}
+    call = torch.compile(lambda *inputs: loss(*inputs), **options) if compiled else loss
+    with pytest.raises(Exception, match=message) as caught:
+        call(*_head_and_batch())
+    if not compiled:
+        assert type(caught.value) in (AttributeError, ValueError)
+
+
+@pytest.mark.parametrize("operation", [linear_token_loss, linear_statistics])
+def test_a_compiled_call_that_asks_for_nothing(operation):
+    function = [lambda s, labels: torch.ones(labels.shape)] if operation is linear_token_loss else []
+
+    def call(head, hidden, labels):
+        return operation(hidden, head, labels, *function, statistics=())
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="name at least one statistic, such as statistics=..logp.,."):
+        torch.compile(call, backend="eager")(*_head_and_batch())
+
+
+def test_what_a_loss_may_ask_of_its_statistics():
+    inputs = _head_and_batch()
+    expected = -linear_logps(inputs[1], inputs[0], inputs[2]).sum()
+    for compiled in (False, True):
+        loss = _ReadsWhatThereIs()
+        torch._dynamo.reset()
+        call = torch.compile(lambda *given, loss=loss: loss(*given), backend="eager") if compiled else loss
+        torch.testing.assert_close(call(*inputs), expected)
 
 
 def test_an_overridden_call_runs_once():

@@ -19,10 +19,13 @@ from liger_losses import (
     Head,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
+    LigerFusedLinearKTOLoss,
     LogitTransform,
     Teacher,
+    TeacherTopK,
     TokenSupport,
     linear_divergence,
     linear_logps,
@@ -55,6 +58,9 @@ from tests.chunked.engine.shared_vocabulary import (
 from tests.processes import case_named, leave, start
 from tests.quantized_layers import Int8Weight
 from tests.reference import NAMES, problem, relative_error
+
+#: What ranks with other labels are told.
+LABELS = r"they differ in labels\. Where each rank has a batch"
 
 
 def random_shapes(parts):
@@ -196,10 +202,10 @@ def errors(parts):
         ):
             call()
 
-    same = "they differ"
+    same = "they differ in"
     expect(same, same, lambda: linear_logps(hidden[: 2 + (rank == 1)], head, labels[: 2 + (rank == 1)]))
     fewer = labels.masked_fill(labels == labels.max(), -100) if rank == 1 else labels
-    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, fewer))
+    expect(LABELS, LABELS, lambda: linear_logps(hidden, head, fewer))
     expect(same, same, lambda: linear_logps(hidden, head, labels, chunk_size=2 + rank))
     expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
     expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
@@ -211,7 +217,7 @@ def errors(parts):
         "one entry per hidden state", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels[: 4 - (rank == 1)])
     )
     other_labels = labels.flip(0) if rank == 1 else labels
-    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, other_labels))
+    expect(LABELS, LABELS, lambda: linear_logps(hidden, head, other_labels))
     wrong = support(d).ids.clone()
     wrong[..., 1] = VOCAB if rank == 1 else -1
     expect(
@@ -220,14 +226,16 @@ def errors(parts):
         lambda: linear_logps(hidden, head, labels, support=TokenSupport(wrong)),
     )
     given = support(d).ids.flip(-1) if rank == 1 else support(d).ids
-    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
+    kept = r"differ in kept columns\."
+    expect(kept, kept, lambda: linear_logps(hidden, head, labels, support=TokenSupport(given)))
     # Column 29 is of the first token on one rank, of the second on the other.
     offsets = torch.arange(labels.numel() + 1) + 1
     offsets[0], offsets[1] = 0, 2 if rank == 1 else 1
     ids = labels.flatten().clamp(min=0)
     ids = torch.cat([ids[:1], ids.new_tensor([29]), ids[1:]])
     ragged = TokenSupport(ids, offsets, add_label=True)
-    expect("labels differ", "labels differ", lambda: linear_logps(hidden, head, labels, support=ragged))
+    kept = r"differ in offsets of kept columns\."
+    expect(kept, kept, lambda: linear_logps(hidden, head, labels, support=ragged))
     at_vocabulary = torch.full((*labels.shape, 1), VOCAB)
     expect(
         "selected columns must be",
@@ -263,15 +271,15 @@ def errors(parts):
         dpo = LigerFusedLinearDPOLoss(use_ref_model=False, **options)
         placed = last if rank == 1 else first
         call = functools.partial(dpo, head, (hidden[:2], placed), (rejected, first))
-        expect("labels differ", "labels differ", call)
+        expect(LABELS, LABELS, call)
     zeros = torch.zeros(2, 6, dtype=torch.int64)
     masked = zeros.masked_fill(torch.arange(6) == rank, -100)
     dpo = LigerFusedLinearDPOLoss(use_ref_model=False, compact=False)
-    expect("labels differ", "labels differ", lambda: dpo(head, (hidden[:2], masked), (rejected, zeros)))
+    expect(LABELS, LABELS, lambda: dpo(head, (hidden[:2], masked), (rejected, zeros)))
     picked = torch.arange(12).view(2, 6, 1) + 2 * (rank == 1)
     expect(
-        "labels differ",
-        "labels differ",
+        "differ in selected columns",
+        "differ in selected columns",
         lambda: linear_statistics(hidden[:2], head, first + 0, "selected_logps", selected=picked),
     )
     half = hidden.half() if rank == 1 else hidden.bfloat16()
@@ -299,12 +307,76 @@ def errors(parts):
     torch.testing.assert_close(linear_logps(hidden, head, labels), whole)
 
 
+def errors_of_losses(parts):
+    """Ranks whose losses have other options, or were given other numbers, compute different losses: all raise."""
+    d, part, other = batch(), parts["four"], dist.get_rank() == 1
+    head, ref = (
+        Head(d[name][part.rows].clone().requires_grad_(), group=part.group) for name in ("weight", "ref_weight")
+    )
+    mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
+    ones, advantages = torch.ones(d["y"].shape), d["signs"] + other * torch.tensor([0.0, 0.0, 0.0, 1.0])
+    distilled = Teacher(d["other"], ref)
+    logps, columns = (d["other"] @ d["ref_weight"][:20].t()).log_softmax(-1).topk(4)
+
+    def one_more(value, place=(0, 1)):
+        """On one rank, another value at a token that carries loss, and at one that does not on the other ranks."""
+        value = value.clone()
+        assert d["y"][place] >= 0
+        value[place] += other
+        value[d["y"] < 0] = float("nan") if value.is_floating_point() and not other else 0
+        return value
+
+    def ce(**options):
+        return lambda **given: CE(**options)(head, d["h"], d["y"], **given)
+
+    def grpo(**options):
+        loss = LigerFusedLinearGRPOLoss(**options)
+        return lambda signs=d["signs"], **given: loss(d["h"], head, ids, mask, signs, **given)
+
+    def kto(**given):
+        given = {"preference_labels": d["signs"] > 0, "kl": 0.3} | given
+        return LigerFusedLinearKTOLoss()(d["h"], head, d["y"], **given)
+
+    two = [head, head], [d["h"], d["other"]], d["y"]
+    calls = {
+        "label_smoothing": ce(label_smoothing=0.1 + 0.1 * other),
+        "reduction": ce(reduction="sum" if other else "mean"),
+        "ce_weight": ce(ce_weight=torch.linspace(0.5 + 0.1 * other, 1.5, VOCAB)),
+        "use_token_scaling": ce(use_token_scaling=other),
+        "token_weights": lambda: ce()(token_weights=one_more(ones)),
+        "num_items_in_batch": lambda: ce()(num_items_in_batch=7 + other),
+        "head_weights": lambda: CE(head_weights=[1.0, 0.5 + other])(*two),
+        r"token_weights\[1\]": lambda: CE()(*two, token_weights=[ones, one_more(ones)]),
+        "beta": lambda: LigerFusedLinearDPOLoss(beta=0.1 + other)(head, d["h"], d["y"], None, d["other"], ref),
+        "loss_type": grpo(beta=0.0, loss_type="bnpo" if other else "grpo"),
+        "epsilon_low": grpo(beta=0.0, epsilon_low=0.2 + 0.1 * other),
+        "advantages": lambda: grpo(beta=0.0, loss_type="bnpo")(advantages),
+        "old_logps": lambda: grpo(beta=0.0, loss_type="bnpo")(old_per_token_logps=one_more(d["logps"])),
+        "preference_labels": lambda: kto(preference_labels=d["signs"] > 0.2 + 0.2 * other),
+        "kl": lambda: kto(kl=0.3 + other),
+        "weight_soft_loss": lambda: LigerFusedLinearJSDLoss(0.5, 0.5 + other)(head, d["h"], d["y"], distilled),
+        "the teacher's columns, selected columns": lambda: LigerFusedLinearKLLoss()(
+            head, d["h"], d["y"], TeacherTopK(logps, one_more(columns))
+        ),
+        "the teacher's logps": lambda: LigerFusedLinearKLLoss()(
+            head, d["h"], d["y"], TeacherTopK(one_more(logps - 9), columns)
+        ),
+        r"token_inputs\['w'\]": lambda: linear_token_loss(
+            d["h"], head, d["y"], lambda s, labels, w: w * s.logp, token_inputs={"w": one_more(ones)}
+        ),
+        r"temperatures": lambda: linear_logps(d["h"], head, d["y"], temperature=one_more(ones)),
+    }
+    for name, call in calls.items():
+        with case_named(name), pytest.raises(ValueError, match=rf"they differ in {name}\."):
+            call()
+
+
 def errors_of_labels(parts):
     """On GPUs, labels are checked while the ranks' facts are on their way."""
     d, (part, *_) = batch(), parts.values()
     head, other = Head(d["weight"][part.rows], group=part.group), dist.get_rank() == 1
-    words = "labels must be in" if other else "labels differ|rank 1 .* raised"
-    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], "labels differ")):
+    words = "labels must be in" if other else f"{LABELS}|rank 1 .* raised"
+    for labels, match in ((d["y"] + 100 * other, words), (d["y"].flip(0) if other else d["y"], LABELS)):
         with pytest.raises((ValueError, RuntimeError), match=match):
             linear_logps(d["h"], head, labels)
     torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
@@ -449,6 +521,7 @@ CHECKS = (
     one_part,
     dtensors,
     errors,
+    errors_of_losses,
     errors_before_a_call,
     order_of_names,
     devices,

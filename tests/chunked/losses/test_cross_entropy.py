@@ -207,6 +207,20 @@ def test_token_weights_of_another_dtype(dtype, of_weights, heads):
         torch.testing.assert_close(ours, expected.to(dtype), **tolerance)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("weighted", ["tokens", "classes", "both"])
+def test_what_fp64_calls_divide_by_is_fp64(weighted, heads):
+    hidden, weight, labels, _ = problem(3000, 8, 50, dtype=torch.float64)
+    weights = torch.rand(3000) if weighted != "classes" else None
+    classes = torch.rand(50) if weighted != "tokens" else None
+    given = hidden if heads == 1 else [hidden] * heads
+    loss = LigerFusedLinearCrossEntropyLoss(classes, lse_square_scale=0.1)(weight, given, labels, token_weights=weights)
+    call = {} if weights is None else {"token_weights": weights.double()}
+    build = {"lse_square_scale": 0.1} | ({} if classes is None else {"ce_weight": classes.double()})
+    exact = heads * plain_cross_entropy(hidden, weight, labels, None, build, call, "mean")
+    torch.testing.assert_close(loss if heads == 1 else loss[0], exact, rtol=1e-13, atol=0.0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_bad_token_weights(reduction):
     hidden, weight, labels, _ = problem(shape=(3, 4))

@@ -1,7 +1,10 @@
 """The GRPO family against Liger, against TRL's parts, and against what it is defined as."""
 
+import math
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss, functional
 from liger_losses.chunked.losses import policy_objectives
@@ -198,6 +201,53 @@ def test_adaptive_entropy_follows_its_target():
     assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
 
 
+@pytest.mark.parametrize("gap", [12.0, 19.0, 22.0, 30.0])
+@pytest.mark.parametrize("level", ["sequence", "sequence_sum"])
+def test_the_corrected_divergence_of_sequences_keeps_its_digits(level, gap):
+    """Of one token, the derivative of ``r (e^d - d - 1)`` is ``-r d``: a difference of terms of size ``e^d``."""
+    logps, options = torch.full((2, 3), -gap - 1), {"importance_sampling_level": level, "beta": 1.0}
+    logps[:, 1:] = -2.0
+    ref, mask, zeros = logps.clone(), torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.zeros(2)
+    ref[:, 0] += gap
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = logps.to(dtype, copy=True).requires_grad_()
+        given = {"ref_logps": ref.to(dtype), "old_logps": logps.to(dtype) - 0.1}
+        loss = functional.grpo_loss(
+            leaf, zeros, mask, loss_type="bnpo", use_bias_correction_kl=True, **given, **options
+        )
+        assert loss.dtype == dtype
+        loss.backward()
+        found.append(leaf.grad)
+    assert float(found[0][0, 0]) == pytest.approx(-gap * math.exp(0.1) / 4, rel=1e-3)
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"top_entropy_quantile": 0.5}])
+def test_activation_checkpointing_counts_entropies_once(options, reentrant):
+    """Around every second batch, which would weigh twice in the mean."""
+    found = []
+    for checkpointed in (False, True):
+        adaptive = AdaptiveEntropy(0.1, target=10.0)
+        loss, values = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=adaptive, **options), []
+        for step in range(3):
+            for seed in (2 * step, 2 * step + 1):
+                hidden, weight, bias, ids, mask, advantages, *_ = problem(seed)
+
+                def call(hidden, loss=loss, others=(weight, ids, mask, advantages, bias)):
+                    return loss(hidden, *others)[0]
+
+                value = checkpoint(call, hidden, use_reentrant=reentrant) if checkpointed and seed % 2 else call(hidden)
+                value.backward()
+                values += [value.detach(), hidden.grad, weight.grad]
+            adaptive.step()
+            values += [torch.tensor(adaptive.last_entropy), torch.tensor(adaptive.value)]
+        found.append(values)
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
 def test_ids_that_stand_for_no_token_are_masked():
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
     marked, masked = ids.clone(), mask.clone()
@@ -276,7 +326,7 @@ def test_bad_options_are_refused(options, message):
         ({"vllm_is_ratio": torch.ones(B, 2)}, "vllm_is_ratio must be"),
         ({"ref_per_token_logps": torch.ones(B)}, "ref_per_token_logps must be"),
         ({"ref_per_token_logps": torch.ones(B, T - 1)}, "ref_per_token_logps must be"),
-        ({"ref_per_token_logps": None}, "beta=0.0"),
+        ({"ref_per_token_logps": None}, "none. Pass ref_per_token_logps=, or .* ref_input= .*ref_weight=.* beta=0.0"),
         ({"ref_per_token_logps": None}, "weighs the divergence from a reference"),
         ({"ref_per_token_logps": None, "ref_input": torch.zeros(B, T, H)}, "no ref_weight="),
         ({"num_items_in_batch": torch.arange(T)}, "one number"),

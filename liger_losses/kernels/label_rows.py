@@ -62,6 +62,34 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
     return facts
 
 
+def masked_labels(
+    labels: Tensor, ignore_index: int, vocab_size: int, *, backend: str = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All labels as those of active tokens, for calls that do not drop the others.
+
+    Args:
+        labels: ``[T]`` int64, contiguous.
+        ignore_index: the label of tokens without loss.
+        vocab_size: V.
+        backend: ``torch`` or ``triton``.
+
+    Returns:
+        The labels, with 0 for tokens without loss and for wrong labels; a mask, true for tokens that carry loss,
+        ``[T]`` each; and whether all of their labels are in ``[0, V)``, 0-dim.
+    """
+    if backend == "torch":
+        mask = labels != ignore_index
+        inside = (labels >= 0) & (labels < vocab_size)
+        return labels * (mask & inside), mask, (inside | ~mask).all()
+    safe, mask = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
+    right = torch.empty((), dtype=torch.bool, device=labels.device)
+    with torch.cuda.device_of(labels):
+        _masked_labels_kernel[(1,)](
+            safe, mask, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
+        )
+    return safe, mask, right
+
+
 def label_logits(
     hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
 ) -> Tensor:
@@ -198,6 +226,22 @@ def add_to_label_rows_(
             BLOCK=block, AT_ONCE=4,
         )  # fmt: skip
     return grad_weight
+
+
+@jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])
+def _masked_labels_kernel(safe, mask, right, labels, count, ignore_index, vocab_size, BLOCK: tl.constexpr):
+    """One program for all labels: whether they are right is then one number without a second launch."""
+    wrong = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        label = tl.load(labels + at, mask=inside, other=0)
+        active = label != ignore_index
+        known = (label >= 0) & (label < vocab_size)
+        tl.store(safe + at, tl.where(active & known, label, 0), mask=inside)
+        tl.store(mask + at, active, mask=inside)
+        wrong += (inside & active & (known == 0)).to(tl.int32)
+    tl.store(right, tl.sum(wrong, 0) == 0)
 
 
 @jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])

@@ -22,7 +22,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels.glu import glu, glu_fused
-from liger_losses.kernels.label_rows import copy_label_rows_, label_facts, scale_rows_
+from liger_losses.kernels.label_rows import copy_label_rows_, label_facts, masked_labels, scale_rows_
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
@@ -174,6 +174,7 @@ def heads() -> dict[str, Callable[[], None]]:
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
+        "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
     }
     forms = {

@@ -7,6 +7,7 @@ from liger_losses.kernels.label_rows import (
     add_to_label_rows_,
     label_facts,
     label_logits,
+    masked_labels,
     place_weights,
     scale_and_add_label_rows,
 )
@@ -32,6 +33,21 @@ def test_what_the_host_must_know_of_labels():
             place += len(part)
         for backend in ("torch", "triton"):
             assert label_facts(parts, ignore_index, backend=backend).tolist() == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("wrong", "right"), [(None, True), (-1, False), (70, False)])
+def test_labels_of_calls_that_drop_no_token(backend, wrong, right):
+    labels = torch.arange(5000, device=DEVICE) % 70
+    labels[[3, 4000]] = -100
+    expected, mask = labels.clamp(min=0), labels != -100
+    if wrong is not None:
+        labels[4500], expected[4500] = wrong, 0
+    safe, found, whether = masked_labels(labels, -100, 70, backend=backend)
+    assert torch.equal(safe, expected)
+    assert torch.equal(found, mask)
+    assert whether.item() == right
+    assert masked_labels(labels[:0], -100, 70, backend=backend)[2]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

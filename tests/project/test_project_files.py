@@ -161,7 +161,7 @@ def test_the_readmes_steps_are_those_of_each_column(monkeypatch):
     }
     assert measured == {
         "plain": {("SFT", "plain"), ("DPO", "plain")},
-        "liger-kernel": {("SFT", "liger-kernel")},
+        "liger-kernel": {("SFT", "liger-kernel"), ("DPO", "TRL+liger-kernel")},
         "TRL": {("DPO", "TRL")},
         "ours": {("SFT", "ours"), ("DPO", "ours+kernels")},
     }

@@ -1,6 +1,5 @@
 """Hidden states -> per-token statistics and gradients: the only code that sees logits."""
 
-from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
     linear_divergence,
@@ -9,8 +8,10 @@ from liger_losses.chunked.engine.ops import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK

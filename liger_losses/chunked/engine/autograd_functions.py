@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import Call, EngineOptions, Query, Statistics, make_call, read_by
+from liger_losses.chunked.engine.call import Call, make_call
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Query, Statistics, read_by
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.engine.traced import differentiable, empty_statistics

@@ -178,6 +178,14 @@ class Part(NamedTuple):
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
     epilogue: Epilogue  # from their projections to logits
 
+    def put(self, computed: Mapping[str, Tensor], whole: bool) -> None:
+        """Store statistics: ``computed`` itself where the part is ``whole``, all active tokens."""
+        for name in computed.keys() & self.values.keys():
+            if whole:
+                self.values[name] = computed[name]
+            elif computed[name] is not self.values[name]:
+                self.values[name].copy_(computed[name])
+
 
 def _of_part(labels: Tensor, part: Part) -> Tensor:
     """The labels of the part's tokens; no view is made where the part has all active tokens."""
@@ -277,8 +285,7 @@ class LogitBlock(Block):
             )
         if call.shard is not None:
             self.opened.merge_(part.rows, computed)
-        for name in computed.keys() & part.values.keys():
-            part.values[name].copy_(computed[name])
+        part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _selected(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The selected columns ``[R, k]`` among those computed here, and which are (0 stands for those of others)."""

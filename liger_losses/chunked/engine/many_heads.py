@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, statistics_of
-from liger_losses.chunked.engine.call import Call, CheckedInputs, EngineOptions, Query, Statistics, make_call
+from liger_losses.chunked.engine.call import Call, CheckedInputs, drops_tokens, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs, check_like_labels
-from liger_losses.chunked.engine.plan import default_bound
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound
+from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.engine.traced import empty_statistics
@@ -259,7 +260,8 @@ def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGro
         yield from groups
         return
     labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]
-    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend), 0
+    compact = any(drops_tokens([p.shape for p in g.labels], g.head, options) for g in groups)  # type: ignore[union-attr]
+    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend), 0
     for group in groups:
         stop = start + len(group.places)
         yield replace(group, labels=tokens.part(slice(start, stop)))

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
-from liger_losses.chunked.engine.call import Statistics
 from liger_losses.chunked.engine.given import running
+from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.ranks import raise_on_all_ranks
 from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.kernels.autograd import autocast_dtype

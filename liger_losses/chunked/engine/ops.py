@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.autograd_functions import query_statistics, separable_loss
-from liger_losses.chunked.engine.call import Comparison, EngineOptions, Query, Statistics
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import operator
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Comparison, Query, Statistics
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels

@@ -54,6 +54,9 @@ TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
 #: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
 #: part reads both heads, and every few parts read and write grad_weight.
 MIN_PART = 256
+#: Calls of fewer floating-point operations (``6 T H V`` with all T tokens, by the kind of device) are one block of fp32
+#: logits, masked tokens too: what the host does to find the active ones takes longer than to compute the others.
+SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
 
@@ -213,6 +216,11 @@ class Plan:
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
     slab: int = 0  # rows of a quantized head that all tokens of a block pass, one slab after another; 0 for none
+
+
+def is_small(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
+    """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
+    return 6 * tokens * hidden_size * vocab_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:

@@ -22,10 +22,11 @@ from liger_losses.chunked.engine.blocks import (
     fused_statistics,
     projection_gradient,
 )
-from liger_losses.chunked.engine.call import Call, OpenCall, Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.query import Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.slabs import ExponentialSlabs, Slabs
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
@@ -145,8 +146,9 @@ class Stream:
     def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
         """The active tokens, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
+        tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         for rows in blocks(self.count, size):
-            hidden = self.call.tokens.gather(self.opened.flat, rows.start, rows.stop)
+            hidden = tokens.masked(tokens.gather(self.opened.flat, rows.start, rows.stop), rows)
             own = epilogue.rows(rows) if per_token else epilogue
             of_part = values if size >= self.count else _rows_of(values, rows)
             yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
@@ -210,9 +212,7 @@ class Stream:
         computed = fused_statistics(self.opened, part)
         if self.call.shard is not None:
             self.opened.merge_(part.rows, computed)
-        for name in computed.keys() & part.values.keys():
-            if computed[name] is not part.values[name]:
-                part.values[name].copy_(computed[name])
+        part.put(computed, whole=len(part.hidden) == self.count)
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.

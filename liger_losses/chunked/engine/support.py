@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import EngineOptions, Statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import default_bound, default_workspace, device_memory
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
+from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend

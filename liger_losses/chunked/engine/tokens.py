@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
-from liger_losses.kernels.label_rows import label_facts
+from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.tracing import state
 
 
@@ -259,6 +259,7 @@ class Counting:
         backend: str,
     ) -> None:
         self.shapes, self.vocab_size, self.ignore_index = tuple(part.shape for part in labels), vocab_size, ignore_index
+        self.backend = backend
         self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
         #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
         self.facts: Tensor | None = None
@@ -314,14 +315,16 @@ class Counting:
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
-        merged = torch.cat(self.labels)
-        mask = merged != self.ignore_index
-        safe = merged.masked_fill(~mask, 0)
+        merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
+        backend = "torch" if state.shapes_only else self.backend
+        safe, mask, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=backend)
         if state.shapes_only:
             pass
-        elif safe.numel() and host_checks(safe.device):
-            _check_vocabulary([int(safe.amin()), int(safe.amax())], self.vocab_size, self.ignore_index)
-        elif safe.numel():
-            torch._assert_async(((safe >= 0) & (safe < self.vocab_size)).all())
+        elif host_checks(merged.device):
+            if not right:
+                found = merged[mask]
+                _check_vocabulary([int(found.amin()), int(found.amax())], self.vocab_size, self.ignore_index)
+        else:
+            torch._assert_async(right)
         counts = tuple(part.numel() for part in self.labels)
         return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), mask)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import CheckedInputs, Query, Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.call import CheckedInputs
 from liger_losses.chunked.engine.checks import one_each
+from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.kernels.tracing import state
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.arguments import constructor_options, unknown_options
-from liger_losses.chunked.engine.call import DeclaredStatistics, Query
+from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator, name_of
+from liger_losses.chunked.engine.query import DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
@@ -223,7 +224,8 @@ class ChunkedLoss(nn.Module):
     ) -> Tokens:
         """The active tokens, once all ranks of :attr:`group` have inputs for these calls."""
         (head, _), options = calls[0], self.options
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
+        compact = drops_tokens([labels.shape], head, options)
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, compact, options.backend)
         for head, query in calls:
             check_call(hidden, head, tokens, query, options)
         self.agree([num_items_in_batch], labels.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
+from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_device, check_tensor
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -110,7 +111,8 @@ class CompletionBatch:
         labels = [*self.labels, *extra]
         for part in labels:
             check_device(self.head.weight, labels=part)
-        chosen = options.ignore_index, options.compact, options.backend
+        compact = drops_tokens([part.shape for part in labels], self.head, options)
+        chosen = options.ignore_index, compact, options.backend
         if self.ref_head is None or self.ref_head.vocab_size >= self.head.vocab_size:
             return Tokens.select(labels, self.head.vocab_size, *chosen)
         with naming_the_reference():

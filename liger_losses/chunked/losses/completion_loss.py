@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
+from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import EngineOptions, Query, make_call
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_group
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import Tokens
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import (
     LISTS,
     check_device,
@@ -26,6 +25,7 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.context_parallel import sum_over_group

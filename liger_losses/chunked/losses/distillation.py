@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.engine.call import Comparison, Query
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.query import Comparison, Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
-from liger_losses.chunked.engine.call import DeclaredStatistics
 from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.query import DeclaredStatistics
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import sum_over_group

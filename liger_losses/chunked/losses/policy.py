@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.call import Query
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.given import checksum
 from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference

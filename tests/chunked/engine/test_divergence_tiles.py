@@ -12,7 +12,8 @@ from liger_losses import (
     linear_divergence,
 )
 from liger_losses.chunked.engine import divergence_block, divergence_tiles, plan
-from liger_losses.chunked.engine.call import Comparison, Query, make_call
+from liger_losses.chunked.engine.call import make_call
+from liger_losses.chunked.engine.query import Comparison, Query
 from tests.chunked.losses.test_distillation import divergence, formula
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 

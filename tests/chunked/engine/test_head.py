@@ -24,7 +24,8 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.engine import checks
-from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.chunked.engine.call import make_call
+from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import double, plain_statistics, problem

@@ -13,8 +13,9 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.label_rows import copy_label_rows_, scale_rows_
 from liger_losses.kernels.linear_exp import linear_exponentials

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearJSDLoss, Teacher, linear_logps
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Query
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, relative_error
 

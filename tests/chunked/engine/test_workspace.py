@@ -18,8 +18,9 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import plan
 from liger_losses.chunked.engine import workspace as settings
-from liger_losses.chunked.engine.call import Query, make_call
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import MiB, Workload, default_bound, make_plan
+from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import problem
 

@@ -1,0 +1,185 @@
+"""What a call asks about each token: statistics, a divergence from a teacher, or a loss of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_names, check_vector
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.input_checks import check_like_labels
+from liger_losses.chunked.engine.shard import VocabularyShard
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
+from liger_losses.chunked.engine.tokens import Tokens, check_temperature
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.softmax_stats import STATISTICS
+
+_DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
+
+
+class Statistics(NamedTuple):
+    """Per-token statistics of the logits' softmax; ``None`` for those not asked for, 0 for tokens without loss.
+
+    :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
+    log-probabilities of selected columns, ``divergence`` is that from a teacher.
+    """
+
+    logp: Any = None
+    entropy: Any = None
+    lse: Any = None
+    mean_logp: Any = None
+    log_sum_sq_probs: Any = None
+    mean_logit: Any = None
+    argmax: Any = None
+    selected_logps: Any = None
+    divergence: Any = None
+
+
+class DeclaredStatistics:
+    """The :class:`Statistics` that a loss of a user's own reads: one that was not asked for is an AttributeError.
+
+    It is no named tuple, of which torch.compile reads all fields.
+
+    Args:
+        values: the statistics, ``None`` for those not asked for.
+        reader: the name of the loss.
+        place: where it names its statistics.
+    """
+
+    def __init__(self, values: Sequence[Any], reader: str, place: str) -> None:
+        self._reader, self._place = reader, place
+        for name, value in zip(Statistics._fields, values, strict=True):
+            if value is not None:
+                setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Statistics._fields:
+            raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
+        raise AttributeError(
+            f"{self._reader} reads statistics.{name}, which was not asked for; declared are {known or 'none'}. Add "
+            f"{name!r} to {self._place}."
+        )
+
+
+def read_by(token_loss: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """The statistics that the function of a separable loss reads."""
+    name = getattr(token_loss, "__name__", type(token_loss).__name__)
+    return DeclaredStatistics(values, f"token_loss ({name})", "statistics=, or to metrics= where it needs no gradient")
+
+
+def wrong_token_losses(losses: Any, count: int) -> ValueError:
+    """The error for a ``token_loss`` that has not returned one value for each of so many tokens."""
+    got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    return ValueError(
+        f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the loss "
+        "is the sum over the tokens; a mean's divisor goes into token_inputs."
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""
+
+    teacher: Teacher | TeacherLogits
+    divergence: Divergence
+    temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
+
+    def __post_init__(self) -> None:
+        LogitTransform(self.temperature)  # raises unless it can be one
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked about each token.
+
+    Per-token tensors (``selected``, ``token_inputs``, ``token_weights``, temperatures) have the labels' shape in what a
+    user gives, and are ``[N]`` or ``[N, k]`` in a :class:`Call`.
+    """
+
+    statistics: tuple[str, ...]  # names of Statistics that are differentiated
+    metrics: tuple[str, ...] = ()  # further names, without gradient
+    class_weight: Tensor | None = None  # [V], the c of mean_logp
+    selected: Tensor | None = None  # the columns of selected_logps
+    comparison: Comparison | None = None  # the other side of the divergence
+    token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]
+    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what it gets as keywords
+    token_weights: Mapping[str, Tensor] | None = None  # of a separable loss that is a weighted sum of statistics
+
+    @property
+    def separable(self) -> bool:
+        """Whether the loss is a sum over tokens, each of its own statistics."""
+        return self.token_loss is not None or self.token_weights is not None
+
+    @property
+    def of_exponentials(self) -> bool:
+        """Whether blocks may hold exponentials of the logits instead of the logits."""
+        return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit", "entropy"}
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether blocks must hold whole rows of fp32 logits."""
+        return self.selected is not None or self.comparison is not None
+
+    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyShard | None) -> Query:
+        """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
+        selected, weights, comparison = self.selected, self.token_weights, self.comparison
+        if comparison is not None and isinstance(comparison.temperature, Tensor):
+            comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
+        if selected is not None:
+            selected = tokens.gather_like_labels(selected)
+            if tokens.mask is not None:
+                selected = selected.masked_fill(~tokens.mask[:, None], 0)  # tokens without loss may hold anything
+            if shard is not None:
+                shard.check_selected(selected)
+        if weights is not None:
+            weights = {n: tokens.masked(tokens.gather_like_labels(w.detach())).to(dtype) for n, w in weights.items()}
+        return replace(
+            self,
+            metrics=tuple(name for name in self.metrics if name not in self.statistics),
+            class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
+            selected=selected,
+            comparison=comparison,
+            token_inputs={n: tokens.gather_like_labels(value.detach()) for n, value in self.token_inputs.items()},
+            token_weights=weights,
+        )
+
+
+def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
+    """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""
+    if query.class_weight is not None:
+        check_vector("class_weight", query.class_weight, head.weight, head.vocab_size)
+    names, vocab_size = _DIFFERENTIABLE, head.vocab_size
+    if query.selected is not None:
+        names = ("selected_logps", "logp", "lse")
+    if query.comparison is not None:
+        names = ("divergence", "logp")
+        check_comparison(query.comparison.teacher, query.comparison.divergence, head, shapes[0])
+        if "logp" not in query.statistics:
+            # The divergence is of the columns that both models have; the student's log-probabilities, of all it has.
+            vocab_size = min(vocab_size, query.comparison.teacher.vocab_size)
+    divided = head.transform if query.comparison is None else query.comparison
+    if isinstance(divided.temperature, Tensor):
+        check_temperature(divided.temperature, head.weight.device, shapes)
+    beside = "" if query.selected is None else " beside selected_logps"
+    check_names(query.statistics, names, f"differentiable statistic{beside}")
+    check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")
+    if query.selected is not None:
+        if len(shapes) != 1:
+            raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
+        check_like_labels("selected", query.selected, shapes[0], head)
+        if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != shapes[0]:
+            raise ValueError(
+                f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
+                f"{query.selected.dtype} of {tuple(query.selected.shape)}."
+            )
+    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
+    for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
+        check_like_labels(name, value, like, head)
+    return vocab_size

@@ -1,0 +1,216 @@
+"""Calls of few tokens: one block of logits, of masked tokens too, without a wait for the device."""
+
+import pytest
+import torch
+
+from liger_losses import (
+    Completions,
+    EngineOptions,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LogitTransform,
+    linear_logps,
+    linear_statistics,
+)
+from liger_losses.chunked.engine import call, tokens
+from tests.reference import NAMES, double, problem, small_calls
+
+BACKENDS = ["torch", "triton"]
+
+
+def dpo(hidden, weight, labels, bias):
+    (chosen, rejected), ref = hidden.chunk(2), torch.linspace(-3, -2, 2, dtype=torch.float64)
+    sides = [Completions(h, y, ref_logps=ref) for h, y in zip((chosen, rejected), labels.chunk(2), strict=True)]
+    return LigerFusedLinearDPOLoss(beta=0.3)(Head(weight, bias), *sides)[0]
+
+
+def grpo(hidden, weight, labels, bias):
+    mask, advantages = labels != -100, torch.linspace(-1, 1, len(labels))
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
+    return loss(hidden, weight, labels.clamp(min=0), mask, advantages, bias)[0]
+
+
+def statistics(hidden, weight, labels, bias):
+    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(labels.shape)
+    head = Head(weight, bias, LogitTransform(temperature, softcap=8.0))
+    found = linear_statistics(hidden, head, labels, NAMES, class_weight=torch.linspace(0, 1, 61).to(weight.dtype))
+    return sum((i + 1) * getattr(found, name).square().sum() for i, name in enumerate(NAMES))
+
+
+def selected(hidden, weight, labels, bias):
+    columns = torch.arange(labels.numel() * 3).view(*labels.shape, 3) % 61
+    found = linear_statistics(hidden, Head(weight, bias), labels, ("selected_logps", "lse"), selected=columns)
+    return found.selected_logps.square().sum() + found.lse.sum()
+
+
+def of_lists(hidden, weight, labels, bias):
+    parts = [hidden[:1], hidden[1:].transpose(0, 1)], [labels[:1], labels[1:].t()]
+    found = linear_statistics(*parts[:1], Head(weight, bias), parts[1], ("logp", "entropy"))
+    return sum(part.logp.square().sum() + part.entropy.sum() for part in found)
+
+
+CASES = {
+    "cross-entropy": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss()(w, h, y, bias=b),
+    "all options": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(
+        label_smoothing=0.1, lse_square_scale=1e-2, softcap=9.0, reduction="sum", accum_dtype=torch.float32
+    )(w, h, y, bias=b),
+    "each token's": lambda h, w, y, b: (
+        LigerFusedLinearCrossEntropyLoss(reduction="none")(w, h, y, bias=b).square().sum()
+    ),
+    "logps": lambda h, w, y, b: linear_logps(h, w, y, bias=b).square().sum(),
+    "DPO": dpo,
+    "GRPO": grpo,
+    "statistics": statistics,
+    "selected": selected,
+    "lists": of_lists,
+}
+
+
+def inputs(dtype, bias):
+    hidden, weight, labels, bias = problem(shape=(4, 7), dtype=dtype, bias=bias)
+    return hidden, weight, labels, bias
+
+
+def value_and_gradients(name, given):
+    hidden, weight, labels, bias = given
+    trained = [tensor for tensor in (hidden, weight, bias) if tensor is not None and tensor.requires_grad]
+    value = CASES[name](hidden, weight, labels, bias)
+    return [value, *torch.autograd.grad(value, trained)]
+
+
+def assert_close(found, expected, dtype):
+    size = 2e-2 if dtype == torch.bfloat16 else 1e-5 if dtype == torch.float32 else 1e-10
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=size, atol=size * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_other_calls(name, bias, dtype, monkeypatch):
+    """In every loss, with hidden states of masked tokens that are not finite, without finding the active tokens."""
+    given = inputs(dtype, bias)
+    exact = value_and_gradients(name, (*double(*given[:2]), given[2], *double(given[3])))
+    with torch.no_grad():
+        given[0][given[2] == -100] = float("nan")
+    monkeypatch.setattr(tokens, "label_facts", None)  # which asks the device for the number of active tokens
+    with small_calls():
+        found = value_and_gradients(name, given)
+        again = value_and_gradients(name, given)
+    assert_close(found, exact, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["all options", "logps", "statistics", "selected"])
+def test_by_triton_kernels(name, dtype, monkeypatch):
+    given = inputs(dtype, True)
+    exact = value_and_gradients(name, (*double(*given[:2]), given[2], *double(given[3])))
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
+    with small_calls():
+        assert_close(value_and_gradients(name, given), exact, dtype)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("name", ["cross-entropy", "logps"])
+def test_what_needs_no_gradient(name, frozen):
+    hidden, weight, labels, bias = inputs(torch.float32, True)
+    given = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((hidden, weight, bias))]
+    with small_calls():
+        value = CASES[name](given[0], given[1], labels, given[2])
+    torch.testing.assert_close(value, CASES[name](hidden, weight, labels, bias))
+    assert value.requires_grad == (len(frozen) < 3)
+    if value.requires_grad:
+        value.backward(retain_graph=True)
+        once = [t.grad.clone() for i, t in enumerate(given) if i not in frozen]
+        value.backward()  # computes again what the first one has overwritten
+        for twice, t in zip(once, (t for i, t in enumerate(given) if i not in frozen), strict=True):
+            torch.testing.assert_close(t.grad, 2 * twice)
+
+
+def test_a_label_outside_of_the_vocabulary():
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    labels[2, 3] = 61
+    with small_calls(), pytest.raises(ValueError, match=r"labels must be in \[0, 61\).*to 61"):
+        linear_logps(hidden, weight, labels)
+
+
+def test_no_token_at_all():
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    with small_calls():
+        for h, y in ((hidden, torch.full_like(labels, -100)), (hidden[:0], labels[:0])):
+            loss = LigerFusedLinearCrossEntropyLoss()(weight, h, y)
+            assert loss == 0
+            assert not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+
+
+def kinds(*arguments, **options):
+    """Whether the call drops tokens without loss."""
+    call._decisions.clear()
+    linear_logps(*arguments, **options)
+    return [decision.compact for decision in call._decisions.values()]
+
+
+def test_which_calls_are_small():
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    flops = 6 * labels.numel() * 24 * 61
+    with small_calls(flops):
+        assert kinds(hidden, weight, labels) == [False]
+        assert kinds(hidden, weight, labels, workspace=2**20) == [False]
+        assert kinds(hidden, weight, labels, workspace=7000) == [True]  # does not hold the logits of all
+        assert kinds(hidden, weight, labels, chunk_size=28) == [True]
+        assert kinds(hidden, Head(weight, batch_invariant=True), labels) == [True]
+    with small_calls(flops - 1):
+        assert kinds(hidden, weight, labels) == [True]
+
+
+def test_what_is_decided_is_kept_by_all_that_it_depends_on():
+    """Another shape, layout, dtype, option or setting is decided anew, and what is wrong raises every time."""
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+
+    def count():
+        return len(call._decisions)
+
+    call._decisions.clear()
+    logps = linear_logps(hidden, weight, labels)
+    for _ in range(2):
+        torch.testing.assert_close(linear_logps(hidden.detach().clone().requires_grad_(), weight, labels), logps)
+    assert count() == 1
+    others = [
+        lambda: linear_logps(hidden[:2], weight, labels[:2]),
+        lambda: linear_logps(hidden.transpose(0, 1), weight, labels.t()),
+        lambda: linear_logps(hidden.detach(), weight, labels),
+        lambda: linear_logps(hidden, weight, labels, softcap=3.0),
+        lambda: linear_logps(hidden, weight, labels, ignore_index=-1),
+        lambda: linear_logps(hidden, weight, labels, entropy=True),
+        lambda: linear_logps(hidden, weight, labels, workspace=2**20),
+        lambda: linear_logps(hidden.double(), weight.double(), labels),
+        lambda: linear_statistics(hidden, weight, labels, "logp", options=EngineOptions(compact=False)),
+    ]
+    for i, other in enumerate(others):
+        if i == 4:
+            labels = labels.clamp(min=0)
+        other()
+        assert count() == i + 2
+    with torch.no_grad():
+        linear_logps(hidden, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_logps(hidden, weight, labels)
+    assert count() == len(others) + 3
+    for _ in range(2):
+        with pytest.raises(ValueError, match="hidden_states must be"):
+            linear_logps(hidden[..., 1:], weight, labels)
+        with pytest.raises(TypeError, match="share a dtype"):
+            linear_logps(hidden.double(), weight, labels)
+        with pytest.raises(RuntimeError, match=r"torch\.func"):
+            torch.func.grad(lambda h: linear_logps(h, weight, labels).sum())(hidden)
+
+
+def test_decisions_do_not_pile_up(monkeypatch):
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    monkeypatch.setattr(call, "MOST_DECISIONS", 2)
+    for i in range(1, 7):
+        linear_logps(hidden[:, :i], weight, labels[:, :i])
+    assert len(call._decisions) <= 2

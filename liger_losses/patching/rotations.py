@@ -201,11 +201,11 @@ class Rotations(Replacement):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        return bool(calling_methods(type(module)))
+        return bool(_methods_of(module))
 
     @classmethod
     def match(cls, module: nn.Module) -> Rotations:
-        methods, found, reasons = calling_methods(type(module)), {}, []
+        methods, found, reasons = _methods_of(module), {}, []
         for file, name, function in itertools.chain.from_iterable(methods.values()):
             try:
                 found[file, name] = match(function)
@@ -222,11 +222,15 @@ class Rotations(Replacement):
     @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:
         """Hooks and kinds of parameters are no reason: the methods do all else that they did."""
-        return replaced_on_instance(module, calling_methods(type(module)))
+        return replaced_on_instance(module, _methods_of(module))
 
 
 #: Where a function was found, and the function: its Python module, its name there, and what is there.
 _Found = tuple[str, str, Any]
+
+
+def _methods_of(module: nn.Module) -> dict[str, list[_Found]]:
+    return calling_methods(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -305,9 +309,13 @@ class _Copies:
             return function
         if function in self.made:
             return self.made[function]
-        # torch.compile looks up globals in the Python module that their __name__ names, if there is one, and keeps what
-        # it has compiled by code object.
-        seen = {name: value for name, value in function.__globals__.items() if name != "__name__"}
+        # torch.compile looks up globals in the Python module that their __name__ names, if there is one; keeps what it
+        # has compiled by code object; and puts names that start with two underscores among the globals.
+        seen = {
+            name: value
+            for name, value in function.__globals__.items()
+            if name != "__name__" and (name.endswith("__") or not name.startswith("__"))
+        }
         cells = [types.CellType() if self._is_copied(_content(cell)) else cell for cell in function.__closure__ or ()]
         copy: Any = types.FunctionType(
             function.__code__.replace(), seen, function.__name__, function.__defaults__, tuple(cells)

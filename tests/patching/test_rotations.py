@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.coverage import model_zoo
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.probing import Mismatch
-from liger_losses.patching.rotations import Rotation
+from liger_losses.patching.rotations import Rotation, Rotations
 from liger_losses.patching.rotations import match as match_rotation
 
 pytest.importorskip("transformers")
@@ -177,6 +177,15 @@ def test_methods_that_rotate_are_replaced(monkeypatch, kind, calls):
         unpatch(patched)
         assert type(patched) is kind
         assert torch.equal(patched(q, angles), expected)
+
+
+def test_what_was_compiled_is_not_copied(monkeypatch):
+    """torch.compile puts it among the globals of a file, and takes it away when it is deleted."""
+    monkeypatch.setitem(globals(), "__compiled_fn_0", None)
+    replacement = Rotations(((__name__, "apply_rotation", Rotation()),))
+    copied = replacement.new_method(Direct.forward).__globals__
+    assert copied["apply_rotation"] is not apply_rotation
+    assert globals().keys() - copied.keys() == {"__name__", "__compiled_fn_0"}
 
 
 def test_a_forward_that_was_replaced_stays(monkeypatch):

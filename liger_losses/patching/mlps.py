@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ class GatedExperts(Replacement):
 
     gate: Gate
 
-    method: ClassVar[str] = "_apply_gate"
+    methods = ("_apply_gate",)
 
     def __str__(self) -> str:
         return f"experts' glu_fused ({self.gate})"
@@ -166,7 +166,7 @@ class GatedExperts(Replacement):
     def is_candidate(cls, module: nn.Module) -> bool:
         """Weights of three dimensions, and the method."""
         stacked = any(p is not None and len(probing.shape_of(p)) == 3 for p in module._parameters.values())
-        return stacked and callable(getattr(type(module), cls.method, None)) and getattr(module, "has_gate", True)
+        return stacked and callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
     @classmethod
     def match(cls, module: nn.Module) -> GatedExperts:

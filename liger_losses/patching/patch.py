@@ -1,4 +1,4 @@
-"""Patches a model: its modules, the functions that rotate its queries and keys, and its head."""
+"""Patches a model: its modules and its head."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from liger_losses.patching import rotations
 from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.residuals import Residuals
+from liger_losses.patching.rotations import Rotations, calling_methods
 from liger_losses.patching.swap import (
     Replacement,
     original_class,
     reason_not_to_restore,
-    reason_not_to_swap,
     replacement_of,
     restore,
     swap,
@@ -49,9 +48,9 @@ def patch(
     device can be patched. A head that is resized or gets adapters later is made lazy again by the model's next forward;
     if it cannot be, that forward warns.
 
-    Rotations of queries and keys are functions of a modeling file, which all models of a family in the process share;
-    they are replaced for all of them, until the last patched one is unpatched or deleted. All other replacements are
-    part of the model: copies and unpickled models have them too.
+    Replacements are part of the model: copies and unpickled models have them too, and other models of the process, of
+    the same classes or not, have none. A module that rotates its queries and keys runs copies of its methods, which see
+    the globals of its file as they are now: what is replaced in that file later, it does not see.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
@@ -83,14 +82,15 @@ def patch(
     tiles = tiles_of(tile_mlps)
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
     kinds.append(TokenMLP)
+    if rope:
+        kinds.append(Rotations)
+        calling_methods.cache_clear()
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
     if residuals:
         modules += [(Residuals, path, module) for path, module in model.named_modules()]  # after their norms
     before = _replaced_in(model)
     entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
-    if rope:
-        entries.extend(_patch_rope(model, filter_fn))
     if loss_head:
         left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
         lazy = patched_heads(model)
@@ -102,14 +102,11 @@ def patch(
 
 def _replaced_in(model: nn.Module) -> list[Any]:
     """What is replaced in a model, to be compared."""
-    pieces = [(path, replacement_of(module), is_patched_head(module)) for path, module in model.named_modules()]
-    return [*pieces, rotations.replaced_for(model)]
+    return [(path, replacement_of(module), is_patched_head(module)) for path, module in model.named_modules()]
 
 
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`: the model computes what it did before, to the bit.
-
-    If another patched model shares its modeling file, the file's rotation stays replaced until that one is unpatched.
 
     Args:
         model: a model; one that was not patched stays as it is.
@@ -127,7 +124,6 @@ def unpatch(model: nn.Module) -> None:
     unpatch_head(model)
     for module in model.modules():
         restore(module)
-    rotations.release(id(model))
 
 
 class _AutoLigerModel(type):
@@ -205,7 +201,7 @@ def _patch_module(
         return Entry(path, name, str(replacement))
     if (kind is TokenMLP and tiles is None) or not kind.is_candidate(module):
         return None
-    reason = reason_not_to_swap(module, kind.bypassed(module), kind.method)
+    reason = kind.reason_to_leave(module)
     if reason is None and filter_fn is not None and not filter_fn(module, path):
         reason = LEFT_OUT
     if reason is None:
@@ -222,19 +218,3 @@ def _patch_module(
             return Entry(path, name, str(found))
         reason = found
     return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
-
-
-def _patch_rope(model: nn.Module, filter_fn: Filter | None) -> list[Entry]:
-    entries = []
-    for namespace, name, classes in rotations.functions_of(model):
-        callers = [(module, path) for path, module in model.named_modules() if original_class(module) in classes]
-        replaced_by, reason = None, ""
-        try:
-            if filter_fn is None or any(filter_fn(module, path) for module, path in callers):
-                replaced_by = str(rotations.replace_function(model, namespace, name))
-            else:
-                reason = LEFT_OUT
-        except Mismatch as mismatch:
-            reason = str(mismatch)
-        entries.append(Entry(str(namespace.get("__name__")), name, replaced_by, reason))
-    return entries

@@ -15,8 +15,8 @@ class Entry:
     """One piece of a model.
 
     Attributes:
-        path: the module's name in the model; for a function, that of its Python module.
-        class_name: the module's class, or the function's name.
+        path: the module's name in the model.
+        class_name: the module's class.
         replaced_by: what computes it now, or ``None`` if it was left as it is.
         reason: why it was left.
     """

@@ -1,7 +1,7 @@
-"""Finds the functions that rotate queries and keys by calling them, and replaces them.
+"""Finds the functions that rotate queries and keys by calling them, and replaces them in the modules that call them.
 
-They are globals of a modeling file, which all models of a family in the process share: a replacement stays until the
-last patched model of the family is unpatched or deleted.
+They are globals of a modeling file, which all models of a family in the process share: the file's stay as they are, and
+a patched module has copies of its methods that see others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rope import rope
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
-from liger_losses.patching.swap import original_class
+from liger_losses.patching.swap import Replacement, replaced_on_instance
 
 
 @dataclass(frozen=True)
@@ -153,37 +152,6 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
     return Case(name, inputs, output, grads, lambda form: partial(compute, form), tolerance, tolerance)
 
 
-#: By the function that is there now: namespace, name, and the ids of the models for which it was replaced.
-_REPLACED: dict[Any, tuple[dict[str, Any], str, set[int]]] = {}
-
-
-def replace_function(model: nn.Module, namespace: dict[str, Any], name: str) -> Rotation:
-    """Replace a global function by the rotation that it computes, until :func:`release` or the model is deleted."""
-    wrapper: Any = namespace[name]
-    if wrapper not in _REPLACED:
-        wrapper = _wrapper(wrapper, match(wrapper))
-        namespace[name], _REPLACED[wrapper] = wrapper, (namespace, name, set())
-    _REPLACED[wrapper][-1].add(id(model))
-    weakref.finalize(model, release, id(model))
-    return wrapper.rotation
-
-
-def replaced_for(model: nn.Module) -> list[str]:
-    """The functions that are replaced for this model."""
-    return [name for _, name, models in _REPLACED.values() if id(model) in models]
-
-
-def release(model: int) -> None:
-    """Put the functions back that only the model with this id needs replaced."""
-    for wrapper, (namespace, name, models) in list(_REPLACED.items()):
-        models.discard(model)
-        if not models:
-            _REPLACED.pop(wrapper, None)
-            original = wrapper.original
-            if namespace.get(name) is wrapper:
-                namespace[name] = original
-
-
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
     names = list(inspect.signature(_with_signature(original)).parameters)
 
@@ -197,7 +165,6 @@ def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., 
             return original(*args, **kwargs)
         return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
 
-    rotate.rotation, rotate.original = rotation, original  # type: ignore[attr-defined]
     return rotate
 
 
@@ -211,35 +178,164 @@ def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
     return same_tokens and (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1]) and cos.shape[0] in (1, q.shape[0])
 
 
-def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], str, set[type]]]:
-    """Global functions with parameters cos and sin: namespace, name, and those of a model's classes that call them."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, set[type]]] = {}
-    for cls in dict.fromkeys(map(original_class, model.modules())):
-        for namespace, name in _called_by(cls):
-            found.setdefault((id(namespace), name), (namespace, name, set()))[2].add(cls)
-    return list(found.values())
+@dataclass(frozen=True)
+class Rotations(Replacement):
+    """A module whose methods call functions that rotate queries and keys.
+
+    Its methods are replaced by copies, which see the globals of their file as they were then, with the kernel in place
+    of each function. The globals themselves stay, as all models of the process share them.
+
+    Attributes:
+        functions: the Python module and the name of each function, and what it computes.
+        methods: those that call such a function, themselves or through others of the same file.
+    """
+
+    functions: tuple[tuple[str, str, Rotation], ...]
+    methods: tuple[str, ...] = ("forward",)
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
+
+    def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
+        return _Copies({(file, name): rotation for file, name, rotation in self.functions}).of(replaced)
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        return bool(_methods_of(module))
+
+    @classmethod
+    def match(cls, module: nn.Module) -> Rotations:
+        methods, found, reasons = _methods_of(module), {}, []
+        for file, name, function in itertools.chain.from_iterable(methods.values()):
+            try:
+                found[file, name] = match(function)
+            except Mismatch as mismatch:
+                reasons.append(f"{name}: {mismatch}")
+        if not found:
+            raise Mismatch(reasons[0])
+        return cls(tuple((*where, rotation) for where, rotation in found.items()), tuple(methods))
+
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
+        return type(module)
+
+    @classmethod
+    def reason_to_leave(cls, module: nn.Module) -> str | None:
+        """Hooks and kinds of parameters are no reason: the methods do all else that they did."""
+        return replaced_on_instance(module, _methods_of(module))
 
 
-def _called_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
-    """The namespaces and names of such functions in the methods of a class and the helpers in the same file."""
-    pending = [
-        function
-        for base in cls.__mro__
-        if base.__module__.partition(".")[0] != "torch"
-        for value in vars(base).values()
-        if isinstance(function := inspect.unwrap(value) if callable(value) else value, types.FunctionType)
-    ]
-    seen: set[int] = set()
+#: Where a function was found, and the function: its Python module, its name there, and what is there.
+_Found = tuple[str, str, Any]
+
+
+def _methods_of(module: nn.Module) -> dict[str, list[_Found]]:
+    return calling_methods(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def calling_methods(cls: type) -> dict[str, list[_Found]]:
+    """The methods of a class that call functions with parameters cos and sin, and these functions.
+
+    Cleared before each model, as somebody may have replaced methods and functions since.
+    """
+    methods: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] != "torch":
+            methods = {**vars(base), **methods}
+    return {
+        name: found
+        for name, method in methods.items()
+        if isinstance(method, types.FunctionType) and (found := list(_rotations_in(method)))
+    }
+
+
+def _rotations_in(function: types.FunctionType) -> Iterator[_Found]:
+    """The functions with parameters cos and sin that a function calls, itself or through others that are copied."""
+    pending, seen = [function], set()
     while pending:
         function = pending.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
-            if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
-                continue
-            if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
-                yield function.__globals__, name
-            elif isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
-                pending.append(value)
+        if function not in seen:
+            seen.add(function)
+            for name, value in _globals_of(function).items():
+                if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
+                    yield _file(function), name, value
+                elif _is_helper(value, function):
+                    pending.append(value)
+            pending += _enclosed(function)
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """The functions among the globals that a function reads."""
+    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    return {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, types.FunctionType) or hasattr(type(value), "kernel_layer_name")
+    }
+
+
+def _file(function: types.FunctionType) -> str:
+    return str(function.__globals__.get("__name__"))
+
+
+def _is_helper(value: Any, function: types.FunctionType) -> bool:
+    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+
+
+def _enclosed(function: types.FunctionType) -> list[types.FunctionType]:
+    """The functions that a function holds: those that it decorates."""
+    contents = [_content(cell) for cell in function.__closure__ or ()]
+    return [value for value in contents if isinstance(value, types.FunctionType)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+class _Copies:
+    """Copies of functions that call rotations of their own in place of those of their files."""
+
+    def __init__(self, rotations: dict[tuple[str, str], Rotation]) -> None:
+        self.rotations = rotations
+        self.made: dict[Any, Any] = {}
+
+    def of(self, function: Any) -> Any:
+        """The copy of a function; the function itself if it calls no such rotation."""
+        if not self._is_copied(function):
+            return function
+        if function in self.made:
+            return self.made[function]
+        # torch.compile looks up globals in the Python module that their __name__ names, if there is one; keeps what it
+        # has compiled by code object; and puts names that start with two underscores among the globals.
+        seen = {
+            name: value
+            for name, value in function.__globals__.items()
+            if name != "__name__" and (name.endswith("__") or not name.startswith("__"))
+        }
+        cells = [types.CellType() if self._is_copied(_content(cell)) else cell for cell in function.__closure__ or ()]
+        copy: Any = types.FunctionType(
+            function.__code__.replace(), seen, function.__name__, function.__defaults__, tuple(cells)
+        )
+        self.made[function] = functools.update_wrapper(copy, function)  # first, as those that it calls may call it
+        copy.__kwdefaults__ = function.__kwdefaults__
+        del copy.__wrapped__
+        if hasattr(function, "__wrapped__"):
+            copy.__wrapped__ = self.of(function.__wrapped__)
+        for name, value in _globals_of(function).items():
+            rotation = self.rotations.get((_file(function), name))
+            if rotation is not None:
+                seen[name] = _wrapper(value, rotation)
+            elif _is_helper(value, function):
+                seen[name] = self.of(value)
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            if cell is not original:
+                cell.cell_contents = self.of(original.cell_contents)
+        return copy
+
+    def _is_copied(self, function: Any) -> bool:
+        is_function = isinstance(function, types.FunctionType)
+        return is_function and any(found[:2] in self.rotations for found in _rotations_in(function))

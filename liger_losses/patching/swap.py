@@ -1,11 +1,11 @@
-"""Replaces a method of a module by changing the module's class, so that copies and pickles are patched too."""
+"""Replaces methods of a module by changing the module's class, so that copies and pickles are patched too."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,18 +13,23 @@ from liger_losses.patching import probing
 
 
 class Replacement(Protocol):
-    """What replaces a method of some modules: a hashable value, which modules share and pickles of them contain.
+    """What replaces methods of some modules: a hashable value, which modules share and pickles of them contain.
 
     The class holds how modules of its kind are recognized.
 
     Attributes:
-        method: the name of the method.
+        methods: the names of the methods.
     """
 
-    method: ClassVar[str] = "forward"
+    methods: tuple[str, ...] = ("forward",)
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
+        return NotImplemented
+
+    def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of a method; by default :meth:`call`."""
+        return self.call
 
     def in_tiles(self, tiles: Any) -> Any:
         """The same for a tile of tokens at a time; by default without a change."""
@@ -50,13 +55,18 @@ class Replacement(Protocol):
         return {name: part for name, part in module.named_modules() if part is not module}
 
     @classmethod
+    def reason_to_leave(cls, module: nn.Module) -> str | None:
+        """Why a candidate must stay as it is, or ``None``."""
+        return reason_not_to_swap(module, cls.bypassed(module), cls.methods)
+
+    @classmethod
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Whether the report names a candidate that was not replaced."""
         return True
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
-    """Replace a method of a module, in place."""
+    """Replace the methods of a module, in place."""
     module.__class__ = _subclass(type(module), replacement)
 
 
@@ -84,9 +94,8 @@ def reason_not_to_restore(module: nn.Module) -> str | None:
         return None
     if "_liger_original" not in vars(type(module)) and not _is_unit(type(module)):
         return f"its class was changed to {type(module).__name__} after patching"
-    if replacement.method in vars(module):
-        return f"its {replacement.method} was replaced on the instance after patching"
-    return None
+    replaced = replaced_on_instance(module, replacement.methods)
+    return None if replaced is None else f"{replaced} after patching"
 
 
 def replacement_of(module: nn.Module) -> Any:
@@ -99,13 +108,20 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_liger_original", type(module))
 
 
-def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module], method: str = "forward") -> str | None:
+def replaced_on_instance(module: nn.Module, methods: Iterable[str], owner: str = "its") -> str | None:
+    """A sentence on the first of the methods that was replaced on the module itself, or ``None``."""
+    return next((f"{owner} {name} was replaced on the instance" for name in methods if name in vars(module)), None)
+
+
+def reason_not_to_swap(
+    module: nn.Module, bypassed: Mapping[str, nn.Module], methods: tuple[str, ...] = ("forward",)
+) -> str | None:
     """Why a module, or one of the submodules that would no longer be called, must stay as it is, or ``None``."""
     for name, part in {"": module, **bypassed}.items():
-        called = "forward" if name else method
-        if called in vars(part):
-            owner = f"its {name}'s" if name else "its"
-            return f"{owner} {called} was replaced on the instance"
+        called, owner = (("forward",), f"its {name}'s") if name else (methods, "its")
+        replaced = replaced_on_instance(part, called, owner)
+        if replaced is not None:
+            return replaced
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:
@@ -122,19 +138,13 @@ def reason_not_to_swap(module: nn.Module, bypassed: Mapping[str, nn.Module], met
 
 
 def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
-    """The class with one method replaced; there is one for each class, its method and replacement."""
-    return _made_subclass(original, replacement, getattr(original, replacement.method))  # type: ignore[arg-type]
+    """The class with methods replaced; there is one for each class, its methods and replacement."""
+    replaced = tuple([getattr(original, name) for name in replacement.methods])
+    return _made_subclass(original, replacement, replaced)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _made_subclass(original: type[nn.Module], replacement: Any, replaced: Callable[..., Any]) -> type[nn.Module]:
-    @functools.wraps(replaced)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(original, replacement.method)
-        # Something else may have replaced the method of the class since.
-        result = replacement.call(self, *args, **kwargs) if current is replaced else NotImplemented
-        return current(self, *args, **kwargs) if result is NotImplemented else result
-
+def _made_subclass(original: type[nn.Module], replacement: Any, replaced: tuple[Any, ...]) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
@@ -143,11 +153,26 @@ def _made_subclass(original: type[nn.Module], replacement: Any, replaced: Callab
         return _new, (original, replacement), *reduced[2:]
 
     members = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {replacement.method: method, "__reduce_ex__": __reduce_ex__}
+    for name, old in zip(replacement.methods, replaced, strict=True):
+        members[name] = _method(original, replacement, name, old)
+    members["__reduce_ex__"] = __reduce_ex__
     members |= {"_liger_original": original, "_liger_replacement": replacement}
     metaclass: Any = type(original)
     subclass: type[nn.Module] = metaclass(original.__name__, (original,), members)
     return subclass
+
+
+def _method(original: type[nn.Module], replacement: Any, name: str, replaced: Callable[..., Any]) -> Any:
+    new = replacement.new_method(replaced)
+
+    @functools.wraps(replaced)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(original, name)
+        # Something else may have replaced the method of the class since.
+        result = new(self, *args, **kwargs) if current is replaced else NotImplemented
+        return current(self, *args, **kwargs) if result is NotImplemented else result
+
+    return method
 
 
 def _new(original: type[nn.Module], replacement: Replacement) -> nn.Module:

@@ -14,6 +14,7 @@ from benchmarks.coverage.patches import check, loss_and_grads
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
+from liger_losses.patching.rotations import Rotations
 from liger_losses.patching.swap import replacement_of
 from tests.patching.test_mlps import MLP
 
@@ -91,7 +92,7 @@ def test_copies_and_pickles_stay_patched(llama):
     inputs = model_zoo.inputs_of(llama)
     patch(llama, loss_head=False)
     expected, names = loss_and_grads(llama, inputs), kinds(llama)
-    assert {Norm, GatedMLP} == set(names)
+    assert {Norm, GatedMLP, Rotations} == set(names)
     saved = io.BytesIO()
     torch.save(llama, saved)
     saved.seek(0)
@@ -129,7 +130,7 @@ def test_saving_and_loading(llama, tmp_path):
     assert loaded.liger_report.counts["rms_norm"] == 9
     same(loaded.train(), expected, inputs)
     made = AutoLigerModelForCausalLM.from_config(llama.config, patch_options={"loss_head": False, "norms": False})
-    assert set(kinds(made)) == {GatedMLP}
+    assert set(kinds(made)) == {GatedMLP, Rotations}
     assert AutoLigerModelForCausalLM.register  # what else the class has is there
 
 
@@ -193,7 +194,7 @@ def test_adapters(llama, adapters_first):
     torch.manual_seed(0)
     model = peft.get_peft_model(llama, config)
     report = patch(model, loss_head=False)
-    assert report.counts == {"glu (silu)": 4, "rms_norm": 9, "rope": 1}
+    assert report.counts == {"glu (silu)": 4, "rms_norm": 9, "rope": 4}
     same(model, expected, inputs)
     unpatch(model)
     unpatch(llama)
@@ -236,7 +237,7 @@ def test_what_changed_since_is_not_undone_by_mistake(llama):
     nn.utils.parametrizations.weight_norm(llama.model.norm, dim=None)
     with pytest.raises(RuntimeError, match=r"model\.norm cannot be unpatched.*Parametrized"):
         unpatch(llama)
-    assert len(kinds(llama)) == 13
+    assert len(kinds(llama)) == 17
     nn.utils.parametrize.remove_parametrizations(llama.model.norm, "weight")
     unpatch(llama)
     assert not kinds(llama)
@@ -295,7 +296,7 @@ def test_a_model_without_weights_can_be_patched():
         model = model_zoo.build("llama")
     assert len(kinds(model)) == 0
     patch(model, loss_head=False)
-    assert len(kinds(model)) == 13
+    assert len(kinds(model)) == 17
     unpatch(model)
 
 

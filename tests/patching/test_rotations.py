@@ -1,13 +1,20 @@
 """Which rotary embeddings are recognised, and which near misses are left."""
 
+import copy
+import functools
 import gc
+import inspect
+import pickle
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.coverage import model_zoo
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.rotations import Rotation, Rotations
 from liger_losses.patching.rotations import match as match_rotation
 
 pytest.importorskip("transformers")
@@ -92,20 +99,195 @@ def test_near_misses_of_rotations_are_left(function):
         match_rotation(function)
 
 
-def test_a_rotation_stays_until_its_last_model_goes():
+# Modules that call them
+
+
+apply_rotation = _rotation()
+marked = []
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        marked.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def rotate_both(q, angles, again=1, *, scale=1.0):
+    """Calls itself, too."""
+    q, _ = apply_rotation(q, q, *angles)
+    return rotate_both(q, angles, again - 1, scale=scale) if again else q * scale
+
+
+class Direct(nn.Module):
+    def forward(self, q, angles):
+        return apply_rotation(q, q, *angles)[0]
+
+
+class ThroughHelper(nn.Module):
+    def forward(self, q, angles):
+        return rotate_both(q, angles, scale=2.0)
+
+
+class Decorated(nn.Module):
+    @decorated
+    @torch.no_grad()
+    def forward(self, q, angles, times=1):
+        return apply_rotation(q, q, *angles)[0] * times
+
+
+class OtherMethod(Direct):
+    def rotate(self, q, angles):
+        return super().forward(q, angles)
+
+    def forward(self, q, angles):
+        return apply_rotation(self.rotate(q, angles), q, *angles)[0] + self.turned(q, angles)
+
+    def turned(self, q, angles):
+        return apply_rotation(q, q, *angles)[1]
+
+
+def rotations_computed(monkeypatch):
+    """A list that grows by one for each call of the kernel."""
+    computed = []
+    compute = Rotation.compute
+    monkeypatch.setattr(Rotation, "compute", lambda *args, **kwargs: computed.append(0) or compute(*args, **kwargs))
+    return computed
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Direct, 1), (ThroughHelper, 2), (Decorated, 1), (OtherMethod, 2)])
+def test_methods_that_rotate_are_replaced(monkeypatch, kind, calls):
+    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
+    module, plain = kind(), kind()
+    expected = plain(q, angles)
+    report = patch(module, loss_head=False)
+    assert report.counts == {"rope": 1}
+    assert inspect.signature(module.forward) == inspect.signature(plain.forward)
+    for patched in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        with monkeypatch.context() as within:
+            computed = rotations_computed(within)
+            marked.clear()
+            torch.testing.assert_close(patched(q, angles), expected)
+            assert len(computed) == calls
+            assert marked == ["forward"] * (kind is Decorated)
+            plain(q, angles)
+            assert len(computed) == calls
+        unpatch(patched)
+        assert type(patched) is kind
+        assert torch.equal(patched(q, angles), expected)
+
+
+def test_what_was_compiled_is_not_copied(monkeypatch):
+    """torch.compile puts it among the globals of a file, and takes it away when it is deleted."""
+    monkeypatch.setitem(globals(), "__compiled_fn_0", None)
+    replacement = Rotations(((__name__, "apply_rotation", Rotation()),))
+    copied = replacement.new_method(Direct.forward).__globals__
+    assert copied["apply_rotation"] is not apply_rotation
+    assert globals().keys() - copied.keys() == {"__name__", "__compiled_fn_0"}
+
+
+def test_a_forward_that_was_replaced_stays(monkeypatch):
+    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
+    module = nn.ModuleList([Direct(), Direct()])
+    module[0].forward = lambda q, angles: "its own"
+    (left,) = patch(module, loss_head=False).left
+    assert (left.path, left.class_name, left.reason) == ("0", "Direct", "its forward was replaced on the instance")
+    assert module[0](q, angles) == "its own"
+    monkeypatch.setattr(Direct, "forward", lambda self, q, angles: "of the class")
+    assert module[1](q, angles) == "of the class"
+
+
+def test_other_models_of_the_process_stay():
     from transformers.models.llama import modeling_llama
 
-    gc.collect()  # models that other tests have patched
-    original = modeling_llama.apply_rotary_pos_emb
-    one, other, third = (model_zoo.build("llama") for _ in range(3))
-    patch(one, loss_head=False)
-    patch(one, loss_head=False)
-    patch(other, loss_head=False)
-    patch(third, loss_head=False)
-    unpatch(one)
-    assert modeling_llama.apply_rotary_pos_emb is not original
-    unpatch(other)
-    assert modeling_llama.apply_rotary_pos_emb is not original
-    del third
+    before = dict(vars(modeling_llama)), dict(vars(modeling_llama.LlamaAttention))
+    patched, plain = model_zoo.build("llama"), model_zoo.build("llama")
+    inputs = model_zoo.inputs_of(plain)
+    patch(patched)
+    patched(**inputs).loss.backward()
+    assert dict(vars(modeling_llama)) == before[0]
+    assert dict(vars(modeling_llama.LlamaAttention)) == before[1]
+    assert type(plain.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+    unpatch(patched)
+    assert type(patched.model.layers[0].self_attn) is modeling_llama.LlamaAttention
+
+
+def test_compiling_a_plain_model_while_a_patched_one_is_deleted():
+    plain, patched = model_zoo.build("llama"), model_zoo.build("llama")
+    inputs = model_zoo.inputs_of(plain)
+    expected = plain(**inputs).loss
+    patch(patched)
+    patched.cycle = [patched]  # so that it lives until a collection
+    operators = []
+
+    def backend(graph, _):
+        gc.collect()  # as may happen at any time
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
     gc.collect()
-    assert modeling_llama.apply_rotary_pos_emb is original
+    gc.disable()
+    try:
+        deleted = weakref.ref(patched)
+        del patched
+        loss = torch.compile(plain, backend=backend)(**inputs).loss
+    finally:
+        gc.enable()
+        torch._dynamo.reset()
+    assert deleted() is None
+    assert torch.equal(loss, expected)
+    assert not any("liger" in name for name in operators)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_compiled_model_rotates_by_the_kernel(implementation):
+    model = model_zoo.build("llama")
+    model.set_attn_implementation(implementation)
+    inputs = model_zoo.inputs_of(model)
+    expected = model(**inputs).loss
+    graphs = []
+    for patched in (False, True, False):
+        if patched:
+            patch(model, loss_head=False, norms=False, mlps=False)
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+        loss = compiled(**inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+        assert sum(call.startswith("liger_losses.forward") for call in calls) == 4 * patched
+        unpatch(model)
+    torch._dynamo.reset()
+
+
+def test_a_graph_that_ends_before_the_rotation():
+    """The copies are frames of their own then, beside those of an unpatched model."""
+    plain, patched = model_zoo.build("llama"), model_zoo.build("llama")
+    inputs = model_zoo.inputs_of(plain)
+    expected = plain(**inputs).loss
+    patch(patched, loss_head=False, norms=False, mlps=False)
+    for model in (plain, patched):
+        model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    graphs = []
+    torch._dynamo.reset()
+    for model in (plain, patched, plain):
+        graphs.clear()
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
+        torch.testing.assert_close(compiled(**inputs).loss, expected)
+        calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+        assert any(call.startswith("liger_losses.forward") for call in calls) == (model is patched)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_rotates_again_by_the_kernel(monkeypatch, reentrant):
+    model = model_zoo.build("llama")
+    patch(model, loss_head=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    computed = rotations_computed(monkeypatch)
+    model(**model_zoo.inputs_of(model)).loss.backward()
+    assert len(computed) == 8

@@ -74,20 +74,20 @@ def masked_labels(
         backend: ``torch`` or ``triton``.
 
     Returns:
-        The labels, with 0 for tokens without loss and for wrong labels; a mask, true for tokens that carry loss,
-        ``[T]`` each; and whether all of their labels are in ``[0, V)``, 0-dim.
+        The labels, with 0 for tokens without loss and for wrong labels; which tokens carry no loss, bool; ``[T]`` each;
+        and whether the labels of all others are in ``[0, V)``, 0-dim.
     """
     if backend == "torch":
-        mask = labels != ignore_index
+        ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
-        return labels * (mask & inside), mask, (inside | ~mask).all()
-    safe, mask = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
+        return labels * (inside & ~ignored), ignored, (inside | ignored).all()
+    safe, ignored = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
     right = torch.empty((), dtype=torch.bool, device=labels.device)
     with torch.cuda.device_of(labels):
         _masked_labels_kernel[(1,)](
-            safe, mask, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
+            safe, ignored, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
         )
-    return safe, mask, right
+    return safe, ignored, right
 
 
 def label_logits(
@@ -229,7 +229,7 @@ def add_to_label_rows_(
 
 
 @jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])
-def _masked_labels_kernel(safe, mask, right, labels, count, ignore_index, vocab_size, BLOCK: tl.constexpr):
+def _masked_labels_kernel(safe, ignored, right, labels, count, ignore_index, vocab_size, BLOCK: tl.constexpr):
     """One program for all labels: whether they are right is then one number without a second launch."""
     wrong = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, count, BLOCK):
@@ -239,7 +239,7 @@ def _masked_labels_kernel(safe, mask, right, labels, count, ignore_index, vocab_
         active = label != ignore_index
         known = (label >= 0) & (label < vocab_size)
         tl.store(safe + at, tl.where(active & known, label, 0), mask=inside)
-        tl.store(mask + at, active, mask=inside)
+        tl.store(ignored + at, active == 0, mask=inside)
         wrong += (inside & active & (known == 0)).to(tl.int32)
     tl.store(right, tl.sum(wrong, 0) == 0)
 

@@ -40,12 +40,12 @@ def test_what_the_host_must_know_of_labels():
 def test_labels_of_calls_that_drop_no_token(backend, wrong, right):
     labels = torch.arange(5000, device=DEVICE) % 70
     labels[[3, 4000]] = -100
-    expected, mask = labels.clamp(min=0), labels != -100
+    expected, ignored = labels.clamp(min=0), labels == -100
     if wrong is not None:
         labels[4500], expected[4500] = wrong, 0
     safe, found, whether = masked_labels(labels, -100, 70, backend=backend)
     assert torch.equal(safe, expected)
-    assert torch.equal(found, mask)
+    assert torch.equal(found, ignored)
     assert whether.item() == right
     assert masked_labels(labels[:0], -100, 70, backend=backend)[2]
 

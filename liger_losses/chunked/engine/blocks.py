@@ -39,16 +39,26 @@ class HeadGradients:
             new = torch.empty if opened.count else torch.zeros  # the first block overwrites it
             shape = (opened.weight_rows, weight.shape[1])
             self.whole_weight = new(shape, dtype=self.call.grad_weight_dtype, device=weight.device)
-            self.whole_weight[opened.vocab_size :].zero_()
+            if opened.weight_rows > opened.vocab_size:
+                self.whole_weight[opened.vocab_size :].zero_()
             self.weight = self.whole_weight[: opened.vocab_size]
         if self.call.needs_bias and bias is not None:
             self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.work.logits_dtype, device=bias.device)
             self.bias = self.whole_bias[: opened.vocab_size]
 
     def add(
-        self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool, out: Tensor | None = None
+        self,
+        grad: Tensor,
+        hidden: Tensor,
+        columns: slice,
+        *,
+        first: bool,
+        out: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> Tensor | None:
         """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
+
+        ``into`` is memory that may take the result where there is no ``out``.
 
         ``grad`` is d loss / d projection ``[R, C]`` in the operand dtype; ``first`` says whether these are the first
         tokens whose gradients reach these columns. One product over the whole vocabulary is rounded to half precision
@@ -57,7 +67,9 @@ class HeadGradients:
         call, accumulate = self.call, out is not None
         if out is None and any(call.needs_hidden):
             whole = grad.shape[1] == self.opened.vocab_size <= self.projection.weight_chunk
-            out = hidden.new_empty(hidden.shape, dtype=call.work.operand_dtype if whole else call.work.logits_dtype)
+            dtype = call.work.operand_dtype if whole else call.work.logits_dtype
+            fits = into is not None and into.dtype == dtype and into.is_contiguous()
+            out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
         # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
         wait = None
         if out is not None:
@@ -114,8 +126,10 @@ class HiddenGradients:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
         self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
+        #: Where all tokens are active, every row is written.
+        new = torch.empty if opened.count and all(i is None for i in self.tokens.indices) else torch.zeros
         self.results = [
-            torch.zeros(part.shape, dtype=part.dtype, device=part.device) if need else None
+            new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
         ]
         self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
@@ -318,7 +332,7 @@ class LogitBlock(Block):
         grad = projection_gradient(self.opened, self.projections, part, columns, coefficients, head_grads.bias)
         if selected is not None:
             self._add_selected(grad, part, coefficients, selected, head_grads.bias)
-        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, into=out_view)
 
     def _add_selected(
         self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None

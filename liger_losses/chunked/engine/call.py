@@ -156,8 +156,7 @@ class CheckedInputs(NamedTuple):
     def of(cls, hidden_states: Any, labels: Any, compute_dtype: torch.dtype) -> CheckedInputs:
         """From tensors or sequences of them; ``labels`` may be the :class:`Tokens` selected from them."""
         hidden, labels = _listed(hidden_states, labels)
-        shapes = labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
-        return cls(hidden, labels, shapes, compute_dtype)
+        return cls(hidden, labels, _shapes_of(labels), compute_dtype)
 
 
 def _listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:
@@ -175,9 +174,11 @@ def make_call(
     """
     if head.shard is not None:
         return _make_shared_call(hidden_states, head, labels, query, options)
+    if state.shapes_only:
+        return CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0]), None
     decision = decide(hidden_states, head, labels, query, options)
     checked = CheckedInputs.of(hidden_states, labels, decision.compute_dtype)
-    return checked, None if state.shapes_only else _Draft(checked, head, query, options, decision).call()
+    return checked, _Draft(checked, head, query, options, decision).call()
 
 
 def _make_shared_call(
@@ -194,9 +195,9 @@ def _make_shared_call(
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.shard.least_memory(device_memory(device), device)
     with Agreement(head.shard.group, device) as agreement:
-        decision = decide(hidden_states, head, labels, query, options, memory)
-        checked = CheckedInputs.of(hidden_states, labels, decision.compute_dtype)
+        checked = CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0])
         if not state.shapes_only:
+            decision = decide(hidden_states, head, labels, query, options, memory)
             draft = _Draft(checked, head, query, options, decision, memory)
             agreement.given = draft.given()
             if device.type == "cpu":  # which also finds what is wrong with the values of one rank
@@ -237,10 +238,26 @@ _decisions: dict[Any, Decision] = {}
 MOST_DECISIONS = 1024
 
 
+def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[torch.dtype, int]:
+    """The dtype to compute in and the number of columns that a call is about, if all that can be checked without values
+    fits together.
+
+    Raises:
+        TypeError, ValueError: what does not.
+    """
+    hidden, labels = _listed(hidden_states, labels)
+    compute_dtype = check_inputs(hidden, head, labels)
+    return compute_dtype, check_query(query, head, _shapes_of(labels))
+
+
+def _shapes_of(labels: tuple[Tensor, ...] | Tokens) -> tuple[torch.Size, ...]:
+    return labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
+
+
 def decide(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None = None
 ) -> Decision:
-    """Check all that can be checked without values, and decide; kept for calls of the same :func:`_signature`.
+    """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
 
     ``memory`` is that of the smallest device of ranks that share the vocabulary.
 
@@ -265,8 +282,7 @@ def _signature(
     """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
     transform = head.transform
     special = (
-        state.shapes_only
-        or (head.quantized, head.shard, query.comparison) != (None, None, None)
+        (head.quantized, head.shard, query.comparison) != (None, None, None)
         or isinstance(transform.temperature, Tensor)
         or within_transform()
         or not isinstance(options, EngineOptions)
@@ -274,7 +290,7 @@ def _signature(
     if special:
         return None
     weights: Mapping[str, Tensor] = {} if query.token_weights is None else query.token_weights
-    of_labels = (labels.shapes, labels.mask is None) if isinstance(labels, Tokens) else len(labels)
+    of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
     beside = head.weight, head.bias, query.class_weight, query.selected
     tensors = *hidden, *targets, *beside, *query.token_inputs.values(), *weights.values()
@@ -297,9 +313,7 @@ def _decide(
 ) -> Decision:
     if not isinstance(options, EngineOptions):
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
-    compute_dtype = check_inputs(hidden, head, labels)
-    shapes = labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
-    vocab_size = check_query(query, head, shapes)
+    (compute_dtype, vocab_size), shapes = check(hidden, head, labels, query), _shapes_of(labels)
     device, grad = head.weight.device, torch.is_grad_enabled()
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
@@ -336,7 +350,7 @@ def _decide(
         grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
         compact=options.compact,
     )
-    drops = labels.mask is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
+    drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
     if drops or not options.compact or query.comparison is not None or not most:
         return made
     # A block of fp32 logits, if it fits: the fewest launches.
@@ -354,8 +368,8 @@ def _decide(
 def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
     """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
     where they are few, as nobody then waits for their number."""
-    if not options.compact:
-        return False
+    if state.shapes_only or not options.compact:
+        return options.compact
     as_told = options.strategy is not None or options.chunk_size is not None
     special = head.batch_invariant or head.quantized is not None or head.shard is not None
     tokens = sum([shape.numel() for shape in shapes])
@@ -470,7 +484,7 @@ class _Draft:
         """The call, once the active tokens are known."""
         head, query, options, made = self.head, self.query, self.options, self.decision
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
-        gathers = tokens.indices[0] is not None or tokens.mask is not None
+        gathers = tokens.indices[0] is not None or tokens.ignored is not None
         work = _workload(made, head, query, tokens.count, gathers, self.memory)
         plan = make_plan(work, options.workspace, options.chunk_size)
         several = work.dequantized_row_bytes > 0 and plan.rows < tokens.count

@@ -134,8 +134,7 @@ class Query:
             comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
-            if tokens.mask is not None:
-                selected = selected.masked_fill(~tokens.mask[:, None], 0)  # tokens without loss may hold anything
+            selected = tokens.masked(selected)  # tokens without loss may hold anything
             if shard is not None:
                 shard.check_selected(selected)
         if weights is not None:

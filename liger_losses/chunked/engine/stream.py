@@ -122,24 +122,24 @@ class Stream:
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         values, weights = self._empty_statistics(), self.call.query.token_weights
-        grads, losses = None, values["lse"]
+        grads, losses = None, list[Tensor]()
         with self._block(self.call.plan.rows) as block:
             for part in self._parts(self.call.plan.rows, values):
                 known = None if weights is None else _rows_of(weights, part.rows)
                 self._fill(block, part, known)
-                # Allocated once the first block is queued, so that the device need not wait for it.
-                losses = losses if grads else torch.empty_like(values["lse"])
-                upstream: Upstream
+                upstream: Upstream = {}
                 if known is None:
-                    losses[part.rows], upstream = self._token_losses(part)
+                    found, upstream = self._token_losses(part)
+                    losses.append(found)
                 else:
                     upstream = known
                 grads = grads or Gradients(self.opened)
                 self._write_gradients(block, part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients
                     terms = [weight * part.values[name] for name, weight in known.items()]
-                    losses[part.rows] = sum(terms, torch.zeros_like(part.values["lse"]))
-        return losses.sum(), values, (grads or Gradients(self.opened)).results()
+                    losses.append(sum(terms, torch.zeros_like(part.values["lse"])))
+        every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
+        return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Tokens:
     shapes: tuple[torch.Size, ...]  # of each tensor of labels
     counts: tuple[int, ...]  # how many tokens of each tensor are active
     indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
-    mask: Tensor | None  # [N] bool, False for tokens without loss, which compact=False leaves among the active ones
+    ignored: Tensor | None  # [N] bool, true for tokens without loss, if they are not dropped but among the active ones
 
     @classmethod
     def select(
@@ -112,8 +112,8 @@ class Tokens:
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
-        mask = None if self.mask is None else self.mask[rows]
-        return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], mask)
+        ignored = None if self.ignored is None else self.ignored[rows]
+        return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], ignored)
 
     def masked_values(self, values: Tensor) -> Tensor:
         """``[N]`` (or ``[N, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss."""
@@ -121,7 +121,7 @@ class Tokens:
 
     def checksum(self, backend: str) -> Tensor:
         """Of the active tokens' labels, and of which tokens these are, 0-dim: see :func:`label_facts`."""
-        which = self.indices if self.mask is None else (self.mask.long(),)
+        which = self.indices if self.ignored is None else ((~self.ignored).long(),)
         facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
         return facts[:, 3].sum()
 
@@ -217,20 +217,20 @@ class Tokens:
         """
         check_temperature(temperature, self.labels.device, self.shapes)
         found = self.gather_like_labels(temperature.detach()).to(dtype, copy=True).contiguous()
-        if self.mask is not None:
-            found.masked_fill_(~self.mask, 1.0)
+        if self.ignored is not None:
+            found.masked_fill_(self.ignored, 1.0)
         return checked_temperatures(found)
 
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values of (some of) the active tokens, with 0 for those that carry no loss."""
-        if self.mask is None:
+        if self.ignored is None:
             return values
-        mask = self.mask[rows].view(-1, *[1] * (values.dim() - 1))
-        return torch.where(mask, values, 0)  # an integer keeps every dtype
+        ignored = self.ignored if len(values) == len(self.ignored) else self.ignored[rows]
+        return values.masked_fill(ignored if values.dim() == 1 else ignored.view(-1, *[1] * (values.dim() - 1)), 0)
 
     def scatter(self, values: Tensor) -> Tensor:
         """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
-        if self.mask is not None:
+        if self.ignored is not None:
             return self.masked(values)
         if all(index is None for index in self.indices):
             return values
@@ -317,14 +317,14 @@ class Counting:
         """All tokens as active ones, with a mask."""
         merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
         backend = "torch" if state.shapes_only else self.backend
-        safe, mask, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=backend)
+        safe, ignored, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=backend)
         if state.shapes_only:
             pass
         elif host_checks(merged.device):
             if not right:
-                found = merged[mask]
+                found = merged[~ignored]
                 _check_vocabulary([int(found.amin()), int(found.amax())], self.vocab_size, self.ignore_index)
         else:
             torch._assert_async(right)
         counts = tuple(part.numel() for part in self.labels)
-        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), mask)
+        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored)

@@ -445,7 +445,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
     ) -> CrossEntropyTerms:
         """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
-        ce_scale, z_scale = (values.logp.new_ones(()) / total for total in totals)
+        ce_total, z_total = totals
+        ce_scale = ce_total.to(values.logp.dtype).reciprocal()
+        z_scale = ce_scale if z_total is ce_total else z_total.to(values.logp.dtype).reciprocal()
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
         scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
         if self.use_token_scaling:
@@ -475,15 +477,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         else:
             mask = labels != self.ignore_index
             wide = torch.promote_types(dtype, torch.float32)
-            weights = mask.to(wide)
+            weights = mask
             if token_weights is not None:
                 weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
-            ce_total = z_total = weights.sum()
+            ce_total = z_total = weights.sum(dtype=torch.promote_types(weights.dtype, wide))
             if self.ce_weight is not None:
+                weights = weights.to(ce_total.dtype)
                 # The engine reports labels outside the vocabulary.
                 classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
                 ce_total = (weights * self.ce_weight.to(weights.dtype)[classes]).sum()
             if self.group is not None:
                 ce_total, z_total = self.total(ce_total), self.total(z_total)
-        z_total = torch.where(z_total == 0, 1.0, z_total)
-        return (z_total if self.ce_weight is None else torch.where(ce_total == 0, 1.0, ce_total)), z_total
+        z_total = z_total.masked_fill(z_total == 0, 1.0)
+        return (z_total if self.ce_weight is None else ce_total.masked_fill(ce_total == 0, 1.0)), z_total

@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp
 from liger_losses.kernels._triton import INTERPRETED, triton
-from tests.reference import double, plain_statistics, problem
+from tests.reference import double, plain_statistics, problem, small_calls
 
 ROOT = Path(liger_losses.__file__).parent
 #: Where there is a GPU, Triton compiles: its interpreter, in which these tests run on the CPU, is off.
@@ -218,32 +218,32 @@ def test_a_call_checks_each_head_once(name, monkeypatch):
     assert len(checked) == heads
 
 
-#: The most files of the package that a call passes, and the most calls that cross from one of them into another.
-MOST = {"cross-entropy": (23, 105), "DPO": (26, 215), "JSD": (27, 335)}
+#: How many files of the package a call is to pass, and how often it is to cross from one of them into another, forth and
+#: back. A goal that holds is an error here: its mark goes then.
+GOALS = {"cross-entropy": (16, 110), "DPO": (20, 280), "JSD": (20, 200)}
 
 
 @interpreted
-@pytest.mark.parametrize("name", list(MOST))
+@pytest.mark.xfail(reason="calls pass more files than they should", strict=True, raises=AssertionError)
+@pytest.mark.parametrize("name", list(GOALS))
 def test_a_call_passes_few_files(name, monkeypatch):
     from triton.runtime.interpreter import GridExecutor
 
     _, call = loss_calls()[name]
-    call().backward()  # compiles and fills caches
-    files, crossings, stack, root = set(), 0, [], str(ROOT)
+    files, stack, root = list[str](), list[str](), str(ROOT)
 
     def trace(frame, event, _):
-        nonlocal crossings
         if event[0] == "c" and event != "call":  # of a C function: by far the most
             return
         file = frame.f_code.co_filename
         if not file.startswith(root):
             return
         if event == "call":
-            crossings += bool(stack) and stack[-1] != file
-            files.add(file)
             stack.append(file)
-        elif event == "return" and stack:
+        elif stack:
             stack.pop()
+        if stack and (not files or files[-1] != stack[-1]):
+            files.append(stack[-1])
 
     def launch(*arguments, run=GridExecutor.__call__, **keywords):
         sys.setprofile(None)  # what the interpreter does is no part of a launch, and takes long to follow
@@ -251,14 +251,16 @@ def test_a_call_passes_few_files(name, monkeypatch):
         sys.setprofile(trace)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
-    sys.setprofile(trace)
-    try:
-        call().backward()
-    finally:
-        sys.setprofile(None)
-    most_files, most_crossings = MOST[name]
-    assert len(files) <= most_files, sorted(Path(file).relative_to(ROOT) for file in files)
-    assert crossings <= most_crossings
+    with small_calls(1e7):
+        call().backward()  # compiles and fills caches
+        sys.setprofile(trace)
+        try:
+            call().backward()
+        finally:
+            sys.setprofile(None)
+    most_files, most_crossings = GOALS[name]
+    assert len({*files}) <= most_files, sorted(Path(file).relative_to(ROOT) for file in {*files})
+    assert len(files) - 1 <= most_crossings
 
 
 class FirstProduct(Exception):

@@ -17,7 +17,7 @@ from liger_losses import (
 from liger_losses.chunked.engine import call, tokens
 from tests.reference import NAMES, double, problem, small_calls
 
-BACKENDS = ["torch", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dpo(hidden, weight, labels, bias):
@@ -33,14 +33,14 @@ def grpo(hidden, weight, labels, bias):
 
 
 def statistics(hidden, weight, labels, bias):
-    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(labels.shape)
+    temperature = torch.linspace(0.5, 2.0, labels.numel(), device=labels.device).view(labels.shape)
     head = Head(weight, bias, LogitTransform(temperature, softcap=8.0))
-    found = linear_statistics(hidden, head, labels, NAMES, class_weight=torch.linspace(0, 1, 61).to(weight.dtype))
+    found = linear_statistics(hidden, head, labels, NAMES, class_weight=torch.linspace(0, 1, 61).to(weight))
     return sum((i + 1) * getattr(found, name).square().sum() for i, name in enumerate(NAMES))
 
 
 def selected(hidden, weight, labels, bias):
-    columns = torch.arange(labels.numel() * 3).view(*labels.shape, 3) % 61
+    columns = torch.arange(labels.numel() * 3, device=labels.device).view(*labels.shape, 3) % 61
     found = linear_statistics(hidden, Head(weight, bias), labels, ("selected_logps", "lse"), selected=columns)
     return found.selected_logps.square().sum() + found.lse.sum()
 
@@ -106,7 +106,7 @@ def test_results_are_those_of_other_calls(name, bias, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["all options", "logps", "statistics", "selected"])
 def test_by_triton_kernels(name, dtype, monkeypatch):
-    given = inputs(dtype, True)
+    given = [tensor.detach().to(DEVICE).requires_grad_(tensor.requires_grad) for tensor in inputs(dtype, True)]
     exact = value_and_gradients(name, (*double(*given[:2]), given[2], *double(given[3])))
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
     with small_calls():

@@ -218,8 +218,8 @@ def test_a_call_checks_each_head_once(name, monkeypatch):
     assert len(checked) == heads
 
 
-#: How many files of the package a call is to pass, and how often it is to cross from one of them into another, forth and
-#: back. A goal that holds is an error here: its mark goes then.
+#: How many files of the package a call is to pass, and how often it is to cross from one of them into another, forth
+#: and back. A goal that holds is an error here: its mark goes then.
 GOALS = {"cross-entropy": (16, 110), "DPO": (20, 280), "JSD": (20, 200)}
 
 

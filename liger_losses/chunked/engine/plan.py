@@ -78,8 +78,8 @@ class EngineOptions:
 
     Args:
         ignore_index: the label of tokens without loss.
-        compact: drop tokens without loss before the projection, at the cost of one host synchronization. With False,
-            they are projected and their results multiplied by 0: their hidden states must be finite.
+        compact: drop tokens without loss before the projection, at the cost of one host synchronization; calls of few
+            tokens (:data:`SMALL_CALL_FLOPS`) do not. With False, they are projected, and their results are 0.
         workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.

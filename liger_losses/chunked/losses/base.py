@@ -44,7 +44,7 @@ class ChunkedLoss(nn.Module):
         ignore_index: label of tokens that carry no loss; they are dropped before the projection.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
-        compact: drop tokens without loss, at the cost of one host synchronization.
+        compact: drop tokens without loss, at the cost of one host synchronization (but in calls of few tokens).
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
             the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.

@@ -13,6 +13,7 @@ from liger_losses import (
     LogitTransform,
     linear_logps,
     linear_statistics,
+    linear_token_loss,
 )
 from liger_losses.chunked.engine import call, tokens
 from tests.reference import NAMES, double, problem, small_calls
@@ -144,6 +145,21 @@ def test_no_token_at_all():
             loss = LigerFusedLinearCrossEntropyLoss()(weight, h, y)
             assert loss == 0
             assert not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+
+
+@pytest.mark.parametrize("strategy", ["one_pass", "two_pass"])
+def test_masked_hidden_states_that_are_not_finite_in_calls_that_drop_no_token(strategy):
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+
+    def found(compact):
+        options = EngineOptions(compact=compact, strategy=strategy, chunk_size=5)
+        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: -s.logp, options=options)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    expected = found(True)
+    with torch.no_grad():
+        hidden[labels == -100] = float("inf")
+    assert_close(found(False), expected, torch.float32)
 
 
 def kinds(*arguments, **options):

@@ -25,6 +25,9 @@ from liger_losses.kernels.matmul import matmul_into, start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
+#: Of a product with fewer multiplications, the host takes longer to start it on another stream than that gains.
+MIN_BESIDE = 1.5e11
+
 
 class HeadGradients:
     """Gradients of weight and bias."""
@@ -74,7 +77,10 @@ class HeadGradients:
         wait = None
         if out is not None:
             product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
-            wait = start_beside(grad.device, product)
+            if grad.numel() * hidden.shape[1] >= MIN_BESIDE:
+                wait = start_beside(grad.device, product)
+            else:
+                product()
         try:
             self.add_weight(grad, self.trained(hidden), columns, first=first)
         finally:

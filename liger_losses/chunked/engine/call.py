@@ -213,6 +213,15 @@ def _make_shared_call(
     return checked, call
 
 
+class Run(NamedTuple):
+    """What depends on the number of active tokens too."""
+
+    work: Workload
+    plan: Plan
+    strategy: str  # one of STRATEGIES
+    grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
+
+
 @dataclass(frozen=True)
 class Decision:
     """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
@@ -231,6 +240,7 @@ class Decision:
     exponentials: bool  # whether blocks hold exponentials in half precision
     grad_weight_dtype: torch.dtype
     compact: bool  # whether tokens without loss are dropped
+    run: Run | None = None  # where none is dropped
 
 
 #: What :func:`decide` has found, by :func:`_signature`.
@@ -351,18 +361,18 @@ def _decide(
         compact=options.compact,
     )
     drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
-    if drops or not options.compact or query.comparison is not None or not most:
+    if options.compact and not drops and query.comparison is None:
+        # A block of fp32 logits, if it fits: the fewest launches.
+        small, needs_gradient = replace(made, compact=False), any(made.needs_hidden) or made.needs_weight or needs_bias
+        if needs_gradient:
+            small = replace(small, fused=False, exponentials=False)
+        with suppress(ValueError):  # the workspace is too small for it
+            run = _run(small, head, query, options, most, True, memory)
+            if run.plan.rows >= most or not needs_gradient:
+                return replace(small, run=run)
+    if options.compact and not isinstance(labels, Tokens):
         return made
-    # A block of fp32 logits, if it fits: the fewest launches.
-    small, needs_gradient = replace(made, compact=False), any(made.needs_hidden) or made.needs_weight or needs_bias
-    if needs_gradient:
-        small = replace(small, fused=False, exponentials=False)
-        try:
-            plan = make_plan(_workload(small, head, query, most, gathers=True), options.workspace)
-        except ValueError:  # the workspace is too small for it
-            return made
-        return small if plan.rows >= most else made
-    return small
+    return made if drops else replace(made, run=_run(made, head, query, options, most, True, memory))
 
 
 def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
@@ -373,7 +383,9 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     as_told = options.strategy is not None or options.chunk_size is not None
     special = head.batch_invariant or head.quantized is not None or head.shard is not None
     tokens = sum([shape.numel() for shape in shapes])
-    return as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
+    return (
+        not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
+    )
 
 
 def _workload(
@@ -416,6 +428,42 @@ def _workload(
         dequantized_row_bytes=dequantized,
         dequantized_bytes=made.dequantized_bytes,
     )
+
+
+def _run(
+    made: Decision, head: Head, query: Query, options: EngineOptions, tokens: int, gathers: bool, memory: int | None
+) -> Run:
+    """How so many active tokens run; ``gathers`` says whether their hidden states are copied."""
+    work = _workload(made, head, query, tokens, gathers, memory)
+    plan = make_plan(work, options.workspace, options.chunk_size)
+    several = work.dequantized_row_bytes > 0 and plan.rows < tokens
+    if several and head.shard is None and not query.needs_logits:
+        # Every block of tokens would dequantize the head again.
+        fused = can_fuse(head, made.operand, made.backend, True) and not made.needs_bias
+        exponentials = made.operand == torch.bfloat16 and query.of_exponentials and not made.needs_weight
+        work = work.in_slabs(fused, exponentials)
+        plan = make_plan(work, options.workspace, options.chunk_size)
+    grad_weight_dtype, needs_weight, strategy = made.grad_weight_dtype, made.needs_weight, "statistics"
+    if any(made.needs_hidden) or needs_weight or made.needs_bias:
+        # A half-precision grad_weight must not be rounded many times.
+        few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
+        # fp16 gradients underflow without the loss scale, which is only known in backward.
+        one_pass = query.separable and torch.float16 not in (made.compute_dtype, made.operand) and few_roundings
+        frozen = not (needs_weight or made.needs_bias or query.needs_logits) and len(query.statistics) == 1
+        # Those that are exact for these inputs and fit the workspace, the cheapest first.
+        allowed = {"one_pass": one_pass, "frozen_head": frozen, "resident": plan.resident}
+        single = [name for name, possible in allowed.items() if possible]
+        # Logits that are kept are one block, of all tokens.
+        tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+        possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
+        strategy = possible[0]
+        if options.strategy is not None:
+            check_names([options.strategy], possible, "strategy for these inputs")
+            strategy = options.strategy
+    if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
+        # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
+        grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+    return Run(work, plan, strategy, grad_weight_dtype)
 
 
 class _Draft:
@@ -484,54 +532,29 @@ class _Draft:
         """The call, once the active tokens are known."""
         head, query, options, made = self.head, self.query, self.options, self.decision
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
-        gathers = tokens.indices[0] is not None or tokens.ignored is not None
-        work = _workload(made, head, query, tokens.count, gathers, self.memory)
-        plan = make_plan(work, options.workspace, options.chunk_size)
-        several = work.dequantized_row_bytes > 0 and plan.rows < tokens.count
-        if several and head.shard is None and not query.needs_logits:
-            # Every block of tokens would dequantize the head again.
-            fused = can_fuse(head, made.operand, made.backend, True) and not made.needs_bias
-            exponentials = made.operand == torch.bfloat16 and query.of_exponentials and not made.needs_weight
-            work = work.in_slabs(fused, exponentials)
-            plan = make_plan(work, options.workspace, options.chunk_size)
-        grad_weight_dtype, needs_weight, strategy = made.grad_weight_dtype, made.needs_weight, "statistics"
-        if any(made.needs_hidden) or needs_weight or made.needs_bias:
-            # A half-precision grad_weight must not be rounded many times.
-            few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
-            # fp16 gradients underflow without the loss scale, which is only known in backward.
-            one_pass = query.separable and torch.float16 not in (made.compute_dtype, made.operand) and few_roundings
-            frozen = not (needs_weight or made.needs_bias or query.needs_logits) and len(query.statistics) == 1
-            # Those that are exact for these inputs and fit the workspace, the cheapest first.
-            allowed = {"one_pass": one_pass, "frozen_head": frozen, "resident": plan.resident}
-            single = [name for name, possible in allowed.items() if possible]
-            # Logits that are kept are one block, of all tokens.
-            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
-            possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
-            strategy = possible[0]
-            if options.strategy is not None:
-                check_names([options.strategy], possible, "strategy for these inputs")
-                strategy = options.strategy
-        if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
-            # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
-            grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
+        run = made.run
+        if run is None:
+            gathers = tokens.indices[0] is not None or tokens.ignored is not None
+            run = _run(made, head, query, options, tokens.count, gathers, self.memory)
         transform = head.transform
+        dtype = run.work.logits_dtype
         if isinstance(transform.temperature, Tensor):
-            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, work.logits_dtype))
+            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
         return Call(
-            query=query.of_active_tokens(tokens, work.logits_dtype, head.shard),
+            query=query.of_active_tokens(tokens, dtype, head.shard),
             transform=transform,
             batch_invariant=head.batch_invariant,
             shard=head.shard,
             quantized=head.quantized,
             vocab_size=made.vocab_size,
             tokens=tokens,
-            work=work,
-            plan=plan,
-            strategy=strategy,
-            grad_weight_dtype=grad_weight_dtype,
+            work=run.work,
+            plan=run.plan,
+            strategy=run.strategy,
+            grad_weight_dtype=run.grad_weight_dtype,
             backend=made.backend,
             needs_hidden=made.needs_hidden,
-            needs_weight=needs_weight,
+            needs_weight=made.needs_weight,
             needs_bias=made.needs_bias,
         )
 

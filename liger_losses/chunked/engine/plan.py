@@ -57,6 +57,8 @@ MIN_PART = 256
 #: Calls of fewer floating-point operations (``6 T H V`` with all T tokens, by the kind of device) are one block of fp32
 #: logits, masked tokens too: what the host does to find the active ones takes longer than to compute the others.
 SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
+#: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
+SMALL_CALL_LOGITS = 1.5e8
 #: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
 MIN_SLAB = 2048
 
@@ -220,7 +222,8 @@ class Plan:
 
 def is_small(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
     """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
-    return 6 * tokens * hidden_size * vocab_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
+    logits = tokens * vocab_size
+    return logits <= SMALL_CALL_LOGITS and 6 * logits * hidden_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "chunked/engine/autograd_functions.py": "chunked/engine/test_ops.py",
     "chunked/engine/call.py": "chunked/engine/test_workspace.py",
     "chunked/engine/divergence_block.py": "chunked/engine/test_divergence_tiles.py",
+    "chunked/engine/query.py": "chunked/engine/test_head.py",
     "chunked/engine/ranks.py": "chunked/engine/test_shard.py",
     "chunked/engine/traced.py": "chunked/engine/test_operators.py",
     "chunked/losses/policy_objectives.py": "chunked/losses/test_policy.py",

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.checks import check_labels, check_tensor
 from liger_losses.chunked.engine.given import given_to_loss
-from liger_losses.chunked.engine.head import Head, operand_dtype
+from liger_losses.chunked.engine.head import Head, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
+from liger_losses.chunked.engine.quantized_weight import dequantize
 from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
 from liger_losses.kernels.support_logps import NO_COLUMNS, Exchange, SupportOptions, support_statistics
 from liger_losses.kernels.support_products import Products
@@ -109,12 +111,35 @@ class TokenSupport:
 
 
 def check_support_head(head: Head) -> None:
-    """Raise TypeError unless a head is one floating-point weight, whose rows can be read."""
-    if head.quantized is not None or head.adapters:
+    """Raise TypeError for quantized weights and adapters of a vocabulary that ranks share, whose rows are not read."""
+    if head.shard is not None and (head.quantized is not None or head.adapters):
         raise TypeError(
-            "support= takes a head with one floating-point weight, not a quantized one, or one with adapters; leave "
-            "support out, or pass Head(dequantized_weight)."
+            "support= takes a head with one floating-point weight where ranks share the vocabulary, not a quantized "
+            "one, or one with adapters; leave support out, or pass Head(dequantized_weight, group=group)."
         )
+
+
+def _readable(hidden_states: Tensor, head: Head, tokens: int, options: EngineOptions) -> tuple[Tensor, Head]:
+    """Hidden states and a head whose rows can be read: adapters become columns of it, and a quantized weight exists in
+    floating point until backward.
+
+    Raises:
+        ValueError: a quantized weight that takes more than half of the workspace.
+    """
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    if head.quantized is None or state.shapes_only:
+        return hidden_states, head
+    operand = autocast_dtype(hidden_states.device) or hidden_states.dtype
+    if not dequantized_bytes([head], tokens, operand, options.workspace, None):
+        size = head.vocab_size * head.hidden_size * operand.itemsize
+        raise ValueError(
+            f"support= reads single rows of the head, so that a quantized weight is dequantized as a whole, {size} "
+            "bytes, and that takes at most half of the workspace: give a larger workspace=, or leave support out."
+        )
+    beside, rows = head.weight.to(operand), dequantize(head.quantized, head.weight.detach()[:, :0], operand)
+    weight = torch.cat([rows, beside], 1) if beside.shape[1] else rows
+    return hidden_states, head.with_fields(weight=weight, quantized=None)
 
 
 def linear_support_statistics(
@@ -155,6 +180,10 @@ def linear_support_statistics(
         raise ValueError("support= finds on the host which tokens have kept columns; leave compact at True.")
     if support.sparse_grad and (state.shapes_only or state.recorded is not None):
         raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
+    given_pair = hidden_states, head
+    if head.adapters or head.quantized is not None:
+        check_labels(labels)
+        hidden_states, head = _readable(hidden_states, head, labels.numel(), options)
     shard, local = head.shard, hidden_states
     if shard is not None:
         # Exchanges that all ranks reach, before checks that one alone may fail.
@@ -198,13 +227,13 @@ def linear_support_statistics(
     if state.shapes_only:
         return Statistics(**{name: local.new_empty(labels.shape, dtype=wide) for name in names})
     parts = []
-    if numbers.uncut:
+    if numbers.uncut:  # of the head as it was given, which may be streamed
         uncut = labels.masked_fill(facts[Facts._fields.index("uncut")].view(labels.shape) == 0, options.ignore_index)
         # The backward of a compiled function repeats this call: it takes nothing from what other calls have recorded.
         before = state.recorded, state.known
         state.recorded = state.known = None
         try:
-            found = whole(hidden_states, head, uncut, names, options=options)
+            found = whole(*given_pair, uncut, names, options=options)
         finally:
             state.recorded, state.known = before
         parts.append({name: getattr(found, name) for name in names})

@@ -10,7 +10,6 @@ from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LogitTransform,
     QuantizedWeight,
@@ -237,13 +236,13 @@ def test_hidden_states_of_any_dtype_and_autocast():
     assert relative_error(found, exact) < 1e-2
 
 
-def test_what_is_refused(monkeypatch):
+def test_what_is_refused():
     hidden, weight, labels, _ = problem(20, H, V)
     head = Head(Int8Weight(weight))
     with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
         linear_logps(hidden[:, :30], head, labels)
-    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
-        linear_logps(hidden, head, labels, support=TokenSupport(labels[:, None]))
+    with pytest.raises(ValueError, match="dequantized as a whole, 19200 bytes.*give a larger workspace="):
+        linear_logps(hidden, head, labels, support=TokenSupport(labels[:, None]), workspace=30_000)
     with pytest.raises(ValueError, match="batch_invariant takes a quantized head that is dequantized as a whole"):
         linear_logps(hidden, Head(Int8Weight(weight), batch_invariant=True), labels, workspace=30_000)
     adapter = LowRank(*lora())
@@ -253,15 +252,6 @@ def test_what_is_refused(monkeypatch):
         ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
     ):
         linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
-    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
-        linear_logps(hidden, Head(weight, adapters=(adapter,)), labels, support=TokenSupport(labels[:, None]))
-    monkeypatch.setattr("liger_losses.chunked.losses.policy.linear_support_statistics", None)
-    ids, states = labels.clamp(min=0).view(2, 10), hidden.view(2, 10, H)
-    with pytest.raises(TypeError, match="support= takes a head with one floating-point weight"):
-        LigerFusedLinearGRPOLoss(beta=0.1)(
-            states, head, ids, torch.ones_like(ids), torch.ones(2), ref_input=states.detach(), ref_weight=weight,
-            support=TokenSupport(ids[..., None]),
-        )  # fmt: skip
     with pytest.raises(TypeError, match="ProcessGroup"):
         Head(Int8Weight(weight), group="tp")
     with pytest.raises(TypeError, match="merge them"):

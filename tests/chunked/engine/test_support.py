@@ -15,10 +15,12 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
+from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import row_sums, support_logps
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.support_columns import KeptIds, find_columns
+from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -189,6 +191,34 @@ def test_sparse_gradients(backend, uncut, monkeypatch):
         assert torch.equal(found[1].indices()[0], touched)
     for a, b in zip(found, dense, strict=True):
         assert torch.equal(a.to_dense(), b)
+
+
+@pytest.mark.parametrize("uncut", [(), (2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["adapters", "quantized", "quantized with adapters"])
+def test_heads_whose_rows_are_computed(kind, dtype, uncut):
+    hidden, weight, labels, bias = problem(20, 24, 61, dtype=dtype, bias=True)
+    ids = kept(labels, 61, 6, uncut=uncut)
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(*shape, generator=g, dtype=dtype).requires_grad_() for shape in ((4, 24), (61, 4)))
+    trained = [hidden, bias]
+    if "quantized" in kind:
+        quantized = Int8Weight(weight)
+        head, dense = Head(quantized, bias), quantized.rows(0, 61).to(dtype)
+    else:
+        head, dense = Head(weight, bias), weight
+        trained.append(weight)
+    if "adapters" in kind:
+        head, dense = head.with_fields(adapters=(LowRank(a, b, 0.5),)), dense + 0.5 * b @ a
+        trained += [a, b]
+    found = linear_logps(hidden, head, labels, support=TokenSupport(ids), entropy=True, lse=True)
+    expected = plain(hidden, dense, labels, ids, bias)
+    size = 1e-10 if dtype == torch.float64 else 2e-5
+    for name in NAMES:
+        torch.testing.assert_close(getattr(found, name), expected[name], rtol=size, atol=size)
+    ours, theirs = (gradients(total(values), trained) for values in (found._asdict(), expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=size, atol=size * 10)
 
 
 def test_sparse_gradients_that_cannot_be():

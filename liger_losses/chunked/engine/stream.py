@@ -114,9 +114,9 @@ class Stream:
     def scaled(self, unit_gradient: Tensor, upstream: Upstream) -> list[Tensor | None]:
         """Gradients of the hidden states: each token's unit gradient, times its upstream gradient."""
         hidden_grads = HiddenGradients(self.opened, None)  # the unit gradient is summed over ranks already
-        for g in upstream.values():
-            for rows in blocks(self.count, self.call.plan.rows):
-                hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
+        g = next(iter(upstream.values()), torch.zeros_like(unit_gradient[:, 0]))
+        for rows in blocks(self.count, self.call.plan.rows):
+            hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
         return hidden_grads.results
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:

@@ -230,3 +230,30 @@ def test_decisions_do_not_pile_up(monkeypatch):
     for i in range(1, 7):
         linear_logps(hidden[:, :i], weight, labels[:, :i])
     assert len(call._decisions) <= 2
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Asks for the gradient of its input, and then has none for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+@pytest.mark.parametrize("flops", [0.0, 1e30])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_upstream_gradient_makes_gradients_of_zero(frozen, flops):
+    """And not what was in memory before."""
+    hidden, weight, labels, _ = problem(50, 24, 61, masked=0.0)
+    weight.requires_grad_(not frozen)
+    filled = [torch.full_like(hidden, 7.0) for _ in range(100)]
+    del filled
+    with small_calls(flops):
+        WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
+    assert not hidden.grad.any()
+    assert frozen or not weight.grad.any()

@@ -452,7 +452,8 @@ class ExponentialBlock(Block):
         opened, call, found = self.opened, self.call, []
         # At once where nothing is copied: no product can start before.
         for rows in blocks(opened.count, call.plan.rows if call.work.gathers else opened.count):
-            hidden = call.tokens.gather(opened.flat, rows.start, rows.stop).to(call.work.operand_dtype)
+            hidden = call.tokens.masked(call.tokens.gather(opened.flat, rows.start, rows.stop), rows)
+            hidden = hidden.to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
             found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
         mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.weight.device), *found])

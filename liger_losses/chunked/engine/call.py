@@ -276,7 +276,10 @@ def decide(
     """
     hidden, labels = _listed(hidden_states, labels)
     signature = _signature(hidden, head, labels, query, options)
-    found = None if signature is None else _decisions.get(signature)
+    try:
+        found = None if signature is None else _decisions.get(signature)
+    except TypeError:  # a name or option that cannot be hashed is wrong, which the checks say
+        signature = found = None
     if found is None:
         found = _decide(hidden, head, labels, query, options, memory)
         if signature is not None:
@@ -296,6 +299,7 @@ def _signature(
         or isinstance(transform.temperature, Tensor)
         or within_transform()
         or not isinstance(options, EngineOptions)
+        or not isinstance(query.token_inputs, Mapping)
     )
     if special:
         return None
@@ -308,7 +312,7 @@ def _signature(
     for tensor in tensors:
         if tensor is None:
             facts.append(None)
-        elif type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
             facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
         else:  # DTensors, tensors that torch traces, and what is no tensor
             return None

@@ -145,7 +145,7 @@ class Query:
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
             comparison=comparison,
-            token_inputs={n: tokens.gather_like_labels(value.detach()) for n, value in self.token_inputs.items()},
+            token_inputs={n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
             token_weights=weights,
         )
 

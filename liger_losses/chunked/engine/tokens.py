@@ -233,7 +233,7 @@ class Tokens:
         if self.ignored is not None:
             return self.masked(values)
         if all(index is None for index in self.indices):
-            return values
+            return values if values._base is None else values.clone()  # kernels return rows of one tensor
         sizes = [math.prod(shape) for shape in self.shapes]
         out = values.new_zeros(sum(sizes), *values.shape[1:])
         self.scatter_(out.split(sizes), 0, self.count, values)

@@ -224,7 +224,8 @@ class ChunkedLoss(nn.Module):
     ) -> Tokens:
         """The active tokens, once all ranks of :attr:`group` have inputs for these calls."""
         (head, _), options = calls[0], self.options
-        compact = drops_tokens([labels.shape], head, options)
+        compares = any(query.comparison is not None for _, query in calls)  # a teacher's may hold anything too
+        compact = options.compact if compares else drops_tokens([labels.shape], head, options)
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, compact, options.backend)
         for head, query in calls:
             check_call(hidden, head, tokens, query, options)

@@ -70,6 +70,11 @@ class _Target(NamedTuple):
     totals: tuple[Tensor, Tensor]  # what cross-entropy and z-loss are divided by
     token_weights: Tensor | None
 
+    def part(self, size: int) -> _Target:
+        """The target of its first entries alone."""
+        own = None if self.token_weights is None else self.token_weights[:size]
+        return _Target(self.labels[:size], self.mask[:size], self.totals, own)
+
 
 def cross_entropy(
     logps: Any,
@@ -321,31 +326,38 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             targets.append(_Target(part, mask, self._denominators(part, items, own, head.weight.dtype), own))
         class_weight = self.ce_weight if self.label_smoothing else None
         scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
-        # 0 times a loss that is NaN is NaN: to the sum, a head of weight 0 has no tokens.
+        # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
         silent = [k for k in range(count) if scales[k] == 0]
-        counted = [
-            labels[k].new_full(labels[k].shape, self.ignore_index) if k in silent else labels[k] for k in range(count)
-        ]
+        counted = [target.part(0) if k in silent else target for k, target in enumerate(targets)]
+        states = [part[:0] if k in silent else part for k, part in enumerate(hidden)]
         if self.reduction == "none":
             found = linear_statistics(
-                hidden, heads, counted, statistics, metrics=metrics, class_weight=class_weight, options=options
+                states,
+                heads,
+                [target.labels for target in counted],
+                statistics,
+                metrics=metrics,
+                class_weight=class_weight,
+                options=options,
             )
-            terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
+            terms = [self._target_terms(*pair) for pair in zip(found, counted, strict=True)]
             loss: Any = [scale * (ce + z) for scale, (ce, z) in zip(scales, terms, strict=True)]
+            for k in silent:  # zeros that depend on the head
+                loss[k] = loss[k].sum() + loss[k].new_zeros(labels[k].shape)
         else:
             loss, found = linear_token_loss(
-                hidden,
+                states,
                 heads,
-                counted,
+                [target.labels for target in counted],
                 self._token_loss,
                 statistics,
                 metrics=metrics,
-                token_inputs=self._token_inputs(targets, scales, heads[0].weight.dtype),
+                token_inputs=self._token_inputs(counted, scales, heads[0].weight.dtype),
                 class_weight=class_weight,
                 options=options,
             )
             loss = loss if self.group is None else self.total(loss)
-            terms = [self._target_terms(*pair) for pair in zip(found, targets, strict=True)]
+            terms = [self._target_terms(*pair) for pair in zip(found, counted, strict=True)]
         if silent:
             their_hidden, their_heads, their_labels = ([part[k] for k in silent] for part in (hidden, heads, labels))
             with torch.no_grad():

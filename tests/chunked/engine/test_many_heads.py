@@ -14,7 +14,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import autograd_functions, many_heads
+from liger_losses.chunked.engine import autograd_functions, many_heads, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from tests.chunked.engine.test_head import interpreted
 from tests.chunked.losses.test_cross_entropy import plain_cross_entropy
@@ -390,10 +390,15 @@ def test_what_else_it_returns():
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_head_of_weight_0_may_hold_anything(reduction, weights):
+@pytest.mark.parametrize("what", ["hidden states", "weight, few tokens", "weight"])
+def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights, monkeypatch):
     """NaN and inf in a head that does not count reach neither the loss nor a gradient; its own loss says what it is."""
     leaves, (hidden, heads, _), labels = targets("own heads")
-    broken = [h.detach() * (float("nan") if k == 1 else 1) for k, h in enumerate(hidden)]
+    broken = [h.detach() * (float("nan") if k == 1 and what == "hidden states" else 1) for k, h in enumerate(hidden)]
+    if "weight" in what:
+        with torch.no_grad():
+            heads[1].mul_(float("nan"))
+    monkeypatch.setattr(plan, "SMALL_CALL_FLOPS", {"cpu": 1e30 * ("few" in what)})
     options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
     out = LigerFusedLinearCrossEntropyLoss(head_weights=weights, **options, return_predicted_tokens=True)
     loss, metrics = out(heads, broken, labels)

@@ -257,3 +257,44 @@ def test_no_upstream_gradient_makes_gradients_of_zero(frozen, flops):
         WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
     assert not hidden.grad.any()
     assert frozen or not weight.grad.any()
+
+
+@pytest.mark.parametrize("flops", [0.0, 1e30])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_statistics_share_no_memory(backend, flops):
+    """So that one may be changed in place where another is needed in backward."""
+    hidden, weight, labels, _ = problem(20, 32, 64, masked=0.0)
+    hidden, weight, labels = hidden.to(DEVICE), weight.to(DEVICE), labels.to(DEVICE)
+    with small_calls(flops):
+        for frozen in (hidden, hidden.detach()):
+            found = linear_statistics(
+                frozen, weight, labels, ("logp", "entropy"), options=EngineOptions(backend=backend)
+            )
+            assert found.logp.untyped_storage().data_ptr() != found.entropy.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_token_inputs_of_masked_tokens_may_hold_anything(compact):
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    table = torch.linspace(1.0, 2.0, 61)
+
+    def token_loss(statistics, labels, columns):
+        return -statistics.logp * table[columns]
+
+    found = []
+    for flops, drops in ((0.0, True), (1e30, compact)):
+        options = EngineOptions(compact=drops)
+        with small_calls(flops):
+            loss, _ = linear_token_loss(
+                hidden, weight, labels, token_loss, token_inputs={"columns": labels}, options=options
+            )
+        found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert_close(found[1], found[0], torch.float32)
+
+
+def test_what_has_no_signature_is_checked():
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    with pytest.raises((TypeError, ValueError), match="statistic"):
+        linear_statistics(hidden, weight, labels, [["logp"]])
+    with pytest.raises((TypeError, ValueError), match="hidden_states"):
+        linear_logps(hidden.detach().flatten(0, 1).to_sparse_csr(), weight, labels.flatten())

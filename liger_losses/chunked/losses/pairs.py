@@ -175,7 +175,7 @@ class PreferenceLoss(CompletionLoss):
             # Tokens that only the likelihood asks for are streamed along with the others.
             only_nll = nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll)
-        sides, found = self.score(batch, extra, metrics=self.metrics)
+        sides, found = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
 
         nll_mask = nll_labels != self.ignore_index
         # Not a product: a log-probability of -inf that does not count must not make it NaN.

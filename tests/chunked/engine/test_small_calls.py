@@ -266,10 +266,11 @@ def test_statistics_share_no_memory(backend, flops):
     hidden, weight, labels, _ = problem(20, 32, 64, masked=0.0)
     hidden, weight, labels = hidden.to(DEVICE), weight.to(DEVICE), labels.to(DEVICE)
     with small_calls(flops):
-        for frozen in (hidden, hidden.detach()):
-            found = linear_statistics(
-                frozen, weight, labels, ("logp", "entropy"), options=EngineOptions(backend=backend)
-            )
+        for differentiable in (True, False):
+            with torch.set_grad_enabled(differentiable):
+                found = linear_statistics(
+                    hidden, weight, labels, ("logp", "entropy"), options=EngineOptions(backend=backend)
+                )
             assert found.logp.untyped_storage().data_ptr() != found.entropy.untyped_storage().data_ptr()
 
 

@@ -16,7 +16,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions
 from tests.chunked.losses.test_dpo import BETA, B, H, T, V, batch, sums
-from tests.reference import plain_statistics
+from tests.reference import plain_statistics, problem
 
 
 @pytest.mark.parametrize("name", DPO_LOSSES)
@@ -202,3 +202,17 @@ def test_a_loss_of_ones_own():
     hidden, weight, labels, _, _ = batch()
     loss, metrics = Margin()(weight, hidden, labels)
     torch.testing.assert_close(loss.detach(), (metrics.rejected_logps - metrics.chosen_logps).relu().mean())
+
+
+def test_metrics_of_a_loss_of_ones_own_come_beside_the_losses():
+    class Confident(LigerFusedLinearDPOLoss):
+        metrics = ("entropy",)
+
+        def sequence_weight(self, statistics, mask):
+            return (-statistics.entropy.sum(-1) / mask.sum(-1)).exp()
+
+    hidden, weight, labels, _ = problem(shape=(4, 7), masked=0.0)
+    pairs = [Completions(h, y, ref_logps=torch.zeros(2)) for h, y in zip(hidden.chunk(2), labels.chunk(2), strict=True)]
+    loss, metrics = Confident()(weight, *pairs)
+    assert loss.isfinite()
+    assert metrics.chosen_logits_mean.isfinite()

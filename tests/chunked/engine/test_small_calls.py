@@ -5,17 +5,21 @@ import torch
 
 from liger_losses import (
     Completions,
+    Divergence,
     EngineOptions,
     Head,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
     LogitTransform,
+    Teacher,
     linear_logps,
     linear_statistics,
     linear_token_loss,
 )
 from liger_losses.chunked.engine import call, tokens
+from liger_losses.chunked.engine.query import Comparison, Query
 from tests.reference import NAMES, double, problem, small_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -299,3 +303,14 @@ def test_what_has_no_signature_is_checked():
         linear_statistics(hidden, weight, labels, [["logp"]])
     with pytest.raises((TypeError, ValueError), match="hidden_states"):
         linear_logps(hidden.detach().flatten(0, 1).to_sparse_csr(), weight, labels.flatten())
+
+
+def test_losses_with_a_teacher_drop_tokens(monkeypatch):
+    """As the teacher's hidden states of masked tokens may hold anything; of slices of sequences too."""
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    loss, comparison = LigerFusedLinearJSDLoss(), Comparison(Teacher(hidden.detach(), weight), Divergence.reverse_kl())
+    monkeypatch.setattr(LigerFusedLinearJSDLoss, "agree", lambda *given: None)
+    with small_calls():
+        for query, drops in ((Query(("logp",)), False), (Query(("divergence", "logp"), comparison=comparison), True)):
+            selected = loss.agreed_tokens(hidden, labels, None, [(Head(weight), query)])
+            assert (selected.ignored is None) == drops

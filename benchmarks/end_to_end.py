@@ -186,7 +186,7 @@ def provide(provider: str, case: Case, model: Any) -> Step:
         elif provider.startswith("ours"):
             from liger_losses.patching.patch import patch
 
-            patch(model, residuals=provider == "ours+residuals")
+            patch(model)
         return own_loss
     outputs = {"NLL": ("log_probs", "entropy", "is_top1"), "DPO": ("log_probs", "entropy", "mean_logits", "is_top1")}
     wanted = outputs.get(case.task, ("log_probs", "entropy"))
@@ -360,7 +360,7 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows))
         return
-    trainer = ("plain", "liger-kernel", "ours", "ours+residuals", "plain+compile", "ours+compile")
+    trainer = ("plain", "liger-kernel", "ours", "plain+compile", "ours+compile")
     trainer += ("plain+compile+causal", "ours+compile+causal")
     providers = {"trainer": trainer, "heads": ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")}
     passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]

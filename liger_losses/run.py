@@ -31,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--liger", action="store_true", help="answer liger-kernel's names with this library")
     parser.add_argument("--install", action="append", default=[], choices=INSTALLABLE, help="call its install()")
     parser.add_argument("--trl", action="store_true", help="call liger_losses.trl.enable() when TRL is imported")
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--residuals", action="store_true", help="patch(model, residuals=True)")
-    models.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")
+    parser.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="a file, or with -m a module")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
@@ -41,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.trl and importlib.util.find_spec("trl") is None:
         parser.error('--trl needs TRL: pip install "trl>=1.16"')
     install = ("liger",) * given.liger + tuple(given.install)
-    patch = None if given.no_patch else {"residuals": given.residuals}
-    Preparation(install, given.trl, patch).apply()
+    Preparation(install, given.trl, patch=None if given.no_patch else {}).apply()
     sys.argv = [given.script, *given.rest]
     # As Python has it for the script or the module: ``python -m`` has put the working directory here for this one.
     if sys.path[:1] == [os.getcwd()]:

@@ -1,7 +1,7 @@
 """A plugin of Axolotl: ``plugins: [liger_losses.integrations.axolotl.Plugin]`` in the YAML file.
 
 It patches the model that is trained, and gives TRL's trainers this library's heads. ``liger_losses:`` in the YAML file
-may hold options of :func:`liger_losses.patch`, ``residuals: true`` for example.
+may hold options of :func:`liger_losses.patch`, ``tile_mlps: true`` for example.
 """
 
 from __future__ import annotations

@@ -81,33 +81,6 @@ def rms_norm(
     return _apply((x, None, None, weight), _options(eps, offset, multiply), backend)
 
 
-def rms_norm_and_input(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    multiply: str = "cast_first",
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x)`` and ``x`` again, for the residual: the norm's backward adds the residual's gradient to its own.
-
-    Args:
-        x, weight, eps, offset, multiply, backend: as in :func:`rms_norm`.
-
-    Returns:
-        ``(y, x)``, both differentiable.
-
-    Raises:
-        ValueError: as in :func:`rms_norm`.
-    """
-    if torch.compiler.is_compiling():  # results of an operator share no memory with its inputs
-        return rms_norm(x, weight, eps, offset=offset, multiply=multiply, backend=backend), x
-    on_triton = choose_row_backend(backend, (x,), weight=weight)
-    y, x = _norm_and_input(x, None, None, weight, _options(eps, offset, multiply), on_triton=on_triton)
-    return y, x
-
-
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -207,13 +180,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
 
 
-class _RMSNormAndInput(_RMSNorm):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        return _RMSNorm.forward(ctx, *arguments), arguments[0].view_as(arguments[0])
-
-
-_norm, _norm_and_input = operator(_RMSNorm), operator(_RMSNormAndInput)
+_norm = operator(_RMSNorm)
 
 
 def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> torch.dtype:

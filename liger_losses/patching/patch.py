@@ -12,7 +12,6 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
-from liger_losses.patching.residuals import Residuals
 from liger_losses.patching.rotations import Rotations, calling_methods
 from liger_losses.patching.swap import (
     Replacement,
@@ -34,7 +33,6 @@ def patch(
     *,
     loss_head: bool = True,
     norms: bool = True,
-    residuals: bool = False,
     mlps: bool = True,
     rope: bool = True,
     tile_mlps: bool | int = False,
@@ -56,9 +54,6 @@ def patch(
         model: any model of transformers, with or without adapters, or any other module.
         loss_head: make the output embedding return lazy logits.
         norms: replace normalizations over the last dimension.
-        residuals: where a layer normalizes a residual or adds one to what it normalizes, fuse the addition, and that
-            of the gradients, with an RMS norm that is replaced; not while torch.compile traces. It costs some 30 us
-            of Python per layer and forward, and saves two passes over [tokens, H]: for many tokens at a time.
         mlps: replace what gated MLPs and experts compute between their linear layers; the layers stay.
         rope: replace rotary position embedding.
         tile_mlps: compute MLPs for this many tokens at a time, for long sequences; True chooses a number from the
@@ -87,8 +82,6 @@ def patch(
         calling_methods.cache_clear()
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
-    if residuals:
-        modules += [(Residuals, path, module) for path, module in model.named_modules()]  # after their norms
     before = _replaced_in(model)
     entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
     if loss_head:

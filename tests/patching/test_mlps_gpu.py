@@ -86,7 +86,7 @@ def test_tiles_in_bf16_are_as_exact_as_the_whole():
 @pytest.mark.parametrize("options", [{}, {"tile_mlps": 100}], ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_small_llama(checkpointing, options):
-    """Loss and gradients as exact as the plain model's, with residuals fused and MLPs in place or in tiles."""
+    """Loss and gradients as exact as the plain model's, with MLPs in place or in tiles."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -106,8 +106,7 @@ def test_a_small_llama(checkpointing, options):
     plain.load_state_dict(exact.state_dict())
     exact.load_state_dict(plain.state_dict())  # the rounded weights
     wanted, expected = run(exact), run(plain)
-    report = patch(plain, residuals=True, **options)
-    assert report.counts["add + rms_norm"] == 2
+    assert patch(plain, **options).counts
     found = run(plain)
     unpatch(plain)
     for a, p, e in zip(found, expected, wanted, strict=True):

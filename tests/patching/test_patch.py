@@ -1,13 +1,16 @@
 """Patched models: they compute what they did, and everything else about them stays."""
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
@@ -230,6 +233,24 @@ def test_unpatching_restores_classes(llama):
     unpatch(llama)
     assert [type(module) for module in llama.modules()] == classes
     unpatch(llama)
+
+
+def test_unpatching_what_fully_shard_has_made_a_unit():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = MLP()
+        ours = copy.deepcopy(plain)
+        patch(ours, loss_head=False)
+        fully_shard(ours)
+        assert isinstance(replacement_of(ours), GatedMLP)
+        x = torch.randn(3, plain.down_proj.out_features)
+        torch.testing.assert_close(ours(x), plain(x))
+        unpatch(ours)
+        assert replacement_of(ours) is None
+        assert inspect.getattr_static(type(ours), "forward") is MLP.forward
+        torch.testing.assert_close(ours(x), plain(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_changed_since_is_not_undone_by_mistake(llama):

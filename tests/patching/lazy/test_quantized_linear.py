@@ -166,7 +166,7 @@ def test_quantized_layers_inside_of_a_model(kind):
     """Norms, MLPs and rotations around them are replaced as around ordinary layers."""
     model = quantize(tiny(), kind).train()
     expected = loss_and_gradients(model)
-    report = patch(model, residuals=True)
+    report = patch(model)
     assert not [str(entry) for entry in report.entries if entry.reason]
     assert_same(loss_and_gradients(model), expected, BOUNDS.get(kind, 1e-4))
     unpatch(model)

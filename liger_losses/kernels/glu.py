@@ -25,9 +25,8 @@ from liger_losses.kernels.autograd import (
     once_differentiable,
     saves_privately,
 )
-from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.kernel_operators import operator, where_needed
 from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
-from liger_losses.kernels.tracing import record, state
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -40,7 +39,6 @@ with fwAD.dual_level():
 _PASSES_AT_LIMIT = bool(_tangent)
 
 
-@record
 class Formula(NamedTuple):
     """``act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)``, and how one tensor holds gate and up.
 
@@ -96,7 +94,7 @@ def glu(
     Source: Shazeer, arXiv:2002.05202.
     """
     formula, on_triton = _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset))
-    return _gated(gate, up, formula, on_triton=on_triton)
+    return _gated(gate, up, *formula, on_triton)[0]
 
 
 def glu_fused(
@@ -124,7 +122,7 @@ def glu_fused(
     """
     formula = Formula(interleaved, activation, limit, alpha, up_offset)
     formula, on_triton = _checked(gate_up, None, backend, formula)
-    return _gated(gate_up, None, formula, on_triton=on_triton)
+    return _gated(gate_up, None, *formula, on_triton)[0]
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
@@ -147,21 +145,36 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Form
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *how: Any) -> Tensor:
+    def forward(gate: Tensor, up: Tensor | None, *how: Any) -> tuple[Tensor]:
+        return (_product_of(gate, up, Formula(*how[:-1]), how[-1]),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        gate, up, *ctx.how = inputs
         ctx.save_for_backward(gate, up)
-        ctx.how = how
-        return _product_of(gate, up, *how)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
-        _write_gradients(grad, gate, up, grad_gate, grad_up, None, *ctx.how)
-        return grad_gate, grad_up, None, None
+    def backward(ctx: Any, grad: Tensor, gradients: Any = None) -> Any:
+        found = (gradients or _gradients)(grad, *ctx.saved_tensors, *ctx.how)
+        return *where_needed(found, (True, len(found) > 1)), *[None] * 6
 
 
-_gated = operator(_GLU)
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor | None, *how: Any) -> list[Tensor]:
+    """The gradients of gate and up; the one of the tensor that holds both if ``up`` is None."""
+    grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+    _write_gradients(grad, gate, up, grad_gate, grad_up, None, Formula(*how[:-1]), how[-1])
+    return [grad_gate] if grad_up is None else [grad_gate, grad_up]
+
+
+_HOW = "bool interleaved, str activation, float? limit, float alpha, float up_offset, bool on_triton"
+_gated = operator(
+    "glu",
+    _GLU,
+    f"Tensor gate, Tensor? up, {_HOW}",
+    _gradients,
+    f"Tensor grad, Tensor gate, Tensor? up, {_HOW}",
+)
 
 
 def _product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
@@ -265,7 +278,7 @@ def glu_linear(
     one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
     if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
         # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
-        return F.linear(_gated(gate, up, how[0], on_triton=how[1]), weight, bias)
+        return F.linear(_gated(gate, up, *how[0], how[1])[0], weight, bias)
     if cast is not None:
         weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
     gate, up = _SavedFirst.apply(gate, up, weight)
@@ -392,7 +405,7 @@ def _launch(
         rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
     count, columns = rows[0].shape  # type: ignore[union-attr]
     blocks = -(-columns // block)
-    if not state.shapes_only and count * blocks:
+    if count * blocks:
         kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, **ends, BLOCK=block, num_warps=warps)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.kernel_operators import operator, where_needed
 from liger_losses.kernels.rows import (
     as_output,
     choose_row_backend,
@@ -56,41 +56,74 @@ def layer_norm(
     if autocast_dtype(x.device) is not None and x.dtype != torch.float64:
         x = x.float()
     on_triton = choose_row_backend(backend, (x,), weight=weight, bias=bias)
-    return _norm(x, weight, bias, eps, on_triton=on_triton)
+    return _norm(x, weight, bias, eps, on_triton)[0]
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, on_triton: bool) -> Tensor:
-        if on_triton:
-            y = x.new_empty(x.shape)
-            with device_of(x):
-                mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, eps)
-        else:
-            y, mean, rstd = _forward_torch(x, weight, bias, eps)
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, on_triton: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The result, and each row's mean and rstd, ``[R]``."""
+        if not on_triton:
+            return _forward_torch(x, weight, bias, eps)
+        y = x.new_empty(x.shape)
+        with device_of(x):
+            mean, rstd = launch_forward(_forward_kernel, 32, (x,), (weight, bias), (y,), 2, eps)
+        return y, mean, rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        (x, weight, bias, _, ctx.on_triton), (_, mean, rstd) = inputs, output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.on_triton = on_triton
-        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor | None, *_: None, gradients: Any = None) -> Any:
+        if grad_y is None:
+            return (None,) * 5
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dtypes = weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
-        if not ctx.on_triton:
-            return *_backward_torch(grad_y, ctx.saved_tensors, *dtypes), None, None
+        bias_dtype = ctx.bias_dtype if needs_bias else None
+        found = (gradients or _gradients)(grad_y, *ctx.saved_tensors, needs_weight, bias_dtype, ctx.on_triton)
+        return *where_needed(found, (True, needs_weight, needs_bias)), None, None
+
+
+def _gradients(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    needs_weight: bool,
+    bias_dtype: torch.dtype | None,
+    on_triton: bool,
+) -> list[Tensor]:
+    """The gradients of x, and of the weight and the bias where they are needed."""
+    dtypes = weight.dtype if needs_weight and weight is not None else None, bias_dtype
+    if on_triton:
         grad_x = x.new_empty(x.shape)
         sums = launch_backward(_backward_kernel, (grad_y, x), (weight,), (mean, rstd, grad_x), dtypes)
-        return grad_x, *sums, None, None
+        found = grad_x, *sums
+    else:
+        found = _backward_torch(grad_y, (x, weight, mean, rstd), *dtypes)
+    return [gradient for gradient in found if gradient is not None]
 
 
-_norm = operator(_LayerNorm)
+_norm = operator(
+    "layer_norm",
+    _LayerNorm,
+    "Tensor x, Tensor? weight, Tensor? bias, float eps, bool on_triton",
+    _gradients,
+    "Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight, ScalarType? bias_dtype, "
+    "bool on_triton",
+)
 
 
 def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference implementation: the result, and each row's mean and ``rstd = (var(x) + eps)^(-1/2)``, ``[..., 1]``."""
+    """Reference implementation: the result, and each row's mean and ``rstd = (var(x) + eps)^(-1/2)``, ``[R]``."""
     u = wide(x)
     mean = u.mean(-1, keepdim=True)
     y = u - mean
@@ -100,7 +133,7 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
         y = y * wide(weight)
     if bias is not None:
         y = y + wide(bias)
-    return as_output(y, x.dtype), mean, rstd
+    return as_output(y, x.dtype), mean.flatten(), rstd.flatten()
 
 
 def _backward_torch(
@@ -108,6 +141,7 @@ def _backward_torch(
 ) -> tuple[Tensor | None, ...]:
     """Reference implementation: the gradients of x, weight and bias; a dtype is None if its gradient is not needed."""
     x, weight, mean, rstd = saved
+    mean, rstd = (value.view(*x.shape[:-1], 1) for value in (mean, rstd))
     g = wide(grad_y)
     xhat = (wide(x) - mean) * rstd
     grad_weight = None if weight_dtype is None else (g * xhat).flatten(0, -2).sum(0).to(weight_dtype)

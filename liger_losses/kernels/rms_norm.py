@@ -6,7 +6,7 @@ number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.kernel_operators import operator, where_needed
 from liger_losses.kernels.rows import (
     as_output,
     choose_row_backend,
@@ -26,13 +26,11 @@ from liger_losses.kernels.rows import (
     tile_indices,
     wide,
 )
-from liger_losses.kernels.tracing import record
 
 #: How the normalized row is multiplied by the weight.
 MULTIPLY = ("cast_first", "fp32")
 
 
-@record
 class Options(NamedTuple):
     """``eps``, ``offset`` and ``gate_first`` as in the public functions, and whether ``multiply`` is ``cast_first``."""
 
@@ -149,38 +147,67 @@ def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
-    return _norm(*inputs, options, on_triton=choose_row_backend(backend, inputs[:3], weight=weight))
+    y, *others = _norm(*inputs, *options, choose_row_backend(backend, inputs[:3], weight=weight))
+    return y if residual is None else (y, others[1])
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        x, residual, gate, weight, options, on_triton = arguments
-        inputs = x, residual, gate, weight
-        with device_of(x):
-            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(inputs, options)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        """The result, rstd, and ``x + residual`` where there is a residual."""
+        *tensors, eps, offset, gate_first, cast_first, on_triton = inputs
+        options = Options(eps, offset, gate_first, cast_first)
+        with device_of(tensors[0]):
+            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(tuple(tensors), options)
+        return (y, rstd) if summed is None else (y, rstd, summed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        (x, residual, gate, weight, *ctx.options), (_, rstd, *summed) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if residual is None else summed, gate, weight, rstd)
-        ctx.options, ctx.on_triton = options, on_triton
+        ctx.mark_non_differentiable(rstd)
+        ctx.save_for_backward(x if residual is None else summed[0], gate, weight, rstd)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        return y if residual is None else (y, summed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor | None, grad_summed: Tensor | None = None) -> Any:
+    def backward(
+        ctx: Any,
+        grad_y: Tensor | None,
+        grad_rstd: None = None,
+        grad_summed: Tensor | None = None,
+        gradients: Any = None,
+    ) -> Any:
         needs_x, needs_residual, needs_gate, needs_weight, *_ = ctx.needs_input_grad
         x_dtype, residual_dtype = ctx.dtypes
         grad_x, grad_gate, grad_weight = grad_summed, None, None
         if grad_y is not None:
-            backward = _backward_triton if ctx.on_triton else _backward_torch
-            saved, options = ctx.saved_tensors, ctx.options
-            grad_x, grad_gate, grad_weight = backward(grad_y, grad_summed, saved, options, needs_weight)
+            has_gate = ctx.saved_tensors[1] is not None
+            found = (gradients or _gradients)(grad_y, grad_summed, *ctx.saved_tensors, needs_weight, *ctx.options)
+            grad_x, grad_gate, grad_weight = where_needed(found, (True, has_gate, needs_weight))
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
-        return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, None, None
+        return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, *[None] * 5
 
 
-_norm = operator(_RMSNorm)
+def _gradients(grad_y: Tensor, grad_summed: Tensor | None, *arguments: Any) -> list[Tensor]:
+    """The gradients of x, and of the gate and the weight where there is one, or it is needed."""
+    *saved, needs_weight, eps, offset, gate_first, cast_first, on_triton = arguments
+    options = Options(eps, offset, gate_first, cast_first)
+    backward = _backward_triton if on_triton else _backward_torch
+    found = backward(grad_y, grad_summed, cast(_Saved, tuple(saved)), options, needs_weight)
+    return [gradient for gradient in found if gradient is not None]
+
+
+_OPTIONS = "float eps, float offset, bool gate_first, bool cast_first, bool on_triton"
+_norm = operator(
+    "rms_norm",
+    _RMSNorm,
+    f"Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, {_OPTIONS}",
+    _gradients,
+    f"Tensor grad_y, Tensor? grad_summed, Tensor x, Tensor? gate, Tensor? weight, Tensor rstd, bool needs_weight, "
+    f"{_OPTIONS}",
+)
 
 
 def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> torch.dtype:
@@ -190,7 +217,7 @@ def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options
 
 
 def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Reference implementation, transformers' formulas: the result, ``x + residual``, and ``rstd``, ``[..., 1]``."""
+    """Reference implementation, transformers' formulas: the result, ``x + residual``, and ``rstd``, ``[R]``."""
     x, residual, gate, weight = inputs
     summed = None if residual is None else x + residual
     x = x if summed is None else summed
@@ -207,7 +234,7 @@ def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | 
         y = y * (options.offset + wide(weight))
     if gate is not None and not options.gate_first:
         y = y * F.silu(wide(gate))
-    return as_output(y, _result_dtype(x, gate, weight, options)), summed, rstd
+    return as_output(y, _result_dtype(x, gate, weight, options)), summed, rstd.flatten()
 
 
 def _backward_torch(
@@ -215,6 +242,7 @@ def _backward_torch(
 ) -> tuple[Tensor | None, ...]:
     """Reference implementation: the gradients of x, gate and weight."""
     x, gate, weight, rstd = saved
+    rstd = rstd.view(*x.shape[:-1], 1)
     g, u = wide(grad_y), wide(x)
     w = 1.0 if weight is None else options.offset + wide(weight)
     if gate is not None:

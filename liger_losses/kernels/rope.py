@@ -16,13 +16,11 @@ from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, war
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.rows import power_of_two
-from liger_losses.kernels.tracing import record, state
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1
 
 
-@record
 class Layout(NamedTuple):
     """How x is laid out, as in :func:`rope`."""
 
@@ -87,40 +85,89 @@ def rope(
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
         return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
-    return _rotate(q, k, cos, sin, layout, on_triton=on_triton)
+    return _rotate(q, k, cos, sin, *layout, on_triton)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: Layout, on_triton: bool) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        ctx.layout, ctx.on_triton, ctx.dtypes = layout, on_triton, (q.dtype, k.dtype)
+    def forward(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, on_triton: bool
+    ) -> tuple[Tensor, ...]:
+        layout = Layout(interleaved, unsqueeze_dim)
         with device_of(q):
             if on_triton:
-                dtypes = tuple(torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k))
-                return _rotate_triton(q, k, cos, sin, dtypes, layout)
+                return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
             return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, cos, sin, *ctx.how = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = q.dtype, k.dtype
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor | None, gradients: Any = None) -> Any:
         present = next((grad for grad in upstream if grad is not None), None)
         if present is None:
-            return (None,) * 6
+            return (None,) * 7
         # If only one output was used, the other gradient stays None: an optimizer would decay a parameter for a 0.
-        grad_q, grad_k = (present if grad is None else grad for grad in upstream)
-        if ctx.on_triton:
-            grads = _rotate_triton(grad_q, grad_k, cos, sin, ctx.dtypes, ctx.layout, inverse=True)
-        else:
-            rotated = [_rotate_torch(grad, cos, sin, ctx.layout, inverse=True) for grad in (grad_q, grad_k)]
-            grads = tuple(grad.to(dtype) for grad, dtype in zip(rotated, ctx.dtypes, strict=True))
+        both = (present if grad is None else grad for grad in upstream)
+        grads = (gradients or _gradients)(*both, *ctx.saved_tensors, *ctx.dtypes, *ctx.how)
         needed = (None if old is None else grad for old, grad in zip(upstream, grads, strict=True))
-        return *needed, None, None, None, None
+        return *needed, *[None] * 5
 
 
-_rotate = operator(_Rope)
+def _dtypes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[torch.dtype]:
+    return [torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k)]
+
+
+def _gradients(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    on_triton: bool,
+) -> list[Tensor]:
+    """The gradients of q and k."""
+    layout, dtypes = Layout(interleaved, unsqueeze_dim), (q_dtype, k_dtype)
+    if on_triton:
+        return list(_rotate_triton(grad_q, grad_k, cos, sin, dtypes, layout, inverse=True))
+    rotated = [_rotate_torch(grad, cos, sin, layout, inverse=True) for grad in (grad_q, grad_k)]
+    return [grad.to(dtype) for grad, dtype in zip(rotated, dtypes, strict=True)]
+
+
+def _like(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Where :func:`_rotate_triton` writes: dense inputs keep their layout, so that attention reads their strides."""
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [torch.empty_like(x, dtype=dtype) for x, dtype in zip(rows, dtypes, strict=True)]
+
+
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+    *layout, on_triton = how
+    return _like((q, k), _dtypes(q, k, cos, sin)) if on_triton else list(_Rope.forward(q, k, cos, sin, *layout, False))
+
+
+def _gradient_fake(grad_q: Tensor, grad_k: Tensor, *arguments: Any) -> list[Tensor]:
+    _, _, *dtypes, _, _, on_triton = arguments
+    return _like((grad_q, grad_k), dtypes) if on_triton else _gradients(grad_q, grad_k, *arguments)
+
+
+_rotate = operator(
+    "rope",
+    _Rope,
+    "Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, int unsqueeze_dim, bool on_triton",
+    _gradients,
+    "Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, ScalarType q_dtype, ScalarType k_dtype, bool interleaved, "
+    "int unsqueeze_dim, bool on_triton",
+    _fake,
+    _gradient_fake,
+)
 
 
 def _turn(x: Tensor, interleaved: bool) -> Tensor:
@@ -145,12 +192,11 @@ def _rotate_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
 ) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-    # empty_like keeps the layout of dense inputs, so that attention reads the strides that it would have read.
-    q_out, k_out = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    q_out, k_out = _like((q, k), dtypes)
     heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
     sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
     half = power_of_two(rotated // 2)
-    if not state.shapes_only and sequences * tokens * size:
+    if sequences * tokens * size:
         arguments: list[Any] = []
         for x in (q, q_out, k, k_out):
             strides = x.stride()

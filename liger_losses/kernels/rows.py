@@ -14,7 +14,6 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
-from liger_losses.kernels.tracing import state
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
@@ -99,7 +98,7 @@ def launch_forward(
     x: Tensor = arguments[0]
     rows, columns = x.shape
     row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
-    if not state.shapes_only and rows:
+    if rows:
         height, width, warps = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
         sizes = (rows, columns, *options, height, width)
         kernel[(-(-rows // height),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=warps)
@@ -125,7 +124,7 @@ def launch_backward(
     arguments = _arguments(inputs, vectors)
     x: Tensor = arguments[0]
     rows, columns = x.shape
-    if state.shapes_only or rows == 0:
+    if rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
     height, width, warps = tile_of(columns, *_BACKWARD_TILE)
     tiles = -(-rows // height)

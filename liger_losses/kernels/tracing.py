@@ -19,8 +19,6 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 C = TypeVar("C", bound=Any)
 
-#: In which calls run inside of an operator, whose own code autograd does not see.
-DISPATCH_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 #: Dataclasses and named tuples that may be arguments of a call, and their fields.
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 

@@ -29,7 +29,7 @@ from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.ranks import raise_on_all_ranks
 from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.kernels.autograd import autocast_dtype
-from liger_losses.kernels.tracing import DISPATCH_KEYS, decode, encode, state, without_values
+from liger_losses.kernels.tracing import decode, encode, state, without_values
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -292,7 +292,7 @@ def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list
     """The tensors that a call returns; then the gradients of the inputs ``needs`` if backward can scale them, else the
     statistics of which backward computes them."""
     scaled = _structures[key].scaled
-    with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS):
+    with torch.inference_mode(False):
         leaves = _leaves(tensors, needs)
         with torch.set_grad_enabled(scaled and bool(needs)), _recording() as recorded:
             _, outputs = _call(key, leaves)
@@ -352,7 +352,7 @@ def _differentiate(
     statistics that it has recorded."""
     before, state.known = state.known, iter(recorded)
     try:
-        with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             leaves = _leaves(tensors, needs)
             _, outputs = _call(key, leaves)
             pairs = [(outputs[i], g) for i, g in zip(which, upstream, strict=True) if outputs[i].requires_grad]

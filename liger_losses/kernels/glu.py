@@ -169,7 +169,7 @@ def _gradients(grad: Tensor, gate: Tensor, up: Tensor | None, *how: Any) -> list
 
 _HOW = "bool interleaved, str activation, float? limit, float alpha, float up_offset, bool on_triton"
 _gated = operator(
-    "glu",
+    "liger_losses::glu",
     _GLU,
     f"Tensor gate, Tensor? up, {_HOW}",
     _gradients,

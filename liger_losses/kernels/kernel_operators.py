@@ -20,9 +20,10 @@ def operator(
     fake: Callable[..., Sequence[Tensor]] | None = None,
     gradient_fake: Callable[..., list[Tensor]] | None = None,
 ) -> Callable[..., Any]:
-    """``function.apply``, which in a compiled graph is ``liger_losses::<name>`` and ``liger_losses::<name>_backward``.
+    """``function.apply``, which in a compiled graph is the operator ``name`` and, in backward, ``<name>_backward``.
 
     Args:
+        name: with its namespace.
         function: with ``forward(*inputs)``, ``setup_context(ctx, inputs, outputs)`` and ``backward(ctx, *upstream,
             gradients=...)``. Outputs share no memory with inputs. The last input says whether Triton runs.
         gradients: what its ``backward`` calls, with tensors and numbers; its last argument says whether Triton runs.
@@ -31,16 +32,16 @@ def operator(
             which runs on tensors without values.
     """
     backward = torch.library.custom_op(
-        f"liger_losses::{name}_backward", gradients, mutates_args=(), schema=f"({gradient_inputs}) -> Tensor[]"
+        f"{name}_backward", gradients, mutates_args=(), schema=f"({gradient_inputs}) -> Tensor[]"
     )
     backward.register_fake(gradient_fake or (lambda *arguments: gradients(*arguments[:-1], False)))
 
     def run(*arguments: Any) -> list[Tensor]:
         return list(function.forward(*arguments))
 
-    forward = torch.library.custom_op(f"liger_losses::{name}", run, mutates_args=(), schema=f"({inputs}) -> Tensor[]")
+    forward = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> Tensor[]")
     forward.register_fake(fake or (lambda *arguments: run(*arguments[:-1], False)))
-    once = getattr(function.backward, "__wrapped__", function.backward)
+    once: Any = getattr(function.backward, "__wrapped__", function.backward)
     forward.register_autograd(
         lambda ctx, upstream: tuple(once(ctx, *upstream, gradients=backward)), setup_context=function.setup_context
     )

@@ -87,7 +87,8 @@ class _LayerNorm(torch.autograd.Function):
             return (None,) * 5
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         bias_dtype = ctx.bias_dtype if needs_bias else None
-        found = (gradients or _gradients)(grad_y, *ctx.saved_tensors, needs_weight, bias_dtype, ctx.on_triton)
+        saved = *ctx.saved_tensors, needs_weight, bias_dtype, ctx.on_triton
+        found = (gradients or _gradients)(grad_y, *saved)
         return *where_needed(found, (True, needs_weight, needs_bias)), None, None
 
 
@@ -113,7 +114,7 @@ def _gradients(
 
 
 _norm = operator(
-    "layer_norm",
+    "liger_losses::layer_norm",
     _LayerNorm,
     "Tensor x, Tensor? weight, Tensor? bias, float eps, bool on_triton",
     _gradients,

@@ -182,9 +182,9 @@ class _RMSNorm(torch.autograd.Function):
         x_dtype, residual_dtype = ctx.dtypes
         grad_x, grad_gate, grad_weight = grad_summed, None, None
         if grad_y is not None:
-            has_gate = ctx.saved_tensors[1] is not None
-            found = (gradients or _gradients)(grad_y, grad_summed, *ctx.saved_tensors, needs_weight, *ctx.options)
-            grad_x, grad_gate, grad_weight = where_needed(found, (True, has_gate, needs_weight))
+            saved = ctx.saved_tensors  # read once, or activation checkpointing raises
+            found = (gradients or _gradients)(grad_y, grad_summed, *saved, needs_weight, *ctx.options)
+            grad_x, grad_gate, grad_weight = where_needed(found, (True, saved[1] is not None, needs_weight))
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
         return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, *[None] * 5
@@ -201,7 +201,7 @@ def _gradients(grad_y: Tensor, grad_summed: Tensor | None, *arguments: Any) -> l
 
 _OPTIONS = "float eps, float offset, bool gate_first, bool cast_first, bool on_triton"
 _norm = operator(
-    "rms_norm",
+    "liger_losses::rms_norm",
     _RMSNorm,
     f"Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, {_OPTIONS}",
     _gradients,

@@ -90,14 +90,8 @@ def rope(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, on_triton: bool
-    ) -> tuple[Tensor, ...]:
-        layout = Layout(interleaved, unsqueeze_dim)
-        with device_of(q):
-            if on_triton:
-                return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
-            return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return _rotated(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -113,10 +107,20 @@ class _Rope(torch.autograd.Function):
         if present is None:
             return (None,) * 7
         # If only one output was used, the other gradient stays None: an optimizer would decay a parameter for a 0.
-        both = (present if grad is None else grad for grad in upstream)
-        grads = (gradients or _gradients)(*both, *ctx.saved_tensors, *ctx.dtypes, *ctx.how)
+        grad_q, grad_k = (present if grad is None else grad for grad in upstream)
+        grads = (gradients or _gradients)(grad_q, grad_k, *ctx.saved_tensors, *ctx.dtypes, *ctx.how)
         needed = (None if old is None else grad for old, grad in zip(upstream, grads, strict=True))
         return *needed, *[None] * 5
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, on_triton: bool
+) -> tuple[Tensor, ...]:
+    layout = Layout(interleaved, unsqueeze_dim)
+    with device_of(q):
+        if on_triton:
+            return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
+        return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
 
 def _dtypes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[torch.dtype]:
@@ -149,8 +153,7 @@ def _like(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tens
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
-    *layout, on_triton = how
-    return _like((q, k), _dtypes(q, k, cos, sin)) if on_triton else list(_Rope.forward(q, k, cos, sin, *layout, False))
+    return _like((q, k), _dtypes(q, k, cos, sin)) if how[-1] else list(_rotated(q, k, cos, sin, *how))
 
 
 def _gradient_fake(grad_q: Tensor, grad_k: Tensor, *arguments: Any) -> list[Tensor]:
@@ -159,7 +162,7 @@ def _gradient_fake(grad_q: Tensor, grad_k: Tensor, *arguments: Any) -> list[Tens
 
 
 _rotate = operator(
-    "rope",
+    "liger_losses::rope",
     _Rope,
     "Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, int unsqueeze_dim, bool on_triton",
     _gradients,

@@ -68,7 +68,7 @@ _, _ALONE = _references(torch.empty(1, device="cpu"))
 
 
 #: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.
-within_transform = torch._C._are_functorch_transforms_active
+within_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 NO_TRANSFORMS = (
     "torch.func's transforms (grad, vmap, jvp, jacrev ...) are not supported here; torch.autograd.grad gives the same "
     "first derivatives."

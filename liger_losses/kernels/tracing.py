@@ -9,16 +9,18 @@ tensors and strings, so that a call is written down by :func:`encode` while it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
 
 import torch
+import torch.fx.experimental.symbolic_shapes as symbolic_shapes
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 C = TypeVar("C", bound=Any)
 
+#: Whether torch.compile knows a number while it traces. Where torch cannot say, every number counts as one that changes.
+has_static_value: Callable[[Any], bool] = getattr(symbolic_shapes, "has_static_value", lambda value: False)
 #: Dataclasses and named tuples that may be arguments of a call, and their fields.
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 
@@ -73,18 +75,18 @@ def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or hasattr(kind, "computes_linear"))
 
 
-def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
+def encode(value: Any, tensors: list[Tensor]) -> str | None:
     """A Python literal that describes an argument, whose tensors are appended; ``None`` if nothing can describe it.
 
-    With ``once``, a tensor that is already there is not appended again: it has one gradient, the sum of all its uses.
-    torch.compile traces this function.
+    A tensor that is already there is not appended again: it has one gradient, the sum of all its uses. torch.compile
+    traces this function.
     """
     if isinstance(value, Tensor):
         # Of a DTensor, an operator's gradients would not know the placements; quantized tensors have no operators.
         if hasattr(value, "full_tensor") or hasattr(type(value), "__tensor_flatten__") or hasattr(value, "quant_state"):
             return None
         for i, tensor in enumerate(tensors):
-            if once and tensor is value:
+            if tensor is value:
                 return f"('tensor', {i})"
         tensors.append(value)
         return f"('tensor', {len(tensors) - 1})"
@@ -100,7 +102,7 @@ def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
     if isinstance(value, torch.dtype):
         return f"('dtype', {str(value)!r})"
     if isinstance(value, dict):
-        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors, once)
+        keys, values = ", ".join([repr(key) for key in value]), encode(list(value.values()), tensors)
         return None if values is None else f"('dict', [{keys}], {values})"
     kind = type(value).__name__
     if isinstance(value, (nn.Linear, nn.Embedding)):
@@ -117,7 +119,7 @@ def encode(value: Any, tensors: list[Tensor], once: bool = False) -> str | None:
         return None
     forms = []
     for part in parts:
-        form = encode(part, tensors, once)
+        form = encode(part, tensors)
         if form is None:
             return None
         forms.append(form)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
 from liger_losses.chunked.engine.given import running
@@ -141,7 +140,7 @@ def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", para
         name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
     """
     tensors: list[Tensor] = []
-    form = encode([arguments, keywords, parameters], tensors, once=True)
+    form = encode([arguments, keywords, parameters], tensors)
     if form is None or not tensors:
         return _call_eagerly(name, loss, arguments, keywords)
     check_arguments(name, arguments, keywords, loss)
@@ -270,11 +269,28 @@ def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The structure of what a call returns, and its tensors."""
     name, loss, autocast, form = _parsed(key)
     arguments, keywords, parameters = decode(form, tensors)
-    own = _reparametrize_module(losses[loss], parameters) if parameters else nullcontext()
+    own = _replaced(losses[loss], parameters) if parameters else nullcontext()
     with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
         result = _named(name, loss)(*arguments, **keywords)
     found: list[Tensor] = []
     return _describe(result, found), found
+
+
+@contextmanager
+def _replaced(loss: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Within this context, a loss has other tensors as its parameters or buffers of these names."""
+    before = list[tuple[dict[str, Any], str, Tensor | None]]()
+    for name, tensor in tensors.items():
+        owner, _, last = name.rpartition(".")
+        module = loss.get_submodule(owner)
+        table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+        before.append((table, last, table[last]))
+        table[last] = tensor
+    try:
+        yield
+    finally:
+        for table, last, tensor_before in before:
+            table[last] = tensor_before
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
@@ -335,7 +351,7 @@ def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
     loss = losses.get(_parsed(key).loss)
     buffers = {} if loss is None else dict(loss.named_buffers())
     empty = {n: tensors[0].new_empty(b.shape, dtype=b.dtype, device=b.device) for n, b in buffers.items()}
-    with without_values(), _reparametrize_module(loss, empty) if loss is not None and buffers else nullcontext():
+    with without_values(), _replaced(loss, empty) if loss is not None and buffers else nullcontext():
         yield
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -305,6 +307,42 @@ def test_a_loss_that_is_gone_before_backward():
     else:
         with pytest.raises(RuntimeError, match="was deleted before the backward of a compiled function"):
             torch.autograd.grad(found, hidden_states)
+
+
+#: Imports the package without these private names, which torch itself gets back before a compiled loss runs.
+WITHOUT_PRIVATE_NAMES = """
+import torch, torch._dynamo
+import torch.fx.experimental.symbolic_shapes as shapes, torch.nn.utils.stateless as stateless
+names = (shapes, "has_static_value"), (torch._C, "_are_functorch_transforms_active")
+names += (torch._C, "_dispatch_tls_local_include_set"), (torch._C, "_dispatch_tls_local_exclude_set")
+names += ((stateless, "_reparametrize_module"),)
+found = [(module, name, getattr(module, name)) for module, name in names if hasattr(module, name)]
+for module, name, _ in found:
+    delattr(module, name)
+from liger_losses import LigerFusedLinearBCOLoss, LigerFusedLinearCrossEntropyLoss
+from liger_losses.kernels import tracing
+for module, name, value in found:
+    setattr(module, name, value)
+assert tracing.has_static_value is not getattr(shapes, "has_static_value", None)
+torch.manual_seed(0)
+ce, bco = LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearBCOLoss(use_ref_model=False)
+labels, desirable = torch.randint(13, (4, 5)), torch.tensor([True, False, True, False])
+def step(weight, hidden, count):
+    first = ce(weight, hidden, labels, num_items_in_batch=count)
+    return first + bco(hidden, weight, labels, preference_labels=desirable)[0]
+compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+for count in (3, 4, 5):
+    weight, hidden = torch.randn(13, 8, requires_grad=True), torch.randn(4, 5, 8, requires_grad=True)
+    bco.eval()
+    results = [(loss, *torch.autograd.grad(loss, (weight, hidden))) for loss in
+               (run(weight, hidden, count) for run in (compiled, step))]
+    torch.testing.assert_close(*results)
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_without_private_functions():
+    subprocess.run([sys.executable, "-c", WITHOUT_PRIVATE_NAMES], check=True)
 
 
 def test_shapes_that_another_thread_asks_for():

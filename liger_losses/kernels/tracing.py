@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 C = TypeVar("C", bound=Any)
 
-#: Whether torch.compile knows a number while it traces. Where torch cannot say, every number counts as one that changes.
+#: Whether torch.compile knows a number while it traces; where torch cannot say, all numbers are taken to change.
 has_static_value: Callable[[Any], bool] = getattr(symbolic_shapes, "has_static_value", lambda value: False)
 #: Dataclasses and named tuples that may be arguments of a call, and their fields.
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}

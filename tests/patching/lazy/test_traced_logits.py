@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_losses.patching.lazy import LazyLogits, lazy_linear
+from liger_losses.patching.lazy import LazyLogits, is_one_graph, lazy_linear
 from liger_losses.patching.lazy_head import make_head_lazy
 
 B, T = 2, 40
@@ -434,3 +434,9 @@ def test_a_compiled_model_without_a_mask():
     torch._dynamo.reset()
     assert masks == [(None, True)]
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+
+
+def test_a_torch_that_does_not_say_whether_graphs_may_end(monkeypatch):
+    """Logits then stay traced, which a graph of any kind can return."""
+    monkeypatch.delattr("torch._dynamo.symbolic_convert.InstructionTranslator")
+    assert is_one_graph()

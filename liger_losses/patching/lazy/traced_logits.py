@@ -29,13 +29,13 @@ def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = N
 
 @torch.compiler.assume_constant_result
 def is_one_graph() -> bool:
-    """Whether the function that is being compiled must be one graph (``fullgraph=True``); yes where torch cannot say."""
+    """Whether the function that is being compiled must be one graph (``fullgraph=True``), or torch cannot say."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         transaction = InstructionTranslator.current_tx()
         return bool(transaction.one_graph or transaction.error_on_graph_break)
-    except (ImportError, AttributeError):  # there is no public function; a graph that may end needs no more than one
+    except (ImportError, AttributeError):  # torch has no public function; any graph can return traced logits
         return True
 
 

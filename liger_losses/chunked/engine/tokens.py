@@ -35,14 +35,15 @@ def host_checks(device: torch.device) -> bool:
 
 
 def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
-    """Raise TypeError or ValueError unless this is one temperature for each label."""
-    if len(shapes) != 1:
-        raise TypeError(
-            "a temperature per token goes with one tensor of hidden states, not with a sequence of them; give a number."
-        )
-    if temperature.shape != shapes[0]:
+    """Raise ValueError unless this is one temperature for each label.
+
+    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another.
+    """
+    several = torch.Size([sum([shape.numel() for shape in shapes])])
+    expected = shapes[0] if len(shapes) == 1 else several
+    if temperature.shape != expected:
         raise ValueError(
-            f"temperature must be a number, or a tensor with one for each hidden state, {list(shapes[0])}, got shape "
+            f"temperature must be a number, or a tensor with one for each hidden state, {list(expected)}, got shape "
             f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
             "temperature[:, None].expand_as(labels)."
         )
@@ -209,10 +210,10 @@ class Tokens:
         return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
 
     def temperatures(self, temperature: Tensor, dtype: torch.dtype) -> Tensor:
-        """Each active token's temperature ``[N]``, a copy, from ``[...]`` in the shape of the only tensor of labels.
+        """Each active token's temperature ``[N]``, a copy, from ``[...]`` in the labels' shape, ``[T]`` for several.
 
         Raises:
-            TypeError, ValueError: not one temperature for each label; on a CPU, one of an active token that is not
+            ValueError: not one temperature for each label; on a CPU, one of an active token that is not
                 positive and finite. On a GPU that is a device-side assertion.
         """
         check_temperature(temperature, self.labels.device, self.shapes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,12 +37,15 @@ class Completions:
         ref_logps: or the reference model's precomputed log-probabilities: per sequence ``[B]`` (summed, averaged or
             weighted as the loss does it), or per token in the shape of ``labels``, at the position of the label that
             is predicted (after any shift).
+        temperature: in the shape of ``labels``, what each token's logits are divided by, policy's and reference's
+            alike, for a loss whose own temperature is 1.
     """
 
     hidden_states: Tensor
     labels: Tensor
     ref_hidden_states: Tensor | None = None
     ref_logps: Tensor | None = None
+    temperature: Tensor | None = None
 
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
@@ -57,6 +60,7 @@ class Completions:
             self.labels[None],
             None if ref_hidden is None else ref_hidden[None],
             ref_logps if ref_logps is None or ref_logps.shape == (1,) else ref_logps[None],
+            None if self.temperature is None else self.temperature[None],
         )
 
 
@@ -72,6 +76,7 @@ class CompletionBatch:
         ref_hidden_states: the reference model's, one per tensor of labels, or ``None``.
         ref_logps: precomputed log-probabilities of the reference, ``[B]`` or ``[B, T]``, one or ``None`` per group.
         ref_head: the reference model's.
+        temperatures: one for each token, in the shape of each tensor of labels; ``None`` for the head's temperature.
     """
 
     names: tuple[str, ...]
@@ -81,17 +86,29 @@ class CompletionBatch:
     ref_hidden_states: list[Tensor] | None
     ref_logps: tuple[Tensor | None, ...]
     ref_head: Head | None = None
+    temperatures: list[Tensor] | None = None
 
     @classmethod
     def of(cls, head: Head, **groups: Completions) -> CompletionBatch:
         """A batch of named groups."""
         parts = list(groups.values())
         refs = [part.ref_hidden_states for part in parts if part.ref_hidden_states is not None]
-        if refs and len(refs) < len(parts):
-            each = " and ".join(f"the {name}" for name in groups)
-            raise ValueError(f"give ref_hidden_states for both {each} completions, or for neither.")
+        temperatures = [part.temperature for part in parts if part.temperature is not None]
+        for name, found in {"ref_hidden_states": refs, "temperature": temperatures}.items():
+            if found and len(found) < len(parts):
+                each = " and ".join(f"the {name}" for name in groups)
+                raise ValueError(f"give {name} for both {each} completions, or for neither.")
         hidden, labels = [part.hidden_states for part in parts], [part.labels for part in parts]
-        return cls(tuple(groups), head, hidden, labels, refs or None, tuple(part.ref_logps for part in parts))
+        ref_logps = tuple(part.ref_logps for part in parts)
+        return cls(tuple(groups), head, hidden, labels, refs or None, ref_logps, temperatures=temperatures or None)
+
+    def at_temperatures(self, head: Head, extra: Sequence[Tensor] = ()) -> Head:
+        """A head whose logits are divided by each token's temperature, if there is one; ``extra`` ones come last."""
+        if self.temperatures is None:
+            return head
+        parts = [*self.temperatures, *extra]
+        whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+        return head.with_fields(transform=replace(head.transform, temperature=whole))
 
     def groups(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One tensor per group, from one per tensor of labels."""
@@ -125,7 +142,8 @@ class CompletionBatch:
             return [None if logps is None else logps.detach() for logps in self.ref_logps]
         with naming_the_reference():
             tokens = tokens.first(len(self.labels))
-            found = linear_statistics(self.ref_hidden_states, self.ref_head, tokens, options=options)
+            head = self.at_temperatures(self.ref_head)
+            found = linear_statistics(self.ref_hidden_states, head, tokens, options=options)
         return list(self.groups([part.logp for part in found]))
 
     def check_reference(self, needed: str | None, how: str) -> None:
@@ -193,8 +211,18 @@ def _check_no_reference(what: str, *values: Tensor | None) -> None:
         raise ValueError(f"with {what}, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
 
 
+def _check_no_temperature(what: str, temperature: Tensor | None) -> None:
+    if temperature is not None:
+        raise ValueError(f"with {what}, give the temperature in Completions(..., temperature=).")
+
+
 def read_pairs(
-    head: Head, first: Any, second: Any, ref_input: Tensor | None, ref_logps: tuple[Tensor | None, Tensor | None]
+    head: Head,
+    first: Any,
+    second: Any,
+    ref_input: Tensor | None,
+    ref_logps: tuple[Tensor | None, Tensor | None],
+    temperature: Tensor | None = None,
 ) -> CompletionBatch:
     """Pairs, from chosen and rejected completions, or from stacked hidden states and labels.
 
@@ -203,6 +231,7 @@ def read_pairs(
     """
     if not isinstance(first, Tensor):
         _check_no_reference("pairs", ref_input, *ref_logps)
+        _check_no_temperature("pairs", temperature)
         chosen, rejected = as_completions(first, "chosen"), as_completions(second, "rejected")
         counts = [side.labels.shape[0] for side in (chosen, rejected)]
         if counts[0] != counts[1]:
@@ -231,7 +260,8 @@ def read_pairs(
             "Pass chosen and rejected separately as Completions if they were batched otherwise."
         )
     refs = None if ref_input is None else [ref_input]
-    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps)
+    temperatures = None if temperature is None else [temperature]
+    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps, None, temperatures)
 
 
 def read_unpaired(
@@ -240,6 +270,7 @@ def read_unpaired(
     bias: Tensor | None,
     transform: LogitTransform,
     reference: tuple[Tensor | None, Tensor | None],
+    temperature: Tensor | None = None,
 ) -> tuple[CompletionBatch, Tensor]:
     """Single completions, and which of them are desirable (``[B]`` bool), in one of three forms.
 
@@ -257,9 +288,10 @@ def read_unpaired(
             expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
             form = "in the form loss(_input, weight, target)"
             raise ValueError(f"{expected} {form}, got {tuple(first.shape)} and {tuple(third.shape)}.")
-        weight, given, others = second, Completions(first, third, *reference), None
+        weight, given, others = second, Completions(first, third, *reference, temperature), None
     else:
         _check_no_reference("completions", *reference)
+        _check_no_temperature("completions", temperature)
         weight, given, others = arguments
     head = Head.of(weight, bias, transform)
     if others is not None:

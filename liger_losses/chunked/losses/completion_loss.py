@@ -17,6 +17,7 @@ from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
@@ -133,6 +134,13 @@ class CompletionLoss(ChunkedLoss):
                 "build the loss with use_ref_model=True."
             )
         batch.check_reference(self.needs_reference, self.reference_forms)
+        for head in (batch.head, ref_head) if batch.temperatures else ():
+            own = 1.0 if head is None else head.transform.temperature
+            if self.temperature == 1.0 and (isinstance(own, Tensor) or own != 1.0):
+                raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
+        for value, labels in zip(batch.temperatures or [], batch.labels, strict=False):
+            self.check_one_temperature(value)
+            check_temperature(value, labels.device, [labels.shape])
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -156,12 +164,15 @@ class CompletionLoss(ChunkedLoss):
                 note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
+        head = batch.at_temperatures(
+            batch.head, [other.temperature for other in others if other.temperature is not None]
+        )
         if self.group is not None:
-            check_call(hidden, batch.head, tokens, Query(("logp",), tuple(metrics)), options)
+            check_call(hidden, head, tokens, Query(("logp",), tuple(metrics)), options)
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
             agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
-        found = linear_statistics(hidden, batch.head, tokens, metrics=metrics, options=options)
+        found = linear_statistics(hidden, head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
         average, group, groups = self.averages, self.group, list[Scored]()

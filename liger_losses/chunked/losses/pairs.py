@@ -138,6 +138,7 @@ class PreferenceLoss(CompletionLoss):
         ref_chosen_logps: Tensor | None = None,
         ref_rejected_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """The loss of pairs, in one of two forms.
 
@@ -153,12 +154,14 @@ class PreferenceLoss(CompletionLoss):
                 ``[B]`` or per token (stacked form).
             nll_target: labels of the chosen completions (or of all; the first B rows count) for the negative
                 log-likelihood, if it is taken over other tokens than the preference.
+            temperature: ``[2 B, T]``, what the logits of each token are divided by, policy's and reference's alike,
+                instead of the loss's own temperature, which is then 1 (stacked form; else in :class:`Completions`).
 
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
         head = Head.of(lin_weight, bias, self.transform)
-        batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps))
+        batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)
         nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
@@ -174,7 +177,8 @@ class PreferenceLoss(CompletionLoss):
                 )
             # Tokens that only the likelihood asks for are streamed along with the others.
             only_nll = nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)
-            extra = Completions(batch.groups(batch.hidden_states)[0], only_nll)
+            divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
+            extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
         sides, found = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
 
         nll_mask = nll_labels != self.ignore_index

@@ -219,6 +219,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         ref_logps: Tensor | None = None,
         kl_completions: Any = None,
         sample_weights: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, UnpairedMetrics]:
         """The loss of completions, in one of three forms.
 
@@ -236,6 +237,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
             kl_completions: completions that were put after other prompts, with their reference, to estimate it from.
             sample_weights: ``[B]``, what completions' losses are multiplied by, desirable ones first if the two kinds
                 were given separately: density ratios of undesirable prompts, for example (BCO's section 4.3).
+            temperature: ``[B, T]``, what the logits of each token are divided by, policy's and reference's alike,
+                instead of the loss's own temperature, which is then 1 (last form; else in :class:`Completions`).
 
         Returns:
             The loss (0-dim, fp32) and :class:`UnpairedMetrics`.
@@ -244,7 +247,9 @@ class UnpairedPreferenceLoss(CompletionLoss):
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
         arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
-        batch, desirable = call_forms.read_unpaired(arguments, preference_labels, bias, self.transform, reference)
+        batch, desirable = call_forms.read_unpaired(
+            arguments, preference_labels, bias, self.transform, reference, temperature
+        )
         batch = self.prepare(batch, ref_weight, ref_bias)
         head, count = batch.head, len(desirable)
         if self.loss_type == "kto" and (kl is None) == (kl_completions is None):

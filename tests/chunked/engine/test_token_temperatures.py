@@ -234,7 +234,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=words):
             linear_logps(hidden, weight, labels, temperature=given)
-    with pytest.raises(TypeError, match="one tensor of hidden states"):
+    with pytest.raises(ValueError, match=r"one for each hidden state, \[12\], got shape \[6\]"):  # of all tensors
         linear_statistics([hidden, hidden], weight, [labels, labels], transform=LogitTransform(t))
     with pytest.raises(ValueError, match="temperature was given twice"):
         linear_logps(hidden, Head(weight, transform=LogitTransform(0.5)), labels, temperature=t)

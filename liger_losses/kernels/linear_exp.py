@@ -136,7 +136,8 @@ def linear_exponentials(
     shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
     if tiles is not None:
         # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
-        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0])
+        usual = arguments["group"]
+        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0], usual)
         arguments["SUMS_OF_TILES"] = group_of_parts is None
         if group_of_parts is not None:
             group, parts = group_of_parts, 2 * grid[0]

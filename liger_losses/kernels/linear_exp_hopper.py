@@ -12,7 +12,6 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import Tiles, tile_position
 from liger_losses.kernels.hopper_pipeline import (
-    GROUP,
     finish,
     first_turn,
     gluon_jit,
@@ -31,7 +30,7 @@ except ImportError:
     gl = tma = None
 
 #: Further numbers of row tiles that walk the vocabulary together, for :func:`group_of_sums`.
-_OTHER_GROUPS = (6, 12, 4)
+_OTHER_GROUPS = (4, 8, 6, 12)
 
 
 def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None) -> Tiles | None:
@@ -42,15 +41,15 @@ def hopper_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor
     return None if epilogue.transform.softcap is not None else pipeline_tiles(hidden, weight, epilogue, out)
 
 
-def group_of_sums(row_tiles: int, column_tiles: int, parts: int) -> int | None:
+def group_of_sums(row_tiles: int, column_tiles: int, parts: int, usual: int) -> int | None:
     """How many row tiles walk the vocabulary together, so that a part's tiles in a group all have the same rows.
 
     Each of ``parts`` takes every ``parts``-th tile. If ``parts`` is a multiple of the number of row tiles of each
     group, it then has one sum for each row, which it writes once: ``[groups, parts, rows of a tile]`` in all, where one
     sum for each tile would be ``[column tiles, tokens]``. ``None`` where no number of row tiles does that, or some part
-    would have no tile of a group.
+    would have no tile of a group. The ``usual`` number is tried first.
     """
-    for group in (GROUP, *_OTHER_GROUPS):
+    for group in (usual, *_OTHER_GROUPS):
         sizes = {min(group, row_tiles), row_tiles % group or group if row_tiles > group else row_tiles}
         if all(parts % size == 0 and size * column_tiles >= parts for size in sizes):
             return group

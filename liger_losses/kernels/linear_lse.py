@@ -18,7 +18,6 @@ from liger_losses.kernels._tiles import tile_position, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import (
     AVAILABLE,
-    GROUP,
     finish,
     first_turn,
     give_up,
@@ -75,13 +74,13 @@ def log_sum_exps_into(
     if tiles is None:
         return False
     row_tiles, column_tiles, programs, arguments = tiles
-    tokens = len(hidden)
+    group, tokens = arguments.pop("group"), len(hidden)
     if not tokens:
         return True
     partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
     try:
         _hopper_projections_kernel[(min(programs, row_tiles * column_tiles),)](
-            **arguments, partial=partial, GROUP=GROUP
+            **arguments, partial=partial, GROUP=group
         )
     except Exception as error:
         give_up(error)

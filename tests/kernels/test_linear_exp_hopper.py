@@ -141,6 +141,7 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
     matrix = torch.empty(64, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(hopper_pipeline, "_serves", hopper_pipeline._serves.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
     if hopper_pipeline.gluon is not None:
         tiles = hopper_tiles(matrix, matrix, Epilogue(), matrix)
         assert tiles[:2] == (1, 1)
@@ -251,7 +252,7 @@ class OnTheHost:
 @pytest.mark.skipif(not hopper_pipeline.INTERPRETED, reason="runs in Triton's interpreter")
 @pytest.mark.parametrize(
     ("row_tiles", "column_tiles", "programs", "group"),
-    [(1, 9, 4, 8), (7, 24, 12, 6), (11, 8, 12, 8), (5, 24, 12, 4), (3, 5, 2, None), (2, 1, 4, None)],
+    [(1, 9, 4, 4), (7, 24, 12, 4), (6, 8, 12, 8), (12, 5, 12, 6), (12, 3, 12, 12), (3, 5, 2, None), (2, 1, 4, None)],
 )
 def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, programs, group):
     """What the parts or tiles write is read as all sums of each token, each once; also where the kernel runs again."""
@@ -261,12 +262,12 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
     weight[:, 0] = 0
     bias, labels = torch.rand(columns, generator=g), torch.randint(columns, (tokens,), generator=g)
     epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens), 1.2), bias)
-    assert group_of_sums(row_tiles, column_tiles, 2 * min(programs, row_tiles * column_tiles)) == group
+    assert group_of_sums(row_tiles, column_tiles, 2 * min(programs, row_tiles * column_tiles), 4) == group
 
     def tiles(hidden, weight, epilogue, out):
         arguments = {"hidden": hidden, "weight": weight, "out": out, "tokens": tokens, "vocab_size": columns}
         arguments |= {"hidden_size": 8, "bias": bias, "transform": epilogue.transform.for_kernel()}
-        arguments |= {"BLOCK_N": 128, "BLOCK_V": 8}
+        arguments |= {"BLOCK_N": 128, "BLOCK_V": 8, "group": 4}
         return linear_exp_hopper.Tiles(row_tiles, column_tiles, programs, arguments)
 
     def statistics(backend, out=None, names=("lse", "mean_logit", "entropy"), **options):
@@ -301,15 +302,24 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
         torch.testing.assert_close(alone, expected_stored, rtol=1e-2, atol=1e-5)
 
 
-def test_parts_of_an_h200_have_one_row_tile_of_each_group():
+@pytest.mark.parametrize("usual", [4, 8])
+def test_parts_of_a_hopper_gpu_have_one_row_tile_of_each_group(usual):
     """Whatever the number of tokens is, up to those of one launch: the sums then take a MiB or two."""
     for row_tiles in range(1, 65):
-        group = group_of_sums(row_tiles, 1002, 264)
+        group = group_of_sums(row_tiles, 1002, 264, usual)
         assert 4 * -(-row_tiles // group) * 264 * 128 < 2.2 * 2**20
-        if row_tiles % 8 not in (5, 7):
-            assert group == 8
-    assert group_of_sums(64, 30, 264) is None  # some part would have no tile
-    assert group_of_sums(64, 1002, 254) is None
+        if row_tiles % usual not in (5, 7):
+            assert group == usual
+    assert group_of_sums(64, 30, 264, usual) is None  # some part would have no tile
+    assert group_of_sums(64, 1002, 254, usual) is None
+
+
+@pytest.mark.parametrize(("clock", "width", "group"), [(2619000, 5120, 4), (3201000, 6144, 8), (None, None, 4)])
+def test_the_order_of_tiles_follows_the_memory_bandwidth(monkeypatch, clock, width, group):
+    """Of an H100, an H200, and where torch does not tell it."""
+    told = {} if clock is None else {"memory_clock_rate": clock, "memory_bus_width": width}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    assert hopper_pipeline._group_of_stores.__wrapped__(torch.device("cuda")) == group
 
 
 def test_a_kernel_that_cannot_be_compiled(monkeypatch):
@@ -380,7 +390,9 @@ def test_the_choice_of_the_kernel(monkeypatch):
 
     monkeypatch.setattr(linear_exp, "AVAILABLE", True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
-    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
+    monkeypatch.setattr(
+        linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7, "group": 4})
+    )
     linear_exponentials(hidden, weight, torch.zeros(5, dtype=torch.long), projections=True, backend="triton")
     assert [grid for grid, _ in launches] == [(1,), (1,)]
     assert [arguments["out"] for _, arguments in launches] == [7, None]  # projections are not written again

@@ -109,6 +109,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
     monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(linear_lse, "AVAILABLE", True)
+    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
     monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
     monkeypatch.setattr(hopper_pipeline if where == "_descriptor" else linear_lse, where, Broken())
     warn_once.cache_clear()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
-from liger_losses.chunked.engine.shard import VocabularyShard
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.patching.lazy import lazy_linear, lazy_quantized_linear, traced_linear
 from liger_losses.patching.lazy.shared_linear import local_parameters
 from liger_losses.patching.linear_forward import LinearForward
@@ -60,7 +60,7 @@ class LazyLinear(nn.Linear):
     computes_linear: ClassVar[bool] = True
     only_when_forced = False
     linear_forward: LinearForward | None = None
-    shard: VocabularyShard | None = None
+    shard: VocabularyRanks | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if _returns_lazy_logits(self, input):

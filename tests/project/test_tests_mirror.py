@@ -17,7 +17,7 @@ ELSEWHERE = {
     "chunked/engine/call.py": "chunked/engine/test_workspace.py",
     "chunked/engine/divergence_block.py": "chunked/engine/test_divergence_tiles.py",
     "chunked/engine/query.py": "chunked/engine/test_head.py",
-    "chunked/engine/ranks.py": "chunked/engine/test_shard.py",
+    "chunked/engine/agreement.py": "chunked/engine/test_ranks.py",
     "chunked/engine/traced.py": "chunked/engine/test_operators.py",
     "chunked/losses/policy_objectives.py": "chunked/losses/test_policy.py",
     "integrations/liger/chunked.py": "integrations/test_liger.py",

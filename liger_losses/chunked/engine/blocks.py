@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.shard import VocabularyShard, merge_logps
+from liger_losses.chunked.engine.ranks import VocabularyRanks, merge_logps
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
@@ -128,7 +128,7 @@ class HiddenGradients:
     ``sums_over`` names the ranks whose parts are summed, one part while the next is computed.
     """
 
-    def __init__(self, opened: OpenCall, sums_over: VocabularyShard | None) -> None:
+    def __init__(self, opened: OpenCall, sums_over: VocabularyRanks | None) -> None:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
         self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
@@ -447,7 +447,7 @@ class ExponentialBlock(Block):
             if self.offsets.mean_logit is not None:
                 call.shard.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def _label_logits(self, shard: VocabularyShard, owned: Tensor) -> Tensor:
+    def _label_logits(self, shard: VocabularyRanks, owned: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
         opened, call, found = self.opened, self.call, []
         # At once where nothing is copied: no product can start before.

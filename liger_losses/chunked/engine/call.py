@@ -37,7 +37,7 @@ from liger_losses.chunked.engine.plan import (
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
 from liger_losses.chunked.engine.query import Query, Statistics, check_query
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.teachers import Teacher, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
@@ -56,7 +56,7 @@ class Call:
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
     batch_invariant: bool  # whether a token's statistics have the same bits in any batch
-    shard: VocabularyShard | None  # the part of the vocabulary that this rank has; None for all of it
+    shard: VocabularyRanks | None  # the part of the vocabulary that this rank has; None for all of it
     quantized: QuantizedWeight | None  # multiplied by the first columns of the hidden states, before the weight
     vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
@@ -194,7 +194,7 @@ def _make_shared_call(
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.shard.least_memory(device_memory(device), device)
-    with Agreement(head.shard.group, device) as agreement:
+    with head.ranks.agreement(device) as agreement:
         checked = CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0])
         if not state.shapes_only:
             decision = decide(hidden_states, head, labels, query, options, memory)

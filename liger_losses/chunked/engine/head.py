@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.checks import check_vector, check_weight
 from liger_losses.chunked.engine.plan import fits_dequantized
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
-from liger_losses.chunked.engine.shard import VocabularyShard, local_rows, share_mesh, share_vocabulary
+from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
 from liger_losses.kernels.tracing import is_weight_and_bias, record
@@ -72,7 +72,7 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     transform: LogitTransform
-    shard: VocabularyShard | None
+    shard: VocabularyRanks | None
     batch_invariant: bool
     adapters: tuple[LowRank, ...]
     quantized: QuantizedWeight | None
@@ -159,14 +159,19 @@ class Head:
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
+    def ranks(self) -> Ranks:
+        """Who has the columns of the vocabulary."""
+        return ALONE if self.shard is None else self.shard
+
+    @property
     def vocab_size(self) -> int:
         """V, of all ranks."""
-        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+        return self.ranks.vocab_size(self.weight.shape[0])
 
     @property
     def vocabulary_ranks(self) -> int:
         """How many ranks share the vocabulary."""
-        return 1 if self.shard is None else len(self.shard.sizes)
+        return self.ranks.size
 
     @property
     def hidden_size(self) -> int:
@@ -368,7 +373,7 @@ def dequantized_bytes(
 ) -> int:
     """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
     # Of the rank that has the most rows, so that all ranks decide alike.
-    rows = [len(head.weight) if head.shard is None else max(head.shard.sizes) for head in heads]
+    rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
     pairs = zip(heads, rows, strict=True)
     size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
     row = rows[0] * torch.promote_types(torch.float32, operand).itemsize

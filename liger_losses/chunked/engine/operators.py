@@ -22,11 +22,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from liger_losses.chunked.engine.agreement import Agreement, RankError, raise_on_all_ranks
 from liger_losses.chunked.engine.arguments import wrong_arguments
 from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.query import Statistics
-from liger_losses.chunked.engine.ranks import raise_on_all_ranks
-from liger_losses.chunked.engine.shard import Agreement, RankError
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.tracing import decode, encode, state, without_values
 

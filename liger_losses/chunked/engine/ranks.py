@@ -1,82 +1,398 @@
-"""Errors of one rank alone, of which those that compute with it must know: else they would wait for it.
+"""Who has which columns of a vocabulary, and what the processes (ranks) that share it exchange.
 
-Every call with a shared head begins with an :class:`Agreement` of its ranks, and every loss of slices of sequences with
-a comparison of what the ranks compute. A rank that raises before it gets there, because there is no such argument or
-inputs do not fit, takes part in that exchange with its error, and all raise.
+W ranks, R tokens, V columns of the whole vocabulary.
+
+Every statistic of a softmax follows from the statistics of its parts: with ``w_r = exp(lse_r - lse)``, the probability
+of rank r's columns, the log-sum-exp is that of the ranks' log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``,
+and so on. The gradient of a rank's columns then needs no more than the log-sum-exp of all columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from liger_losses.chunked.engine.arguments import wrong_arguments
-from liger_losses.chunked.engine.given import given_to_loss
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import device_memory
-from liger_losses.chunked.engine.shard import Agreement
+from liger_losses.chunked.engine.agreement import Agreement, NoAgreement, all_gather
+from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
+from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.given import Given
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
+_LARGEST_SUM = 1e26
+_LARGEST_NLL = 20.0
+
+#: Of each group, by the type of device.
+_least_memory: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
-def meet(head: Head, error: Exception | None = None) -> None:
-    """Raise on all ranks that share a head if one has an error, or if their loss was given different things.
+class Ranks:
+    """The processes that have the columns of a head's vocabulary: here this one alone, so that nothing is exchanged.
 
-    It comes before other collectives.
+    :class:`VocabularyRanks` are several that share it. Who calls these methods need not know which.
     """
-    assert head.shard is not None
-    device = head.weight.device
-    head.shard.least_memory(device_memory(device), device)
-    with Agreement(head.shard.group, device) as agreement:
-        if error is not None:
-            raise error
-        agreement.given = given_to_loss()
-    agreement.wait()
+
+    #: Whether somebody else sums the hidden states' gradients over the ranks.
+    partial_gradients: bool = False
+    #: Whether one rank's error can be raised on all before they agree on a call: see :func:`raise_on_all_ranks`.
+    tells: bool = False
+
+    @property
+    def size(self) -> int:
+        """W."""
+        return 1
+
+    @property
+    def of_gradients(self) -> Ranks:
+        """The ranks over which the hidden states' gradients are summed here."""
+        return ALONE if self.partial_gradients else self
+
+    def vocab_size(self, rows: int) -> int:
+        """V, of a head that has so many rows on this rank."""
+        return rows
+
+    def most_columns(self, vocab_size: int) -> int:
+        """How many of the first ``vocab_size`` columns a rank has at most."""
+        return vocab_size
+
+    def columns(self, vocab_size: int) -> slice:
+        """This rank's columns among the first ``vocab_size`` of the vocabulary."""
+        return slice(0, vocab_size)
+
+    def owned(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+        """Labels as numbers of this rank's columns (those of other ranks: any), and which it has; ``None``: all."""
+        return labels, None
+
+    def local(self, hidden_states: Tensor) -> Tensor:
+        """This rank's hidden states, of all tokens."""
+        return hidden_states
+
+    def least_memory(self, own: int, device: torch.device) -> int:
+        """The smallest of the ranks' device memories."""
+        return own
+
+    def check_columns(self, vocab_size: int) -> None:
+        """Raise ValueError if this rank has none of the first ``vocab_size`` columns, which a divergence compares."""
+
+    def check_selected(self, selected: Tensor) -> None:
+        """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
+
+    def agreement(self, device: torch.device) -> Agreement:
+        """Within it, checks of which one rank alone may fail: see :class:`Agreement`."""
+        return NoAgreement()
+
+    def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
+        """Replace the statistics of this rank's columns by those of the whole vocabulary, of several softmaxes at once;
+        see :func:`merge`."""
+
+    def merge_logps_(self, logp: Tensor) -> None:
+        """Replace what :func:`merge_logps` takes of this rank by what it returns."""
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Replace values by their sum over the ranks."""
+        return values
+
+    def start_sum_(self, values: Tensor) -> Any:
+        """As :meth:`sum_`, beside other work: the values are valid after ``wait()`` of what is returned."""
+
+
+#: One process.
+ALONE = Ranks()
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyRanks(Ranks):
+    """The rows of a head that this rank has, and the group whose ranks have the others, in the order of the ranks.
+
+    Args:
+        group: the process group.
+        rank: this rank's number in it.
+        sizes: rows of each rank.
+        mesh: of a weight that is a DTensor.
+        partial_gradients: each rank gets its columns' part of the hidden states' gradients, which somebody else sums
+            (DTensor, where there is a mesh). Otherwise they are summed over the group.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    partial_gradients: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def tells(self) -> bool:  # type: ignore[override]
+        return self.mesh is None  # ranks of a mesh may gather the hidden states before
+
+    def vocab_size(self, rows: int = 0) -> int:
+        return sum(self.sizes)
+
+    def most_columns(self, vocab_size: int) -> int:
+        return min(vocab_size, max(self.sizes))
+
+    @property
+    def first_column(self) -> int:
+        """The column of the vocabulary that this rank's first row computes."""
+        return sum(self.sizes[: self.rank])
+
+    def columns(self, vocab_size: int) -> slice:
+        first = min(self.first_column, vocab_size)
+        return slice(first, min(first + self.sizes[self.rank], vocab_size))
+
+    def owned(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+        columns = self.columns(vocab_size)
+        labels = labels - columns.start
+        inside = labels.clamp(0, columns.stop - columns.start - 1)
+        return inside, inside == labels
+
+    def local(self, hidden_states: Tensor) -> Tensor:
+        """This rank's hidden states, of all tokens.
+
+        Raises:
+            TypeError, ValueError: hidden states that are no DTensor on the mesh of a weight that is one.
+        """
+        if self.mesh is None:
+            return hidden_states
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not isinstance(hidden_states, DTensor):
+            raise TypeError(
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. Where "
+                "the ranks share the vocabulary (tensor parallelism), pass hidden_states as a DTensor on the mesh of "
+                "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
+                "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
+                "of the root module, where the weight is gathered; where no gradient is needed, pass "
+                "weight.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
+            )
+        if hidden_states.device_mesh != self.mesh:
+            raise ValueError(
+                f"hidden_states must be on the weight's device mesh, {self.mesh}, got {hidden_states.device_mesh}."
+            )
+        if hidden_states.placements != (Replicate(),):  # otherwise the gradient would be summed here already
+            hidden_states = hidden_states.redistribute(placements=[Replicate()])
+        return hidden_states.to_local(grad_placements=[Partial()])
+
+    def least_memory(self, own: int, device: torch.device) -> int:
+        # Exchanged once per group and type of device, by whichever head comes first.
+        known = _least_memory.setdefault(self.group, {})
+        if device.type not in known:
+            known[device.type] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
+        return known[device.type]
+
+    def check_columns(self, vocab_size: int) -> None:
+        columns = self.columns(vocab_size)
+        if columns.start == columns.stop:
+            raise ValueError(
+                f"this rank's rows of the head begin at {self.first_column}, beyond the {vocab_size} columns that "
+                "student and teacher have in common; share the vocabulary so that each rank has some of these."
+            )
+
+    def check_selected(self, selected: Tensor) -> None:
+        inside = ((selected >= 0) & (selected < self.vocab_size())).all()
+        if selected.device.type != "cpu":
+            torch._assert_async(inside)
+        elif not inside:
+            found = f"{int(selected.min())} to {int(selected.max())}"
+            raise ValueError(
+                f"selected columns must be in [0, {self.vocab_size()}), the whole vocabulary, found {found}."
+            )
+
+    # --- What the ranks exchange --------------------------------------------------------------------------------------
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``[W, *]``: the values of all ranks, which have one shape and dtype."""
+        values = values.contiguous()
+        out = values.new_empty(len(self.sizes), *values.shape)
+        all_gather(out.view(-1), values.view(-1), group=self.group)
+        return out
+
+    def sum_(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def start_sum_(self, values: Tensor) -> Any:
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def agreement(self, device: torch.device) -> Agreement:
+        return Agreement(self.group, device)
+
+    def merge_logps_(self, logp: Tensor) -> None:
+        logp.copy_(merge_logps(self.gather(logp)))
+
+    def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
+        # In an order that all ranks have: that of a set of names differs from process to process.
+        named = [(i, name, values[name]) for i, values in enumerate(softmaxes) for name in sorted(values)]
+        rows = [value.t() if value.dim() == 2 else value[None] for _, _, value in named]
+        gathered = self.gather(torch.cat([row.to(softmaxes[0]["lse"].dtype) for row in rows]))
+        parts: list[dict[str, Tensor]] = [{} for _ in softmaxes]
+        for (i, name, value), part in zip(named, gathered.split([len(row) for row in rows], dim=1), strict=True):
+            parts[i][name] = part.mT if value.dim() == 2 else part[:, 0]
+        sizes = _on_device(self.sizes, labels.device)
+        for values, parts_of_one in zip(softmaxes, parts, strict=True):
+            for name, value in merge(parts_of_one, sizes, labels, class_weight).items():
+                values[name].copy_(value)
+
+
+@lru_cache(64)
+def _on_device(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because the host waits for a copy to a GPU."""
+    return torch.tensor(sizes, device=device)
+
+
+def merge(
+    parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The statistics of a softmax from those of its parts.
+
+    Args:
+        parts: ``[W, R]`` each: the statistics of each rank's columns, by name, ``lse`` among them. ``logp`` is read
+            from the rank that has the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
+            logits here, 0 for the columns of other ranks.
+        sizes: ``[W]`` int64, the number of columns of each rank.
+        labels: ``[R]`` int64, columns of the whole vocabulary.
+        class_weight: ``[V]``, the weights in ``mean_logp``.
+
+    Returns:
+        ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
+    """
+    local_lse = parts["lse"]
+    lse = local_lse.logsumexp(0)
+    log_share, found = local_lse.log_softmax(0), {"lse": lse}
+    ends = sizes.cumsum(0)
+    fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
+    if "logp" in parts:
+        # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
+        owner = torch.bucketize(labels, ends, right=True)[None]
+        owner_lse = local_lse.gather(0, owner)
+        others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
+        safe = others <= _LARGEST_SUM
+        found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
+    if "entropy" in parts:
+        share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
+        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
+    if "log_sum_sq_probs" in parts:
+        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
+        found["log_sum_sq_probs"] = squares.logsumexp(0)
+    if "mean_logit" in parts:
+        found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
+    if "mean_logp" in parts:
+        weights = fractions
+        if class_weight is not None:
+            totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
+            weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
+        found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
+    if "argmax" in parts:
+        columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
+        found["max_logit"] = tops.amax(0)
+        # Not ==, of which NaN logits would make a column that there is not.
+        found["argmax"] = torch.where(tops < found["max_logit"], ends[-1], columns).amin(0)
+    if "selected_logps" in parts:
+        found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
+    return found
+
+
+def merge_logps(logps: Tensor) -> Tensor:
+    """The label's log-probability ``[R]``, from its ``[W, R]`` in softmaxes over one rank's columns and the label.
+
+    With ``a_r`` the negative of these, ``-logp = log(1 + sum_r (exp(a_r) - 1))``.
+    """
+    nll, ranks = -logps, len(logps)
+    top = nll.amax(0)
+    large = top + ((nll - top).exp().sum(0) - (ranks - 1) * (-top).exp()).log()
+    return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
+
+
+def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
+    """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
+    if not isinstance(teacher, VocabularyRanks):
+        return
+    if not isinstance(student, VocabularyRanks):
+        raise ValueError(
+            "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
+            "teacher's weight first."
+        )
+    common = min(student.vocab_size(), teacher.vocab_size())
+    both = [[dist.get_process_group_ranks(ranks.group), ranks.columns(common)] for ranks in (student, teacher)]
+    if both[0] != both[1]:
+        raise ValueError(
+            f"student and teacher must share their common {common} columns alike, by the same ranks, but student has "
+            f"{both[0][1]} of ranks {both[0][0]} here and teacher {both[1][1]} of ranks {both[1][0]}."
+        )
+
+
+def is_dtensor(value: Any) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a weight or bias that is a DTensor.
+
+    Raises:
+        TypeError, ValueError: a value that is no DTensor whose rows the ranks of a one-dimensional mesh share.
+    """
+    from torch.distributed.tensor import Shard
+
+    if not is_dtensor(value):
+        raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
+    if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
+        raise ValueError(
+            f"{name} must be a DTensor with placements [Shard(0)] on a one-dimensional mesh, that of the weight, got "
+            f"{list(value.placements)} on {value.device_mesh}. Of a larger mesh, take the dimension whose ranks share "
+            f'the vocabulary, as in mesh["tp"]; or, where no gradient is needed, pass {name}.full_tensor().'
+        )
+    return value.to_local()
+
+
+def share_mesh(weight: Any) -> VocabularyRanks:
+    """The shard of a DTensor that :func:`local_rows` has checked: it follows from shape and mesh, without exchange."""
+    mesh, size = weight.device_mesh, weight.shape[0]
+    most = -(-size // mesh.size())
+    sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
+    shard = VocabularyRanks(mesh.get_group(), mesh.get_local_rank(), sizes, mesh, partial_gradients=True)
+    rows = len(weight.to_local())
+    if 0 in sizes or rows != sizes[shard.rank]:
+        raise ValueError(
+            f"a weight of {size} rows must be in parts of {sizes} on the {mesh.size()} ranks of its mesh, none of them "
+            f"empty, as torch.chunk cuts it; this rank has {rows}. Pad the vocabulary, or use "
+            "Head(rows, group=group), which takes any sizes."
+        )
+    return shard
 
 
 @torch.compiler.disable
-def raise_on_all_ranks(
-    error: Exception, agreements: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
-) -> None:
-    """Make all ranks raise that compute this call together, unless they know of its error, which is to be raised next.
+def share_vocabulary(
+    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
+) -> VocabularyRanks:
+    """Check this rank's rows, and learn how many the others have. Beside a quantized weight, ``weight`` is ``[V, 0]``.
 
-    Args:
-        error: that of a call with these arguments. Where a loss or an operation takes no such arguments, this function
-            raises a TypeError that says how it is called.
-        agreements: :attr:`Agreement.count` as it was before the call. If it is another now, the ranks know of the
-            error, or have gone on, and cannot be told.
-        function: what was called: an operation, or the ``forward`` of the ``loss``.
+    Raises:
+        TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
     """
-    wrong = wrong_arguments(function, len(arguments), keywords, loss) if type(error) is TypeError else None
-    error = error if wrong is None else TypeError(wrong)
-    head = _shared_head((*arguments, *keywords.values()))
-    if head is not None and Agreement.count == agreements:
-        with suppress(type(error)):
-            meet(head, error)
-    if loss is not None and loss.spans_ranks:
-        tell_slices(loss.group, error)
-    if wrong is not None:
-        raise error from None
-
-
-def tell_slices(group: dist.ProcessGroup, error: Exception) -> None:
-    """Make all ranks raise that hold other slices of the sequences, unless they know of this error.
-
-    They learn it when they next compare what they compute.
-    """
-    if getattr(error, "ranks_know", False):
-        return
-    error.ranks_know = True  # type: ignore[attr-defined]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, f"{type(error).__name__}: {error}", group=group)
-
-
-def _shared_head(given: Iterable[Any]) -> Head | None:
-    for value in given:
-        found = _shared_head(value) if isinstance(value, (list, tuple)) else value
-        # Ranks of a mesh may gather the hidden states before they agree.
-        if isinstance(found, Head) and found.shard is not None and found.shard.mesh is None:
-            return found
-    return None
+    check_tensor("weight", weight)
+    check_group(group, "tp")
+    rank = dist.get_rank(group)
+    with Agreement(group, weight.device) as agreement:
+        kind, hidden_size = str(weight.dtype), weight.shape[-1]
+        if quantized is None:
+            check_weight(weight, bias)
+        else:
+            check_vector("bias", bias, weight)
+            kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
+        biased = "none" if bias is None else "given"
+        agreement.given = Given({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
+        agreement.number = len(weight)
+    return VocabularyRanks(group, rank, agreement.wait())

@@ -26,7 +26,7 @@ from liger_losses.chunked.engine.blocks import (
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.quantized_weight import dequantize_into
-from liger_losses.chunked.engine.shard import merge, merge_logps
+from liger_losses.chunked.engine.ranks import merge, merge_logps
 from liger_losses.kernels.label_rows import copy_label_rows_, label_logits, scale_and_add_label_rows, scale_rows_
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.agreement import Agreement
 from liger_losses.chunked.engine.checks import check_labels, check_tensor
 from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head, dequantized_bytes, operand_dtype
@@ -19,7 +20,7 @@ from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_weight import dequantize
 from liger_losses.chunked.engine.query import Statistics
-from liger_losses.chunked.engine.shard import Agreement, VocabularyShard
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
@@ -384,7 +385,7 @@ def sum_of(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(values).sum(0)
 
 
-def _exchange(shard: VocabularyShard | None, labels: Tensor) -> Exchange | None:
+def _exchange(shard: VocabularyRanks | None, labels: Tensor) -> Exchange | None:
     """What ranks that share the vocabulary exchange about tokens with these labels."""
     if shard is None:
         return None

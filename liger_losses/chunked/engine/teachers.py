@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.shard import check_teacher_shard
+from liger_losses.chunked.engine.ranks import check_teacher_ranks
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
 from liger_losses.kernels.tracing import record, state
@@ -68,8 +68,7 @@ class Teacher:
     @cached_property
     def local_hidden_states(self) -> Tensor:
         """The hidden states; of a DTensor, those of all tokens on this rank."""
-        shard = self.head.shard
-        return self.hidden_states if shard is None else shard.local(self.hidden_states)
+        return self.head.ranks.local(self.hidden_states)
 
     @property
     def vocab_size(self) -> int:
@@ -255,6 +254,5 @@ def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Siz
                 "temperature= instead, which divides both models' logits."
             )
     teacher.check(shape, head)
-    teacher_shard = heads["teacher"].shard if "teacher" in heads else None
-    if teacher_shard is not None:  # a whole teacher is one of which each rank computes its columns
-        check_teacher_shard(head.shard, teacher_shard)
+    if "teacher" in heads:  # of a whole one, each rank computes its columns
+        check_teacher_ranks(head.ranks, heads["teacher"].ranks)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.chunked.engine.agreement import meet, tell_slices
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import (
     check_alike,
@@ -28,7 +29,6 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ranks import meet, tell_slices
 from liger_losses.chunked.losses.completion_loss import wide_dtype
 from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
 from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.shard import VocabularyShard, is_dtensor, local_rows, share_mesh
+from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
 from liger_losses.patching.probing import Mismatch, isolated, random
 
 
-def shared_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard) -> Tensor:
+def shared_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyRanks) -> Tensor:
     """``F.linear`` of all ranks' rows: logits ``[..., V]``, the same on each rank.
 
     Args:
@@ -32,7 +32,7 @@ class _Replicated(torch.autograd.Function):
     """Hidden states that are the same on each rank; their gradient is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, shard: VocabularyShard) -> Tensor:
+    def forward(ctx: Any, hidden_states: Tensor, shard: VocabularyRanks) -> Tensor:
         ctx.shard = shard
         return hidden_states.view_as(hidden_states)
 
@@ -45,7 +45,7 @@ class _GatheredColumns(torch.autograd.Function):
     """``[..., V]`` of all ranks' ``[..., V_r]``; each rank has the same gradient of them, of which it takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, shard: VocabularyRanks) -> Tensor:
         ctx.shard = shard
         padded = F.pad(logits, (0, max(shard.sizes) - logits.shape[-1]))
         parts = zip(shard.gather(padded), shard.sizes, strict=True)
@@ -53,7 +53,7 @@ class _GatheredColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[..., ctx.shard.columns(ctx.shard.vocab_size)], None
+        return gradient[..., ctx.shard.columns(ctx.shard.vocab_size())], None
 
 
 def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +63,7 @@ def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
     return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
 
 
-def match_shared(module: Any) -> VocabularyShard:
+def match_shared(module: Any) -> VocabularyRanks:
     """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
 
     All ranks run it together, on the layer's own parameters.
@@ -81,7 +81,7 @@ def match_shared(module: Any) -> VocabularyShard:
         raise Mismatch(reason) from None
     g = torch.Generator().manual_seed(0)
     hidden, upstream = (
-        random((1, 3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size)
+        random((1, 3, size), g, weight.dtype).to(weight.device) for size in (weight.shape[1], shard.vocab_size())
     )
     with isolated():
         found: list[Tensor] = []

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
-from liger_losses.chunked.engine.shard import VocabularyShard
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
@@ -295,7 +295,7 @@ def lazy_linear(
     bias: Tensor | None = None,
     *,
     gather: Gather | None = None,
-    shard: VocabularyShard | None = None,
+    shard: VocabularyRanks | None = None,
     parameters: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.

@@ -41,7 +41,7 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.chunked.engine import support as engine_support
-from liger_losses.chunked.engine.shard import RankError
+from liger_losses.chunked.engine.agreement import RankError
 from tests.processes import case_named
 from tests.reference import relative_error
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import liger_losses
 from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, functional
+from liger_losses.chunked.engine.agreement import RankError
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.shard import RankError
 from liger_losses.chunked.losses.context_parallel import agree
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy

@@ -34,7 +34,7 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.shard import VocabularyShard
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.integrations import nemo_rl, skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
@@ -410,7 +410,7 @@ def devices(parts):
         for _ in range(2):  # the second time, nothing is exchanged
             logps = linear_logps(d["h"], head, d["y"])
         torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
-        patched.setattr(VocabularyShard, "gather", lambda shard, values: torch.tensor([[5], [6]]))
+        patched.setattr(VocabularyRanks, "gather", lambda shard, values: torch.tensor([[5], [6]]))
         memories = [head.shard.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
         assert memories == [0, 5]  # of each type of device
         patched.undo()

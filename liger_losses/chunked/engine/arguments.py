@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from torch import nn
@@ -28,7 +29,9 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         any_other = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
         known = [name for name, each in signature.parameters.items() if each.kind != each.VAR_KEYWORD]
         unknown = [] if any_other else [name for name in keywords if name not in known]
-        options = [] if loss is None else [name for name in unknown if name in constructor_options(type(loss))]
+        options = (
+            [] if loss is None else [name for name in unknown if name in constructor_signature(type(loss)).parameters]
+        )
         known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, known)}" for name in unknown)
         reason = f"it has no {known_or_not}" if unknown else str(error)
         if options:
@@ -50,11 +53,11 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
     """An instance of a dataclass, the ``**options`` of a function; a TypeError that lists its arguments for others."""
-    fields = cls.__match_args__
-    unknown = ", ".join(f"{name!r}{meant(name, fields)}" for name in options if name not in fields)
+    names = [field.name for field in fields(cls)]
+    unknown = ", ".join(f"{name!r}{meant(name, names)}" for name in options if name not in names)
     if unknown:
         parameters = inspect.signature(function).parameters.values()
-        known = [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *fields]
+        known = [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *names]
         raise TypeError(f"{function.__name__} has no argument {unknown}; its arguments are {', '.join(known)}.")
     return cls(**options)
 
@@ -65,19 +68,46 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def constructor_options(cls: type) -> list[str]:
-    """The keywords that a loss's constructor takes."""
-    known, kinds = dict[str, None](), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def constructor_signature(cls: Any) -> inspect.Signature:
+    """What a loss's constructor takes: what subclasses name in theirs, then the fields of its options."""
+    kind, known, positions = inspect.Parameter, dict[str, inspect.Parameter](), cls.positions
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        named = inspect.signature(vars(base).get("__init__", lambda **options: None)).parameters.values()
-        known |= {each.name: None for each in named if each.kind not in kinds and each.name != "self"}
-        if named and not any(each.kind == each.VAR_KEYWORD for each in named):
-            break
-    return [*known]
+        if "__init__" in vars(base):
+            named = [*inspect.signature(base.__init__).parameters.values()][1:]
+            kinds = {each.kind for each in named}
+            known = {
+                each.name: each for each in named if each.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+            } | known
+            positions = positions if kind.VAR_POSITIONAL in kinds else ()
+            if kind.VAR_KEYWORD not in kinds:
+                return inspect.Signature([*known.values()])
+    options = {field.name: field for field in fields(cls.options_type)}
+    for name in sorted(options.keys() - known.keys(), key=[*positions, *options].index):
+        how = kind.POSITIONAL_OR_KEYWORD if name in positions else kind.KEYWORD_ONLY
+        default = kind.empty if options[name].default is MISSING else options[name].default
+        known[name] = inspect.Parameter(name, how, default=default, annotation=options[name].type)
+    return inspect.Signature(sorted(known.values(), key=lambda each: each.kind))
+
+
+def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss's constructor by name; a TypeError for too many, and for unknown ones."""
+    names, known = cls.positions, [field.name for field in fields(cls.options_type)]
+    if len(arguments) > len(names):
+        raise TypeError(
+            f"{cls.__name__} takes at most {len(names)} options by position, got {len(arguments)}: {', '.join(names)}."
+        )
+    by_position = dict(zip(names, arguments, strict=False))
+    twice = ", ".join(name for name in by_position if name in options)
+    if twice:
+        raise TypeError(f"{cls.__name__} was given {twice} by position and by name; leave one out.")
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(unknown_options(cls, unknown))
+    return by_position | dict(options)
 
 
 def unknown_options(cls: type, unknown: Iterable[str]) -> str:
     """What is wrong with the keywords of a loss's constructor, and which there are."""
-    known = constructor_options(cls)
+    known = [*constructor_signature(cls).parameters]
     found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
     return f"{cls.__name__} has no option {found}; its options are {', '.join(known)}."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.arguments import constructor_options, unknown_options
+from liger_losses.chunked.engine.arguments import constructor_signature, named_options
 from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
@@ -24,12 +26,65 @@ from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: Options that are true or false, of any loss.
-_FLAGS = (
-    *("average_log_prob", "compiled", "compute_nll_loss", "length_normalization", "return_predicted_tokens"),
-    *("return_soft_hard_loss", "return_token_accuracy", "return_z_loss", "single_step", "temperature_squared"),
-    *("use_bias_correction_kl", "use_ref_model", "use_token_scaling", "use_weighting"),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """The options that every loss has; see :class:`ChunkedLoss`. Families of losses derive theirs from it.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range, or two that contradict each other.
+    """
+
+    #: Whether the loss takes lists of heads, whose labels may be shifted by several numbers of positions.
+    several: ClassVar[bool] = False
+
+    ignore_index: int = -100
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    shift: Any = False
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        LogitTransform(self.temperature, self.logit_scale, self.softcap)  # both check themselves
+        EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+        if not isinstance(self.shift, bool):
+            check_shift(self.shift, self.several)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if str(field.type).startswith("bool") and isinstance(value, (str, float)):  # all texts would be true
+                raise TypeError(f"{field.name} must be True or False, got {value!r}.")
+        if self.group is not None:
+            check_sliced(self.group, self.shift, self.reads_order)
+
+    @property
+    def reads_order(self) -> str | None:
+        """What depends on the order of a sequence's tokens, so that ``group`` cannot be given."""
+        return None
+
+
+#: The options that say how the engine streams.
+_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
+
+
+def _compiles_again(name: str, before: Any, value: Any) -> bool:
+    """Whether graphs of a loss are others once an attribute is: not with another number, unless it is or was 0."""
+    number = all(type(each) in (int, float) for each in (value, before)) and bool(value) == bool(before)
+    return not (number or name == "training" or (type(value) in (bool, str) and value == before))
+
+
+class _Signature:
+    """The signature of a loss's constructor, for :func:`inspect.signature` and ``help``."""
+
+    def __get__(self, loss: Any, cls: type) -> inspect.Signature:
+        if loss is not None:
+            raise AttributeError("a loss is called with the arguments of its forward")
+        return constructor_signature(cls)
 
 
 class ChunkedLoss(nn.Module):
@@ -68,77 +123,57 @@ class ChunkedLoss(nn.Module):
     metrics: tuple[str, ...] = ()
     #: How it is called, for error messages.
     call_forms: ClassVar[str] = "loss(head, hidden_states, labels)"
-    #: What attributes make, until one of them changes: a call reads them while the device is idle.
-    _transform: LogitTransform | None = None
-    _options: EngineOptions | None = None
+    #: The dataclass of its options, and which of them the constructor takes by position.
+    options_type: ClassVar[type[LossOptions]] = LossOptions
+    positions: ClassVar[tuple[str, ...]] = ()
+    settings: Any  # which is one of these
+    __signature__ = _Signature()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-        shift: bool = False,
-        compact: bool = True,
-        workspace: int | None = None,
-        chunk_size: int | None = None,
-        accum_dtype: torch.dtype | None = None,
-        backend: str | None = None,
-        group: dist.ProcessGroup | None = None,
-        **unknown: Any,
-    ) -> None:
-        if unknown:
-            raise TypeError(unknown_options(type(self), unknown))
+    @torch.compiler.disable
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        settings = self.options_type(**named_options(type(self), arguments, options))
         super().__init__()
-        self.group = group
-        self.ignore_index, self.shift, self.compact = ignore_index, shift, compact
-        self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
-        self.workspace, self.chunk_size, self.accum_dtype, self.backend = workspace, chunk_size, accum_dtype, backend
-        # Subclasses assign their options before they call this constructor, so that all are checked together here.
+        for name in {*vars(self)} & {*vars(settings)}:
+            del self.__dict__[name]  # a subclass has assigned an option before it has called this
+        self.settings = settings
         self.check_options()
-        self._constructed = True
         self._name_for_operators = name_of(self)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in self.options_type.__dataclass_fields__ and "settings" in self.__dict__:
+            return getattr(self.settings, name)
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        changes, before = name in self.__dict__, self.__dict__.get(name)
+        constructed = "settings" in self.__dict__
+        renames = (
+            constructed and name != "_name_for_operators" and _compiles_again(name, getattr(self, name, None), value)
+        )
+        if constructed and name in self.options_type.__dataclass_fields__:
+            name, value = "settings", replace(self.settings, **{name: value})  # which checks it
+        if constructed and name in self.__dict__:
+            changed = copy.copy(self)
+            changed.__dict__[name] = value
+            changed.check_options()
         super().__setattr__(name, value)
-        self.__dict__.update(_transform=None, _options=None)
-        if changes and "_constructed" in self.__dict__:
-            try:
-                self.check_options()
-            except (TypeError, ValueError):
-                self.__dict__.update({name: before, "_transform": None, "_options": None})
-                raise
-            # The graph is the same with another number, unless it is 0, and in training and evaluation.
-            number = all(type(v) in (int, float) for v in (value, before)) and bool(value) == bool(before)
-            if not (number or name == "training" or (type(value) in (bool, str) and value == before)):
-                self.__dict__["_name_for_operators"] = name_of(self)
+        if renames:
+            self.__dict__["_name_for_operators"] = name_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_name_for_operators"] = name_of(self)
 
     def check_options(self) -> None:
-        """Raise TypeError or ValueError for attributes that are out of range or contradict each other."""
-        _ = self.transform, self.options  # both check themselves when they are made
-        if not isinstance(self.shift, bool):
-            check_shift(self.shift, several=hasattr(self, "head_weights"))
-        for name in _FLAGS:
-            if isinstance(self.__dict__.get(name), (str, float)):  # all texts would be true
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.group is not None:
-            check_sliced(self.group, self.shift, self.reads_order)
+        """Raise TypeError or ValueError for attributes that do not fit, of subclasses that have some beside options.
 
-    @property
-    def reads_order(self) -> str | None:
-        """What depends on the order of a sequence's tokens, so that :attr:`group` cannot be given."""
-        return None
+        The constructor calls it, and so does whoever assigns an attribute: of a copy of the loss that has the new
+        value, before the loss itself has it.
+        """
 
     @property
     def spans_ranks(self) -> bool:
@@ -152,18 +187,19 @@ class ChunkedLoss(nn.Module):
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
-        names = [name for name in (*constructor_options(type(self)), "training") if name not in own]
-        named = {name: vars(self)[name] for name in names if isinstance(vars(self).get(name, self), plain)}
-        return {"loss": type(self).__name__, **named}
+        names = [name for name in (*constructor_signature(type(self)).parameters, "training") if name not in own]
+        values = {name: getattr(self, name, self) for name in names}
+        return {"loss": type(self).__name__} | {n: value for n, value in values.items() if isinstance(value, plain)}
 
     @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
-        made = None if torch.compiler.is_dynamo_compiling() else self._transform
-        if made is None:
-            made = LogitTransform(self.temperature, self.logit_scale, self.softcap)
-            self._keep("_transform", made)
-        return made
+        return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+
+    @property
+    def options(self) -> EngineOptions:
+        """How the engine streams."""
+        return EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:
         """:attr:`transform`, with a temperature per token where a call gives one."""
@@ -186,29 +222,6 @@ class ChunkedLoss(nn.Module):
                 f"temperature was given twice: the loss was built with {self.temperature}, and the call has one per "
                 "token; leave the first at 1."
             )
-
-    @property
-    def options(self) -> EngineOptions:
-        """How the engine streams."""
-        made = None if torch.compiler.is_dynamo_compiling() else self._options
-        if made is None:
-            made = self.attributes_as(EngineOptions, strategy=None)
-            self._keep("_options", made)
-        return made
-
-    def _keep(self, name: str, made: Any) -> None:
-        """Until an attribute changes; not what a subclass computes, or has in a buffer.
-
-        torch.compile would trace a function anew for a change of state.
-        """
-        read = {*made.__match_args__} - {"strategy"}
-        if not torch.compiler.is_dynamo_compiling() and read <= self.__dict__.keys():
-            self.__dict__[name] = made
-
-    def attributes_as(self, options: Any, **others: Any) -> Any:
-        """An instance of a dataclass, from the attributes that bear its fields' names and from ``others``."""
-        names = [name for name in options.__match_args__ if name not in others]
-        return options(**{name: getattr(self, name) for name in names}, **others)
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""

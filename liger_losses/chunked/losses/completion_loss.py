@@ -6,7 +6,7 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from liger_losses.chunked.engine.checks import check_alike, check_shape_of, chec
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
-from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
 from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -74,8 +74,23 @@ class Scored(NamedTuple):
     ref_logps: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(LossOptions):
+    """The options of losses on completions; see :class:`CompletionLoss`."""
+
+    beta: float = 0.1
+    average_log_prob: bool | None = False
+    use_ref_model: bool = False
+    compiled: bool = False
+
+    @property
+    def averages(self) -> bool:
+        """Whether a completion's log-probability is divided by its length."""
+        return bool(self.average_log_prob)
+
+
 class CompletionLoss(ChunkedLoss):
-    """Base of losses on completions that may be compared with a reference model. Subclasses assign these attributes.
+    """Base of losses on completions that may be compared with a reference model.
 
     Args:
         beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
@@ -91,20 +106,12 @@ class CompletionLoss(ChunkedLoss):
         "Pass ref_logps= to Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
-    beta: float
-    average_log_prob: bool | None = False
-    use_ref_model: bool
-    compiled: bool
+    options_type: ClassVar[type[LossOptions]] = CompletionOptions
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams: without :attr:`chunk_size`, which counts completions in liger-kernel."""
         return replace(super().options, chunk_size=None)
-
-    @property
-    def averages(self) -> bool:
-        """Whether a completion's log-probability is divided by its length."""
-        return bool(self.average_log_prob)
 
     @property
     def needs_reference(self) -> str | None:
@@ -175,7 +182,7 @@ class CompletionLoss(ChunkedLoss):
         found = linear_statistics(hidden, head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
-        average, group, groups = self.averages, self.group, list[Scored]()
+        average, group, groups = self.settings.averages, self.group, list[Scored]()
         for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
             logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
             if ref_logps is None:

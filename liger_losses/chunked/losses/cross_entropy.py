@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import shift_labels
-from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
 
@@ -128,6 +128,33 @@ def cross_entropy(
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyOptions(LossOptions):
+    """The options of :class:`LigerFusedLinearCrossEntropyLoss`, but for its class weights."""
+
+    several = True
+
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    return_z_loss: bool = False
+    use_token_scaling: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    head_weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        check_range("lse_square_scale", self.lse_square_scale, 0.0, math.inf)
+        check_names([self.reduction], ("mean", "sum", "none"), "reduction")
+        if self.head_weights is not None:
+            if not isinstance(self.head_weights, (list, tuple)):
+                raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
+            for value in self.head_weights:
+                check_range("each of head_weights", value, 0.0, math.inf)
+
+
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     """:func:`cross_entropy` with class weights, label smoothing, z-loss and token scaling.
 
@@ -152,44 +179,19 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    def __init__(
-        self,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        *,
-        head_weights: Sequence[float] | None = None,
-        **options: Any,
-    ) -> None:
-        self.lse_square_scale, self.label_smoothing, self.reduction = lse_square_scale, label_smoothing, reduction
-        self.return_z_loss, self.use_token_scaling = return_z_loss, use_token_scaling
-        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
-        self.head_weights = head_weights
-        super().__init__(ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, **options)
+    options_type = CrossEntropyOptions
+    settings: CrossEntropyOptions
+    positions = (
+        *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
+        *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
+    )
+    ce_weight: Tensor | None
+
+    def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         if ce_weight is not None:
             check_tensor("ce_weight", ce_weight)
-        self.ce_weight: Tensor | None
         self.register_buffer("ce_weight", ce_weight, persistent=False)
-
-    def check_options(self) -> None:
-        super().check_options()
-        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        if not (isinstance(self.lse_square_scale, Real) and 0 <= self.lse_square_scale < math.inf):
-            check_range("lse_square_scale", self.lse_square_scale, 0.0, math.inf)
-        check_names([self.reduction], ("mean", "sum", "none"), "reduction")
-        if self.head_weights is not None:
-            if not isinstance(self.head_weights, (list, tuple)):
-                raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
-            for value in self.head_weights:
-                check_range("each of head_weights", value, 0.0, math.inf)
 
     @property
     def spans_ranks(self) -> bool:

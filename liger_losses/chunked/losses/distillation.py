@@ -7,8 +7,8 @@ of logits divided by ``temperature``.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Comparison, Query
 from liger_losses.chunked.engine.tokens import check_temperature
-from liger_losses.chunked.losses.base import ChunkedLoss
+from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence, finite_logs, terms
@@ -174,6 +174,35 @@ class DistillationMetrics(NamedTuple):
     hard_loss: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(LossOptions):
+    """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
+
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    compiled: bool = True
+    return_soft_hard_loss: bool = False
+    temperature_squared: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
+        for name in ("weight_hard_loss", "weight_soft_loss"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOptions(DistillationOptions):
+    """The options of :class:`DistillationLoss`."""
+
+    divergence: Divergence | None
+
+
+#: What constructors take by position, as in liger-kernel: what is their own comes between or before these.
+_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
+_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
+
+
 class DistillationLoss(ChunkedLoss):
     """``(weight_hard_loss sum_t ce_t + weight_soft_loss sum_t D_t) / n``, over tokens whose label is not ignored.
 
@@ -194,32 +223,12 @@ class DistillationLoss(ChunkedLoss):
 
     call_forms = "loss(head, hidden_states, labels, Teacher(hidden_states, weight))"
 
-    def __init__(
-        self,
-        divergence: Divergence | None,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int | None = None,
-        return_soft_hard_loss: bool = False,
-        *,
-        temperature_squared: bool = False,
-        **options: Any,
-    ) -> None:
-        if divergence is not None:
-            self.divergence = divergence
-        self.weight_hard_loss, self.weight_soft_loss = weight_hard_loss, weight_soft_loss
-        self.compiled, self.return_soft_hard_loss = compiled, return_soft_hard_loss
-        self.temperature_squared = temperature_squared
-        super().__init__(ignore_index=ignore_index, temperature=temperature, chunk_size=chunk_size, **options)
+    options_type: ClassVar[type[LossOptions]] = DivergenceOptions
+    settings: DistillationOptions
+    positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
 
     def check_options(self) -> None:
         super().check_options()
-        check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
-        for name in ("weight_hard_loss", "weight_soft_loss"):
-            check_range(name, getattr(self, name), 0.0, math.inf)
         if not isinstance(self.divergence, Divergence):
             raise TypeError(
                 f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
@@ -396,6 +405,14 @@ class DistillationLoss(ChunkedLoss):
         return [soft] if together or "logp" not in names else [soft, (head, Query(("logp",)))]
 
 
+@dataclass(frozen=True, kw_only=True)
+class JSDOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearJSDLoss`."""
+
+    beta: float = 0.5
+    convention: str = "gkd"
+
+
 class LigerFusedLinearJSDLoss(DistillationLoss):
     """The generalized Jensen-Shannon divergence: :func:`jsd`. Other arguments as in :class:`DistillationLoss`.
 
@@ -405,21 +422,23 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
         arguments: from ``ignore_index`` on.
     """
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        *arguments: Any,
-        convention: str = "gkd",
-        **options: Any,
-    ) -> None:
-        self.beta, self.convention = beta, convention
-        super().__init__(None, weight_hard_loss, weight_soft_loss, *arguments, **options)
+    options_type = JSDOptions
+    positions = (*_WEIGHTS, "beta", *_OTHERS)
 
     @property
-    def divergence(self) -> Divergence:  # type: ignore[override]
+    def divergence(self) -> Divergence:
         return generalized_jsd(self.beta, self.convention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearKLLoss`."""
+
+    skew: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("skew", self.skew, 0.0, 0.999999)
 
 
 class LigerFusedLinearKLLoss(DistillationLoss):
@@ -430,16 +449,11 @@ class LigerFusedLinearKLLoss(DistillationLoss):
         arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
-    def __init__(self, *arguments: Any, skew: float = 0.0, **options: Any) -> None:
-        self.skew = skew
-        super().__init__(None, *arguments, **options)
-
-    def check_options(self) -> None:
-        check_range("skew", self.skew, 0.0, 0.999999)
-        super().check_options()
+    options_type = KLOptions
+    positions = (*_WEIGHTS, *_OTHERS)
 
     @property
-    def divergence(self) -> Divergence:  # type: ignore[override]
+    def divergence(self) -> Divergence:
         return Divergence.mixture(self.skew, 1.0, 0.0) if self.skew else Divergence.forward_kl()
 
 
@@ -450,15 +464,27 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     """
 
     @property
-    def divergence(self) -> Divergence:  # type: ignore[override]
+    def divergence(self) -> Divergence:
         return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
     """Total variation: :func:`total_variation`. Arguments as in :class:`DistillationLoss`, without the divergence."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(Divergence.total_variation(), *arguments, **options)
+    options_type = DistillationOptions
+    positions = (*_WEIGHTS, *_OTHERS)
+
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence.total_variation()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBetaOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearAlphaBetaLoss`."""
+
+    alpha: float
+    beta: float | None = None
 
 
 class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
@@ -469,16 +495,26 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
         arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
-    def __init__(self, alpha: float, beta: float | None = None, *arguments: Any, **options: Any) -> None:
-        self.alpha, self.beta = alpha, beta
-        super().__init__(None, *arguments, **options)
+    options_type = AlphaBetaOptions
+    positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
 
     @property
-    def divergence(self) -> Divergence:  # type: ignore[override]
+    def divergence(self) -> Divergence:
         if self.beta is not None:
             return _alpha_beta(self.alpha, self.beta)
         check_range("alpha", self.alpha, 0.0, 1.0)
         return _alpha_beta(self.alpha, 1.0 - self.alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSimilarityOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearCosineSimilarityLoss`."""
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0.0, math.inf)
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
@@ -489,20 +525,12 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
         arguments: from ``ignore_index`` on.
     """
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        self.beta = beta
-        super().__init__(Divergence.cosine(), weight_hard_loss, weight_soft_loss, *arguments, **options)
+    options_type = CosineSimilarityOptions
+    positions = (*_WEIGHTS, "beta", *_OTHERS)
 
-    def check_options(self) -> None:
-        check_range("beta", self.beta, 0.0, math.inf)
-        super().check_options()
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence.cosine()
 
     @property
     def factor(self) -> float:

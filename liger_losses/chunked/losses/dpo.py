@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
 from liger_losses.chunked.losses.completion_loss import sequence_logps, wide_dtype
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, smoothed
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,32 @@ def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
     return torch.stack(terms).sum(0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DPOLossOptions(DPOOptions, PreferenceOptions):
+    """The options of :class:`LigerFusedLinearDPOLoss`."""
+
+    use_ref_model: bool = True
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+
+    def __post_init__(self) -> None:
+        PreferenceOptions.__post_init__(self)
+        DPOOptions.__post_init__(self)
+        types = {*self.loss_types}
+        if self.ld_alpha is not None:
+            check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
+        if self.use_weighting and {"aot", "aot_unpaired"} & types:
+            raise ValueError("leave out use_weighting with 'aot' and 'aot_unpaired', which sort away the pairs.")
+        if self.average_log_prob and _PER_TOKEN & types:
+            raise ValueError(
+                "leave out average_log_prob with 'ipo' and 'sigmoid_norm', which would divide twice by lengths."
+            )
+
+    @property
+    def reads_order(self) -> str | None:
+        return None if self.ld_alpha is None else "ld_alpha"
+
+
 class LigerFusedLinearDPOLoss(PreferenceLoss):
     """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
 
@@ -229,54 +255,12 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = False,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int | None = None,
-        loss_type: str | Sequence[str] = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        *,
-        loss_weights: Sequence[float] | None = None,
-        f_divergence_type: str = "reverse_kl",
-        f_alpha_divergence_coef: float = 1.0,
-        ld_alpha: float | None = None,
-        use_weighting: bool = False,
-        **options: Any,
-    ) -> None:
-        self.loss_type, self.loss_weights = loss_type, loss_weights
-        self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
-        self.f_divergence_type, self.f_alpha_divergence_coef = f_divergence_type, f_alpha_divergence_coef
-        self.ld_alpha, self.use_weighting = ld_alpha, use_weighting
-        shared = (ignore_index, beta, alpha, compute_nll_loss, average_log_prob, use_ref_model, chunk_size, compiled)
-        super().__init__(*shared, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        types = {*self.loss_options.loss_types}
-        if self.ld_alpha is not None:
-            check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
-        if self.use_weighting and {"aot", "aot_unpaired"} & types:
-            raise ValueError("leave out use_weighting with 'aot' and 'aot_unpaired', which sort away the pairs.")
-        if self.average_log_prob and _PER_TOKEN & types:
-            raise ValueError(
-                "leave out average_log_prob with 'ipo' and 'sigmoid_norm', which would divide twice by lengths."
-            )
-
-    @property
-    def reads_order(self) -> str | None:
-        return None if self.ld_alpha is None else "ld_alpha"
-
-    @property
-    def loss_options(self) -> DPOOptions:
-        """The options of :func:`dpo_loss`."""
-        return self.attributes_as(DPOOptions)
+    options_type = DPOLossOptions
+    settings: DPOLossOptions
+    positions = (
+        *("ignore_index", "beta", "alpha", "compute_nll_loss", "compiled", "use_ref_model", "average_log_prob"),
+        *("chunk_size", "loss_type", "label_smoothing", "discopop_tau"),
+    )
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -292,7 +276,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         return [torch.where(mask.cumsum(-1) <= shared, 1.0, alpha) for mask in masks]
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
-        return _losses(pairs, self.loss_options)
+        return _losses(pairs, self.settings)
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         if not self.use_weighting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,10 +12,39 @@ from liger_losses.chunked.engine.checks import check_alike, check_range, check_t
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead
-from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
+from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.tracing import state
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniLLMOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearMiniLLMLoss`."""
+
+    weight_hard_loss: float = 0.0
+    weight_soft_loss: float = 1.0
+    gamma: float = 1.0
+    length_normalization: bool = True
+    single_step: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("gamma", self.gamma, 0.0, 1.0)
+        if self.temperature != 1.0:
+            raise ValueError(
+                "MiniLLM's rewards are of the distribution that wrote the completions: temperature must be 1, got "
+                f"{self.temperature!r}."
+            )
+        if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
+            raise ValueError(
+                "MiniLLM has no cross-entropy: leave weight_hard_loss and weight_soft_loss at 0 and 1, got "
+                f"{self.weight_hard_loss!r} and {self.weight_soft_loss!r}."
+            )
+
+    @property
+    def reads_order(self) -> str | None:
+        return "MiniLLM's sum of later tokens' rewards"
 
 
 class LigerFusedLinearMiniLLMLoss(DistillationLoss):
@@ -36,29 +65,12 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         options: as in :class:`DistillationLoss`, without divergence and weights; the temperature must be 1.
     """
 
-    def __init__(
-        self, gamma: float = 1.0, length_normalization: bool = True, single_step: bool = True, **options: Any
-    ) -> None:
-        self.gamma, self.length_normalization, self.single_step = gamma, length_normalization, single_step
-        super().__init__(Divergence.reverse_kl(), 0.0, 1.0, **options)
-
-    def check_options(self) -> None:
-        check_range("gamma", self.gamma, 0.0, 1.0)
-        super().check_options()
-        if self.temperature != 1.0:
-            raise ValueError(
-                "MiniLLM's rewards are of the distribution that wrote the completions: temperature must be 1, got "
-                f"{self.temperature!r}."
-            )
-        if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
-            raise ValueError(
-                "MiniLLM has no cross-entropy: leave weight_hard_loss and weight_soft_loss at 0 and 1, got "
-                f"{self.weight_hard_loss!r} and {self.weight_soft_loss!r}."
-            )
+    options_type = MiniLLMOptions
+    positions = ("gamma", "length_normalization", "single_step")
 
     @property
-    def reads_order(self) -> str | None:
-        return "MiniLLM's sum of later tokens' rewards"
+    def divergence(self) -> Divergence:
+        return Divergence.reverse_kl()
 
     @loss_operator
     def forward(  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +14,9 @@ from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
+from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
-from liger_losses.chunked.losses.completion_loss import CompletionLoss
+from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
 
@@ -67,6 +68,19 @@ def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return loss - label_smoothing * F.logsigmoid(-margin) if label_smoothing else loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(CompletionOptions):
+    """The options of losses on pairs; see :class:`PreferenceLoss`."""
+
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_range("alpha", self.alpha, 0.0, math.inf)
+
+
 class PreferenceLoss(CompletionLoss):
     """Base of losses on pairs: derive from it and define :meth:`pair_loss`.
 
@@ -87,26 +101,11 @@ class PreferenceLoss(CompletionLoss):
         "labels), chosen rows first"
     )
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        average_log_prob: bool | None = False,
-        use_ref_model: bool = False,
-        chunk_size: int | None = None,
-        compiled: bool = False,
-        **options: Any,
-    ) -> None:
-        self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
-        self.average_log_prob, self.use_ref_model, self.compiled = average_log_prob, use_ref_model, compiled
-        super().__init__(ignore_index=ignore_index, chunk_size=chunk_size, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
-        check_range("alpha", self.alpha, 0.0, math.inf)
+    options_type: ClassVar[type[LossOptions]] = PreferenceOptions
+    positions: ClassVar[tuple[str, ...]] = (
+        *("ignore_index", "beta", "alpha", "compute_nll_loss", "average_log_prob", "use_ref_model", "chunk_size"),
+        "compiled",
+    )
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
+from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
@@ -100,6 +102,28 @@ class PolicyMetricsWithoutKL(NamedTuple):
     clip_ratio: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(PolicyOptions, LossOptions):
+    """The options of :class:`LigerFusedLinearGRPOLoss`."""
+
+    compiled: bool = True
+    use_ref_model: bool = True
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float | AdaptiveEntropy = 0.0
+
+    def __post_init__(self) -> None:
+        LossOptions.__post_init__(self)
+        PolicyOptions.__post_init__(self)
+        if self.shift:
+            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
+            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift; leave it out.")
+        if self.ignore_index >= 0:
+            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
+        check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
+        if not isinstance(self.entropy_coef, AdaptiveEntropy):
+            check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
+
+
 class LigerFusedLinearGRPOLoss(CompletionLoss):
     """GRPO and its variants: :func:`grpo_loss`, less ``entropy_coef * mean entropy``.
 
@@ -122,54 +146,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     )
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int | None = None,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        *,
-        top_entropy_quantile: float = 1.0,
-        off_policy_mask_threshold: float | None = None,
-        entropy_coef: float | AdaptiveEntropy = 0.0,
-        **options: Any,
-    ) -> None:
-        self.loss_type, self.max_completion_length = loss_type, max_completion_length
-        self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
-        self.importance_sampling_level, self.use_bias_correction_kl = importance_sampling_level, use_bias_correction_kl
-        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
-        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
-        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.top_entropy_quantile, self.off_policy_mask_threshold = top_entropy_quantile, off_policy_mask_threshold
-        self.entropy_coef = entropy_coef
-        self.beta, self.use_ref_model, self.compiled = beta, use_ref_model, compiled
-        super().__init__(chunk_size=chunk_size, temperature=temperature, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.attributes_as(PolicyOptions)  # checks itself
-        if self.shift:
-            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
-            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift; leave it out.")
-        if self.ignore_index >= 0:
-            raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
-        check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
-        if not isinstance(self.entropy_coef, AdaptiveEntropy):
-            check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
+    options_type = GRPOOptions
+    settings: GRPOOptions
+    positions = (
+        *("beta", "compiled", "use_ref_model", "chunk_size", "epsilon_low", "epsilon_high", "loss_type"),
+        *("max_completion_length", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
+        *("temperature", "delta", "use_bias_correction_kl"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    )
 
     @property
     def needs_reference(self) -> str | None:
@@ -266,7 +250,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         elif self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
         inputs = PolicyInputs(
-            self.attributes_as(PolicyOptions),
+            self.settings,
             mask,
             advantages,
             old_logps=old_per_token_logps,

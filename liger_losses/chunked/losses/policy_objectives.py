@@ -259,7 +259,7 @@ class PolicyInputs:
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             given = "not given" if num_items_in_batch is None else "given"
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
-            agree(group, **{**vars(options), **(common_options or {}), **facts})
+            agree(group, **{**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
         self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
         normalizer = LOSS_TYPES[options.loss_type][1]

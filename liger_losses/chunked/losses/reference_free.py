@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_number, check_range
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, smoothed
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
 _MIN_SURPRISE = 2.0**-23
@@ -113,6 +114,58 @@ def _log_odds(logps: Tensor) -> Tensor:
     return logps - torch.log(-torch.expm1(logps))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceFreeOptions(PreferenceOptions):
+    """The options of losses that no reference takes part in."""
+
+    compute_nll_loss: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_ref_model:
+            raise ValueError("CPO, SimPO and ORPO have no reference model: leave out use_ref_model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOOptions(ReferenceFreeOptions):
+    """The options of :class:`LigerFusedLinearCPOLoss`."""
+
+    average_log_prob: bool | None = None
+    label_smoothing: float = 0.0
+    loss_type: str = "sigmoid"
+    gamma: float = 0.5
+    reward_alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names([self.loss_type], _CPO_LOSSES, "loss_type")
+        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        for name in ("gamma", "reward_alpha"):
+            check_range(name, getattr(self, name), -math.inf, math.inf)
+        if self.loss_type == "alphapo" and self.reward_alpha == 0:
+            raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
+
+    @property
+    def averages(self) -> bool:
+        if self.average_log_prob is None:
+            return self.loss_type in ("ipo", "simpo", "alphapo")
+        return self.average_log_prob
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOOptions(CPOOptions):
+    """The options of :class:`LigerFusedLinearSimPOLoss`."""
+
+    loss_type: str = "simpo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOOptions(ReferenceFreeOptions):
+    """The options of :class:`LigerFusedLinearORPOLoss`."""
+
+    average_log_prob: bool | None = True
+
+
 class LigerFusedLinearCPOLoss(PreferenceLoss):
     """CPO and its variants: :func:`cpo_loss`, plus the chosen likelihood.
 
@@ -126,41 +179,12 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
         reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = False,
-        average_log_prob: bool | None = None,
-        chunk_size: int | None = None,
-        *,
-        loss_type: str = "sigmoid",
-        gamma: float = 0.5,
-        reward_alpha: float = 0.0,
-        **options: Any,
-    ) -> None:
-        self.loss_type, self.label_smoothing = loss_type, label_smoothing
-        self.gamma, self.reward_alpha = gamma, reward_alpha
-        shared = (ignore_index, beta, alpha, compute_nll_loss, average_log_prob, False, chunk_size, compiled)
-        super().__init__(*shared, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        check_names([self.loss_type], _CPO_LOSSES, "loss_type")
-        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        for name in ("gamma", "reward_alpha"):
-            check_range(name, getattr(self, name), -math.inf, math.inf)
-        if self.loss_type == "alphapo" and self.reward_alpha == 0:
-            raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
-
-    @property
-    def averages(self) -> bool:
-        if self.average_log_prob is None:
-            return self.loss_type in ("ipo", "simpo", "alphapo")
-        return self.average_log_prob
+    options_type = CPOOptions
+    settings: CPOOptions
+    positions = (
+        *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled", "average_log_prob"),
+        "chunk_size",
+    )
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return cpo_loss(
@@ -181,20 +205,10 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
     """SimPO: :func:`simpo_loss`, plus the chosen likelihood. It is CPO with ``loss_type="simpo"``."""
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = False,
-        gamma: float = 0.5,
-        chunk_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        options |= {"chunk_size": chunk_size, "loss_type": "simpo", "gamma": gamma}
-        super().__init__(ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, **options)
+    options_type = SimPOOptions
+    positions = (
+        *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled", "gamma", "chunk_size"),
+    )
 
 
 class ORPOMetrics(NamedTuple):
@@ -218,16 +232,8 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
         ignore_index, beta, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = False,
-        chunk_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(ignore_index, beta, 1.0, compute_nll_loss, True, False, chunk_size, compiled, **options)
+    options_type = ORPOOptions
+    positions = ("ignore_index", "beta", "compute_nll_loss", "compiled", "chunk_size")
 
     @loss_operator
     def forward(  # type: ignore[override]

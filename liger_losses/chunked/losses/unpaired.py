@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from liger_losses.chunked.engine.given import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses import call_forms
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
-from liger_losses.chunked.losses.completion_loss import CompletionLoss
+from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.data_parallel import sum_over_processes
 from liger_losses.chunked.losses.repeats import bits_of, find_batch, no_batches, with_batch
@@ -153,13 +154,49 @@ def mean_over_processes(values: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnpairedOptions(CompletionOptions):
+    """The options of :class:`UnpairedPreferenceLoss`."""
+
+    #: The rows of :data:`LOSSES` that ``loss_type`` may name.
+    loss_types: ClassVar[tuple[str, ...]] = tuple(LOSSES)
+
+    compiled: bool = True
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_names([self.loss_type], self.loss_types, "loss_type")
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_range(name, getattr(self, name), 0.0, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOOptions(UnpairedOptions):
+    """The options of :class:`LigerFusedLinearKTOLoss`."""
+
+    loss_types = ("kto", "apo_zero_unpaired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BCOOptions(UnpairedOptions):
+    """The options of :class:`LigerFusedLinearBCOLoss`."""
+
+    loss_types = ("bco",)
+    loss_type: str = "bco"
+    use_ref_model: bool = True
+
+
 class UnpairedPreferenceLoss(CompletionLoss):
     """Base of losses on single completions: the mean of :func:`unpaired_loss`.
 
     Args:
         ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
             :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
-        loss_type: one of :attr:`loss_types`; the first by default.
+        loss_type: a name from :data:`LOSSES`; ``kto`` by default, in BCO's loss ``bco``.
         desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
     """
 
@@ -168,33 +205,9 @@ class UnpairedPreferenceLoss(CompletionLoss):
         "loss(head, desirable, undesirable), each Completions(hidden_states, labels), or loss(head, completions, "
         "preference_labels=...)"
     )
-    loss_types: tuple[str, ...] = tuple(LOSSES)
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int | None = None,
-        *,
-        loss_type: str | None = None,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        **options: Any,
-    ) -> None:
-        self.beta, self.loss_type = beta, self.loss_types[0] if loss_type is None else loss_type
-        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
-        self.average_log_prob, self.use_ref_model, self.compiled = average_log_prob, use_ref_model, compiled
-        super().__init__(ignore_index=ignore_index, chunk_size=chunk_size, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
-        check_names([self.loss_type], self.loss_types, "loss_type")
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_range(name, getattr(self, name), 0.0, math.inf)
+    options_type = UnpairedOptions
+    settings: UnpairedOptions
+    positions = ("ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size")
 
     def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor | float:
         """What rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence.
@@ -323,7 +336,7 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
     """
 
-    loss_types = ("kto", "apo_zero_unpaired")
+    options_type = KTOOptions
 
 
 class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
@@ -335,21 +348,13 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     one, which activation checkpointing runs again: it does not count, and is compared with the same mean.
     """
 
-    loss_types = ("bco",)
+    options_type = BCOOptions
     running_shift: Tensor
     batches: Tensor
     counted: Tensor
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(ignore_index, beta, compiled, use_ref_model, *arguments, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         # The sums that tell a batch from others, and the mean that it was compared with.

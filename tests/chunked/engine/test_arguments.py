@@ -37,7 +37,10 @@ MISTAKES = {
         r"no temp.*, x=; temperature=, label_smoothing= are options .*\(temperature=\.\.\., label_sm[^x]*; call",
     ),
     "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
-    "an option of JSD": (lambda h, w, y: LigerFusedLinearJSDLoss(x=1), "JSDLoss has no option 'x'; .*beta, convention"),
+    "an option of JSD": (
+        lambda h, w, y: LigerFusedLinearJSDLoss(x=1),
+        "JSDLoss has no option 'x'; .*beta, .*convention",
+    ),
     "an operation": (
         lambda h, w, y: linear_logps(h, w, y, tmperature=2.0),
         r"linear_logps: it has no tmperature= \(did you mean 'temperature'\?\); its arguments are hidden_states, ",

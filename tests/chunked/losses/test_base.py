@@ -284,7 +284,7 @@ def test_setting_a_value_that_does_not_fit_raises_and_changes_nothing(build, nam
 
 
 def test_what_follows_from_attributes_cannot_be_set():
-    for name in ("transform", "options", "loss_options"):
+    for name in ("transform", "options"):
         with pytest.raises(AttributeError):
             setattr(LigerFusedLinearDPOLoss(), name, None)
     with pytest.raises(AttributeError):

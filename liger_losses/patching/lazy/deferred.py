@@ -12,7 +12,6 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.patching.lazy.gradients import GradientHook
 from liger_losses.patching.lazy.quantized_linear import quantized_linear
 from liger_losses.patching.lazy.shared_linear import shared_linear
 from liger_losses.patching.lazy.weights import HeadWeights, version_of
@@ -33,7 +32,6 @@ class DeferredLogits:
         negated: whether the log-probabilities are multiplied by -1.
         weights: the head's weights in its forward; the head here may have slices of them.
         version: the in-place version of the hidden states, which must not change before the logits are computed.
-        products: hidden states that are several tensors side by side, and these tensors.
     """
 
     hidden_states: Tensor
@@ -44,7 +42,6 @@ class DeferredLogits:
     negated: bool = False
     weights: HeadWeights | None = None
     version: int | None = None
-    products: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -82,16 +79,6 @@ class DeferredLogits:
         """The same operations on other tensors."""
         head = self.head.with_fields(weight=weight, bias=bias)
         return replace(self, hidden_states=hidden_states, head=head, weights=None, version=None)
-
-    def with_gradient_hook(self, hook: Callable[[list[Tensor]], list[Tensor]]) -> DeferredLogits:
-        """The same logits; ``hook`` gets the gradients of all tensors together, and returns those that go on."""
-        tensors: list[Any] = list(self.tensors)
-        hooked = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad]
-        with torch.inference_mode(False), torch.enable_grad():
-            passed = GradientHook.apply(hook, *(tensors[i] for i in hooked))
-        for i, tensor in zip(hooked, passed, strict=True):
-            tensors[i] = tensor
-        return replace(self.with_tensors(*tensors).with_version(), weights=self.weights)
 
     def with_version(self) -> DeferredLogits:
         """With the hidden states' in-place version as it is now."""

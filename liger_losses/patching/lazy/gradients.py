@@ -1,129 +1,144 @@
-"""``torch.autograd.grad(loss, logits)``: the graph leads from a loss to the hidden states, and not through the logits.
+"""The gradient of lazy logits: that of the hidden states and the head, which passes through the logits' node.
 
-The engine's gradients go from a loss to the hidden states, past the logits. So results that were computed from lazy
-logits are marked in the graph with the operations that made them, and these are repeated with the logits' values.
+The engine's gradients lead from a loss to the hidden states and the head, past the logits. Where something waits for
+the gradient of the logits themselves (a hook of fully_shard or DeepSpeed, an autograd function of DDP), the loss is
+computed from tensors that depend on the logits (:func:`inputs_of`); they send a :class:`LazyGradient` there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
 
-_MARK = "lazy logits"
+from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.patching.lazy.deferred import DeferredLogits
 
-
-class GradientHook(torch.autograd.Function):
-    """The tensors themselves; ``hook`` gets their gradients, all at once, and returns those that go on."""
-
-    @staticmethod
-    def forward(ctx: Any, hook: Callable[[list[Tensor]], list[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hook = hook
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        changed = iter(ctx.hook([gradient for gradient in gradients if gradient is not None]))
-        return None, *(None if gradient is None else next(changed) for gradient in gradients)
+_aten = torch.ops.aten
+#: Operations that leave a gradient as it is, and linear ones, which change all of its parts alike.
+_SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
+_LINEAR = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar, _aten.neg.default)
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """The operation on lazy logits that a tensor comes from; it keeps neither of them alive.
+class Source:
+    """What a node of the graph computes lazy logits of.
 
     Attributes:
-        source: the origin of the logits, or ``None`` for those that a head has returned.
-        func, args, kwargs: the operation, without its first argument.
-        index: which of its results.
+        deferred: without the graph.
+        dtype: of the logits.
+        needs_grad: whether hidden states, weight and bias need a gradient.
     """
 
-    source: Origin | None = None
-    func: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: Any = None
-    index: int | None = None
+    deferred: DeferredLogits
+    dtype: torch.dtype
+    needs_grad: tuple[bool, ...]
 
-    def repeat(self, start: Origin, values: Tensor) -> Tensor:
-        """The tensor, computed from the ``values`` of the logits whose origin is ``start``."""
-        if self is start:
-            return values
-        assert self.source is not None
-        assert self.func is not None
-        result = self.func(self.source.repeat(start, values), *self.args, **self.kwargs)
-        found: Tensor = result if self.index is None else result[self.index]
-        return found
-
-    def comes_from(self, start: Origin) -> bool:
-        return self is start or (self.source is not None and self.source.comes_from(start))
-
-
-def mark(result: Any, origin: Origin) -> None:
-    """Note in the graph where a tensor comes from."""
-    if isinstance(result, Tensor) and result.grad_fn is not None:
-        _metadata(result.grad_fn).setdefault(_MARK, {})[result.output_nr] = origin
-
-
-def _metadata(node: Node) -> dict[str, Any]:
-    metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
-    return metadata
-
-
-def _marked(outputs: list[Tensor]) -> Iterator[tuple[GradientEdge, Origin]]:
-    """The marked tensors that outputs depend on."""
-    pending: list[Node | None] = [output.grad_fn for output in outputs]
-    seen: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        marks = _metadata(node).get(_MARK, {})
-        yield from ((GradientEdge(node, number), origin) for number, origin in marks.items())
-        if not marks:
-            pending.extend(following for following, _ in node.next_functions)
-
-
-def gradients_of_logits(
-    outputs: list[Tensor], inputs: list[Any], starts: dict[int, Origin], values: Callable[[int], Tensor], options: Any
-) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` of ordinary outputs with respect to inputs, some of which are lazy logits.
-
-    ``starts`` are the origins of lazy logits, by their place in the inputs, and ``values`` computes their values.
-    """
-    marked = [(e, o) for e, o in _marked(outputs) if any(o.comes_from(start) for start in starts.values())]
-    if marked and (options.get("create_graph") or options.get("is_grads_batched")):
-        raise NotImplementedError(
-            "gradients with respect to lazy logits have no graph and are not batched: call torch.autograd.grad without "
-            "create_graph and is_grads_batched, or compute the loss from patching.lazy.true_values(logits)."
-        )
-    allow_unused, zeros = options.get("allow_unused"), options.get("materialize_grads", False)
-    options = {**options, "allow_unused": True, "materialize_grads": False}
-    with torch._C.DisableTorchFunctionSubclass():
-        found = list(torch.autograd.grad(outputs, [*inputs, *(edge for edge, _ in marked)], **options))
-    upstream = found[len(inputs) :]
-    for i, start in starts.items():
-        reached = [(o, g) for (_, o), g in zip(marked, upstream, strict=True) if g is not None and o.comes_from(start)]
-        if not reached:
-            continue
-        leaf = values(i).detach().requires_grad_()
+    def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
+        """From the gradient of the logits to those of hidden states, weight and bias, which are given."""
+        leaves = [
+            t if t is None else t.detach().requires_grad_(needs)
+            for t, needs in zip(tensors, self.needs_grad, strict=True)
+        ]
         with torch.enable_grad():
-            repeated = [origin.repeat(start, leaf) for origin, _ in reached]
-        pairs = [(r, g.to(r.dtype)) for r, (_, g) in zip(repeated, reached, strict=True) if r.requires_grad]
-        if pairs:
-            (own,) = torch.autograd.grad([r for r, _ in pairs], leaf, [g for _, g in pairs])
-            found[i] = own if found[i] is None else found[i] + own
-    result = found[: len(inputs)]
-    for i, gradient in enumerate(result):
-        if gradient is None and zeros:
-            result[i] = torch.zeros(inputs[i].shape, dtype=inputs[i].dtype, device=inputs[i].device)
-        elif gradient is None and not allow_unused:
-            raise RuntimeError(
-                f"the input {i} of torch.autograd.grad was not used to compute the outputs; set allow_unused=True if "
-                "that is intended."
-            )
-    return tuple(result)
+            values = self.deferred.with_tensors(*leaves).values()
+        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(values, needed, gradient.to(values.dtype)))
+        return [next(found) if needs else None for needs in self.needs_grad]
+
+
+def without_subclasses(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch that is to see tensors and no subclasses of them."""
+    return Tensor.__torch_function__(func, (), args, kwargs)
+
+
+class LazyGradient(Tensor):
+    """The gradient of lazy logits by way of those of hidden states and head; its values are not known.
+
+    It can be scaled, added to others and passed on, as hooks and autograd functions do that only wait for it.
+
+    Attributes:
+        parts: gradients of hidden states, weight and bias, and a gradient of the logits that was added to them.
+    """
+
+    source: Source
+    parts: list[Tensor | None]
+
+    @staticmethod
+    def make(source: Source, parts: list[Tensor | None]) -> LazyGradient:
+        """The gradient of a node's logits."""
+        shape, device = source.deferred.shape, source.deferred.hidden_states.device
+        gradient = Tensor._make_wrapper_subclass(LazyGradient, shape, dtype=source.dtype, device=device)
+        gradient.source, gradient.parts = source, parts
+        return gradient
+
+    def gradients(self, tensors: Any) -> list[Tensor | None]:
+        """The gradients of hidden states, weight and bias, which are given."""
+        *known, values = self.parts
+        return known if values is None else _sums(known, self.source.gradients(values, tensors))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return without_subclasses(func, *args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        source = next(arg.source for arg in args if isinstance(arg, LazyGradient))
+        parts = [arg.parts if isinstance(arg, LazyGradient) else [None, None, None, arg] for arg in args]
+        numbers = all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in args[1:])
+        if func in _SAME:
+            return LazyGradient.make(source, parts[0])
+        if func in _LINEAR and numbers:
+            return LazyGradient.make(source, [part if part is None else func(part, *args[1:]) for part in parts[0]])
+        if func is _aten.add.Tensor and not kwargs:
+            return LazyGradient.make(source, _sums(*parts))
+        raise RuntimeError(
+            f"{func} needs the values of a gradient with respect to lazy logits, which were never computed, as the "
+            "loss was not computed of the logits' values. Where you need that gradient, compute the loss of "
+            "liger_losses.patching.lazy.true_values(logits)."
+        )
+
+
+def _sums(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
+    return [b if a is None else a if b is None else a + b for a, b in zip(one, two, strict=True)]
+
+
+class _Inputs(torch.autograd.Function):
+    """Hidden states, weight and bias as functions of the lazy logits that were computed of them."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Source, logits: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.source = source
+        ctx.set_materialize_grads(False)
+        inputs = tuple(t if t is None else t.detach() for t in source.deferred.tensors)
+        frozen = [t for t, needs in zip(inputs, source.needs_grad, strict=True) if t is not None and not needs]
+        ctx.mark_non_differentiable(*frozen)
+        return inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, LazyGradient.make(ctx.source, [*gradients, None])
+
+
+def inputs_of(logits: Tensor, source: Source) -> tuple[Tensor | None, ...]:
+    """Hidden states, weight and bias whose gradients reach ``logits`` as a :class:`LazyGradient`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _Inputs.apply(source, logits)
+
+
+class WithGradientOf(torch.autograd.Function):
+    """The first tensor's values, with the gradient of the second, which differs from it by rounding at most."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, differentiable: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.gradients import Origin, gradients_of_logits, mark
+from liger_losses.patching.lazy.gradients import LazyGradient, Source, WithGradientOf, inputs_of, without_subclasses
 from liger_losses.patching.lazy.warning import warn_materialized
-from liger_losses.patching.lazy.weights import Gather, HeadWeights
+from liger_losses.patching.lazy.weights import Gather, HeadWeights, version_of
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
@@ -34,22 +33,10 @@ _METADATA = frozenset(
 )
 #: Properties that give values or views of them; all others are metadata.
 _PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
-#: Operations whose arguments may change places.
-_COMMUTATIVE = frozenset(("add", "__add__", "__radd__", "mul", "multiply", "__mul__", "__rmul__"))
-#: What gives the address of the values.
-_ADDRESSES = frozenset(("data_ptr", "const_data_ptr", "__cuda_array_interface__"))
-#: Methods that wait for the gradient of this very tensor.
-_HOOKS = frozenset(("register_hook", "retain_grad"))
-#: In-place operations whose names do not end in one underscore; and those that change the tensor's shape or storage.
-_IN_PLACE = frozenset(
-    ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")))
-)
-_IN_PLACE_VIEWS = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
-_ONE_OF_SEVERAL = "one of several views that an operation returned"
-#: Names of DeepSpeed's autograd functions that gather a module's weights for its backward.
-_GATHER_FUNCTIONS = ("PreBackwardFunctionForModule", "PreBackwardFunction")
-#: Names of autograd functions, DeepSpeed's and DDP's, that return their inputs and pass the gradient back unchanged.
-_IDENTITY_FUNCTIONS = (*_GATHER_FUNCTIONS, "_DDPSink")
+#: Sums, whose arguments may change places.
+_SUMS = frozenset(("add", "__add__", "__radd__"))
+#: In-place operations that change a tensor's shape or memory.
+_RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
 
 def implements(*names: str) -> Callable[[Any], Any]:
@@ -77,145 +64,107 @@ def _call_implementation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return function(*args, **kwargs)
 
 
-@dataclass
-class VersionCounter:
-    """How many in-place operations there were."""
-
-    count: int = 0
-
-
 class LazyLogits(Tensor):
     """Logits ``[..., V]`` that are computed when their values are needed; made by :func:`lazy_linear`.
 
     Attributes:
         deferred: how to compute them.
-        materialized: their values, after an in-place operation, with hooks on the gradient, or as a leaf.
-        hooked: whether ``materialized`` was computed for hooks, so that its gradient arrives at this tensor.
-        storage_version: counts in-place operations on this tensor and its views, which share the counter.
-        seen_version: the count when this tensor was made or changed; another one now means that a view has changed it.
-        own_version: counts in-place operations on this tensor alone; its autograd node holds the counter too.
-        origin: the operation on other lazy logits that made this tensor.
-        is_copy: whether this is a copy of other logits, or a view of one, and not a result that autograd may save.
-        in_place_error: why torch would refuse in-place operations on such a view, or ``None``.
-        made_without_grad: whether this was made under ``no_grad``, as in the forward of autograd functions. If it
-            requires grad later, :meth:`check` finds its gradient.
+        materialized: their values, an ordinary tensor, once an operation has needed them; it serves all later ones.
+        memory: values of these logits and of views of them, with their in-place versions; views share the list.
+        source: the node of the graph that computes them; copies that an autograd function returns have it too.
+        connected: whether ``deferred`` and ``materialized`` have the gradient of this tensor. Not if an autograd
+            function has returned it, or a hook waits for its gradient: :meth:`check` then connects them.
+        changed: not empty once the values were changed in place; the node shares the list.
     """
 
     deferred: DeferredLogits
     materialized: Tensor | None
-    hooked: bool
-    storage_version: VersionCounter
-    seen_version: int
-    own_version: VersionCounter
-    in_place_error: str | None
-    is_copy: bool
-    origin: Origin
-    made_without_grad: bool
+    memory: list[tuple[Tensor, int]]
+    source: Source | None
+    connected: bool
+    changed: list[bool]
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
         lazy = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        lazy.materialized, lazy.in_place_error, lazy.origin = None, None, Origin()
-        lazy.hooked, lazy.made_without_grad, lazy.is_copy = False, False, False
-        lazy.storage_version, lazy.seen_version, lazy.own_version = VersionCounter(), 0, VersionCounter()
+        lazy.materialized, lazy.source, lazy.connected = None, None, False
+        lazy.memory, lazy.changed = [], []
         return lazy
 
     @classmethod
     def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
         """Lazy logits of the dtype that the model's own would have; ``view_of`` would share its memory with them."""
         deferred = deferred.with_version()
-        # The autograd node gets the tensors as inputs; the copy that it holds must not keep their graph alive.
-        detached = deferred.detach()
-        lazy = _LazyLinear.apply(detached, dtype, *deferred.tensors)
+        # The autograd node gets the tensors as inputs; what it holds beside them must not keep their graph alive.
+        needs_grad = tuple(tensor is not None and tensor.requires_grad for tensor in deferred.tensors)
+        source = Source(deferred.detach(), dtype, needs_grad)
+        lazy: LazyLogits = _LazyLinear.apply(source, *deferred.tensors)
         # What is made of logits without gradients has none either, whenever it is made.
-        lazy.made_without_grad = not torch.is_grad_enabled()
-        lazy.deferred = detached if lazy.made_without_grad else deferred
+        lazy.deferred = deferred if torch.is_grad_enabled() else source.deferred
+        if lazy.requires_grad:
+            lazy.source, lazy.connected = source, True
         if view_of is not None:
-            lazy.storage_version, lazy.seen_version = view_of.storage_version, view_of.storage_version.count
+            lazy.memory = view_of.memory
         return lazy
 
     def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
         """The result of an operation on these logits, in their dtype by default."""
         return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
 
-    def _tell(self, part: Any, origin: Origin) -> None:
-        """Tell the result of an operation on these logits how it was made."""
-        graph = torch.is_grad_enabled()
-        if not isinstance(part, LazyLogits):
-            mark(part, origin)
-            return
-        if graph and not any(isinstance(arg, LazyLogits) for arg in origin.args):
-            part.origin = origin
-        same = part.deferred.steps == self.deferred.steps and part.deferred.normalized == self.deferred.normalized
-        is_view = part.storage_version is self.storage_version
-        part.is_copy = self.is_copy if is_view else same
-        detached = graph and self.requires_grad and not part.requires_grad
-        if is_view and not detached:
-            part.in_place_error = self.in_place_error
-            if self.requires_grad and origin.index is not None:
-                part.in_place_error = _ONE_OF_SEVERAL
-            elif self.requires_grad and not graph:
-                part.in_place_error = "a view that was made under no_grad"
+    def detached(self, is_view: bool = True) -> LazyLogits:
+        """The same logits without gradients; an autograd function may give them some."""
+        lazy = LazyLogits._empty(self.shape, self.dtype, self.device)
+        lazy.deferred, lazy.source = self.deferred.detach(), self.source
+        if is_view:
+            lazy.materialized, lazy.memory = self.materialized, self.memory
+        return lazy
 
     def check(self) -> None:
-        """Raise RuntimeError if the logits cannot be computed any more: their tensors, or a view of them, changed."""
-        if self.made_without_grad and self.requires_grad:
-            self._find_gradient()
+        """Connect the logits with the graph, and raise RuntimeError if they cannot be computed any more."""
+        if not self.connected and self.grad_fn is not None:
+            self._connect()
         if self.materialized is None:
             self.deferred.check()
-        if self.storage_version.count != self.seen_version:
-            raise RuntimeError(
-                "these logits share their memory with logits that an in-place operation has changed, which lazy logits "
-                "do not follow; use the tensor that the operation returned, or call logits.clone() before it."
-                + see("lazy-logits-that-cannot-be-computed-any-more")
-            )
+        for values, version in self.memory:
+            if version_of(values) != version and values is self.materialized:
+                self.changed[:] = [True]
+            elif version_of(values) != version:
+                raise RuntimeError(
+                    "these logits share their memory with logits that an in-place operation has changed, which lazy "
+                    "logits do not follow; use the tensor that was changed, or call logits.clone() before it."
+                    + see("lazy-logits-that-cannot-be-computed-any-more")
+                )
 
-    def _find_gradient(self) -> None:
-        """Connect logits that an autograd function returned, and made without gradients, with the graph.
-
-        If the function only passes gradients back, these are the logits of the tensors before it, and what DeepSpeed
-        does in it is done when their gradients come; if it may do anything else, gradients have to pass through it: the
-        values are computed from this tensor.
-        """
-        self.made_without_grad, gathers = False, []
-        if self.grad_fn is not None and not self.own_version.count:
-            self.materialized = None  # values that were kept have no gradient
-        node, output = self.grad_fn, self.output_nr
-        while node is not None and _passes_gradient_back(node):
-            gathers += [node] if _forward_name(node) in _GATHER_FUNCTIONS else []
-            node, output = node.next_functions[output]
-        if getattr(node, "_forward_cls", None) is _LazyLinear:
-            deferred: DeferredLogits = node.deferred  # type: ignore[union-attr]
-            try:
-                found = deferred.with_tensors(*node.saved_tensors)  # type: ignore[union-attr]
-                self.deferred = replace(found.with_version(), weights=deferred.weights)
-                if gathers:
-                    self.deferred = self.deferred.with_gradient_hook(partial(_gather, gathers))
-            except RuntimeError:  # a backward has freed them; the values remain
-                self.deferred = deferred
-        elif self.materialized is None:
+    def _connect(self) -> None:
+        """Let the gradient of what is computed from now on pass through this tensor."""
+        self.connected = True
+        if self.source is not None and self.materialized is None:
+            deferred = self.source.deferred.with_tensors(*inputs_of(self, self.source)).with_version()
+            self.deferred = replace(deferred, weights=self.deferred.weights)
+            return
+        if self.materialized is None:
             warn_materialized("an autograd function", self)
-            self._materialize_for_hooks()
+        values = self.materialize().detach()
+        with torch.inference_mode(False), torch.enable_grad():
+            self._keep(WithGradientOf.apply(values, self))
 
-    def _materialize_for_hooks(self) -> None:
-        """Compute the values as a function of this tensor, so that their gradient arrives here, whoever asks first."""
-        with torch.inference_mode(False), torch.no_grad():
-            values = self.materialize()
-        with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.materialized, self.hooked = WithGradientOf.apply(values, self), True
+    def _keep(self, values: Tensor) -> Tensor:
+        """Take ``values`` for these logits from now on."""
+        self.materialized = values
+        self.memory.append((values, version_of(values)))
+        return values
 
     def materialize(self) -> Tensor:
-        """The values as an ordinary tensor, differentiable."""
+        """The values as an ordinary tensor, differentiable, computed once."""
         self.check()
         if self.materialized is not None:
             return self.materialized
-        values = self.deferred.values().to(self.dtype)
+        # Also where the first that asks is a metric under no_grad: the loss may be the next.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.requires_grad):
+            with torch.set_grad_enabled(self.requires_grad):
+                values = self.deferred.values().to(self.dtype)
         self.deferred.mark_read()
-        if self.requires_grad:
-            mark(values, self.origin)
-        else:
-            self.materialized = values  # as in the plain model, whose logits are there for the next operation
-        return values
+        return self._keep(values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -225,35 +174,30 @@ class LazyLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func is torch.autograd.grad:
-            return _grad(*args, **kwargs)
-        if func in (torch.autograd.backward, Tensor.backward):
-            return _backward(func, *args, **kwargs)
         first = args[0] if args else None
+        if func is torch.autograd.grad:
+            _check_inputs_of_grad(*args, **kwargs)
         if name == "__get__" or name in _METADATA:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name in _METADATA or attribute not in _PROPERTIES_OF_VALUES:
                 return _metadata(func, name, attribute, args, kwargs)
             name = attribute
-        if name in _COMMUTATIVE and not kwargs and type(first) in (Tensor, Parameter) and type(args[1]) is LazyLogits:
+        if name in _SUMS and not kwargs and type(first) in (Tensor, Parameter) and type(args[1]) is LazyLogits:
             args = first, _ = args[::-1]
-        if isinstance(kwargs.get("out"), LazyLogits):
-            raise RuntimeError(f"{name} cannot write to lazy logits (out=); give it a tensor of its own.")
         if isinstance(first, LazyLogits):
             first.check()
-            if name in _HOOKS:
-                return _register_hook(first, func, name, args, kwargs)
-            result = _call_implementation(name, args, kwargs) if first.materialized is None else NotImplemented
-            if result is not NotImplemented:
-                several = isinstance(result, tuple)
-                for i, part in enumerate(result if several else (result,)):
-                    if part is not first:
-                        first._tell(part, Origin(first.origin, func, args[1:], kwargs, i if several else None))
-                return result
-            if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
-                return _in_place(first, func, name, args, kwargs)
-            if name in _ADDRESSES:
-                first.materialized = _materialize_all(first, name)  # they must live as long as the logits
+            if first.materialized is None:
+                if name == "register_hook":
+                    first.connected = False
+                    return without_subclasses(func, *args, **kwargs)
+                result = _call_implementation(name, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if name in _RESHAPING:
+                raise RuntimeError(
+                    f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
+                    + see("lazy-logits-that-cannot-be-computed-any-more")
+                )
         return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
 
     @classmethod
@@ -261,11 +205,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Operations that do not come through :meth:`__torch_function__`; autograd, above, knows their gradients."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            (lazy,) = args
-            alias = cls._empty(lazy.shape, lazy.dtype, lazy.device)
-            alias.deferred, alias.materialized, alias.hooked = lazy.deferred, lazy.materialized, lazy.hooked
-            alias.storage_version, alias.seen_version = lazy.storage_version, lazy.seen_version
-            return alias
+            return args[0].detached()
         with torch.no_grad():
             return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
 
@@ -273,6 +213,14 @@ class LazyLogits(Tensor):
 def true_values(tensor: Tensor) -> Tensor:
     """The values of lazy logits as an ordinary tensor; any other tensor as it is."""
     return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
+
+
+def deferred_logits(logits: Any) -> DeferredLogits | None:
+    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
+    if not isinstance(logits, LazyLogits):
+        return None
+    logits.check()
+    return logits.deferred if logits.materialized is None else None
 
 
 def _materialize_all(arguments: Any, operation: str) -> Any:
@@ -287,6 +235,29 @@ def _materialize_all(arguments: Any, operation: str) -> Any:
     if isinstance(arguments, dict):
         return {key: _materialize_all(value, operation) for key, value in arguments.items()}
     return arguments
+
+
+def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A question about the tensor, or ``requires_grad_``, which makes values of their own of detached logits."""
+    lazy = args[0] if args else None
+    if isinstance(lazy, LazyLogits):
+        if attribute == "grad" and name == "__get__" and lazy.materialized is not None:
+            return lazy.materialized.grad
+        sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
+        if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
+            warn_materialized("requires_grad_", lazy)
+            lazy._keep(lazy.materialize().detach().requires_grad_())
+    return without_subclasses(func, *args, **kwargs)
+
+
+def _check_inputs_of_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise RuntimeError for gradients with respect to logits whose values no loss can have been computed of."""
+    if any(isinstance(tensor, LazyLogits) and tensor.materialized is None for tensor in inputs):
+        raise RuntimeError(
+            "torch.autograd.grad cannot give the gradient with respect to lazy logits, as losses are computed of the "
+            "hidden states. Call liger_losses.patching.lazy.true_values(logits) before the loss is computed: these "
+            "logits are an ordinary tensor then." + see("lazy-logits-that-cannot-be-computed-any-more")
+        )
 
 
 def lazy_linear(
@@ -338,158 +309,26 @@ class _LazyLinear(torch.autograd.Function):
     """Lazy logits as an output of hidden states, weight and bias, with the gradient that their values would have."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: DeferredLogits, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
-        lazy = LazyLogits._empty(deferred.shape, dtype, deferred.hidden_states.device)
-        ctx.deferred, ctx.own_version = deferred, lazy.own_version
+    def forward(ctx: Any, source: Source, *tensors: Tensor | None) -> Tensor:
+        lazy = LazyLogits._empty(source.deferred.shape, source.dtype, source.deferred.hidden_states.device)
+        ctx.source, ctx.changed = source, lazy.changed
         ctx.save_for_backward(*tensors)
         return lazy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.own_version.count:
+        if ctx.changed:
             raise RuntimeError(
                 "logits that were changed in place were then used by code that does not look at their class, so their "
                 "gradient is not known; use the tensor that the in-place operation returned, or call logits.clone() "
                 "before it." + see("lazy-logits-that-cannot-be-computed-any-more")
             )
-        leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            values = ctx.deferred.with_tensors(*leaves).values()
-        upstream = true_values(gradient).to(values.dtype)
-        gradients = torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream)
-        return None, None, *gradients, *[None] * (len(leaves) - len(gradients))  # there may be no bias
-
-
-class WithGradientOf(torch.autograd.Function):
-    """The first tensor's values, with the gradient of the second, which differs from it by rounding at most."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, differentiable: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
-
-
-def _forward_name(node: Any) -> str:
-    """The name of the autograd function whose backward a node is."""
-    return getattr(getattr(node, "_forward_cls", None), "__name__", "")
-
-
-def _gather(nodes: list[Any], gradients: list[Tensor]) -> list[Tensor]:
-    """Do what DeepSpeed's functions do when the gradient comes, which they pass back."""
-    for node in nodes:
-        node._forward_cls.backward(node, *gradients)
-    return gradients
-
-
-def _passes_gradient_back(node: Any) -> bool:
-    """Whether an autograd node gives its inputs the gradients of its outputs and does nothing else."""
-    if _forward_name(node) not in _IDENTITY_FUNCTIONS:
-        return False
-    if len(getattr(node, "_input_metadata", ())) != len(node.next_functions):
-        return False  # it returned more than tensors, so that outputs cannot be matched with inputs by number
-    ddp = getattr(node, "ddp_weakref", None)
-    return ddp is None or not ddp().static_graph  # with a static graph, DDP's function does work of its own
-
-
-def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A question about the tensor, or ``requires_grad_``, which makes values of their own of detached logits."""
-    lazy = args[0] if args else None
-    if isinstance(lazy, LazyLogits):
-        if attribute == "grad" and name == "__get__" and lazy.materialized is not None and not lazy.hooked:
-            return lazy.materialized.grad
-        sets_grad = name == "requires_grad_" or (name == "__set__" and attribute == "requires_grad")
-        if sets_grad and not lazy.requires_grad and (args[1:] or (True,))[0]:
-            warn_materialized("requires_grad_", lazy)
-            lazy.materialized = lazy.materialize().detach().requires_grad_()
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _register_hook(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``register_hook`` and ``retain_grad``.
-
-    The engine's gradients go from the loss to the hidden states, past this tensor. FSDP's hooks only wait for backward
-    to arrive, so they are registered on the hidden states as well. DeepSpeed's must run before any parameter gets its
-    gradient, and may divide the gradient by a number, so it gets those of hidden states, weight and bias instead. All
-    others get values computed from this tensor.
-    """
-    hook = args[1] if len(args) > 1 else kwargs.get("hook")
-    hidden_states, function = lazy.deferred.hidden_states, hook
-    while isinstance(function, partial):
-        function = function.func
-    module, place = (getattr(function, key, None) or "" for key in ("__module__", "__qualname__"))
-    if module.startswith("torch.distributed"):
-        if hidden_states.requires_grad:
-            hidden_states.register_hook(hook)
-    elif lazy.requires_grad and lazy.materialized is None:
-        if module.startswith("deepspeed.") and place.startswith("OutputBackwardHookManager."):
-            lazy.deferred = lazy.deferred.with_gradient_hook(lambda gradients: [hook(g) for g in gradients])
-        else:
-            warn_materialized(name, lazy)
-            lazy._materialize_for_hooks()
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _values_in_graph(tensor: Any) -> Any:
-    """What stands for lazy logits in the graph: their values if they were changed in place or are a leaf."""
-    if not isinstance(tensor, LazyLogits):
-        return tensor
-    tensor.check()
-    return tensor if tensor.materialized is None or tensor.hooked else tensor.materialized
-
-
-def _backward(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.backward`` from lazy logits, which needs their node in the graph, and not their values."""
-    alone = isinstance(tensors, Tensor)
-    tensors = _values_in_graph(tensors) if alone else [_values_in_graph(tensor) for tensor in tensors]
-    args, kwargs = _materialize_all(args, "backward"), _materialize_all(kwargs, "backward")
-    with torch._C.DisableTorchFunctionSubclass():
-        func(tensors, *args, **kwargs)
-
-
-def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad``, of lazy logits or with respect to them."""
-    inputs = [_values_in_graph(tensor) for tensor in inputs]
-    starts = {i: z.origin for i, z in enumerate(inputs) if isinstance(z, LazyLogits)}
-    name = "torch.autograd.grad"
-    options["grad_outputs"] = _materialize_all(grad_outputs, name)
-    outputs = _materialize_all(list(outputs), name)
-    return gradients_of_logits(outputs, inputs, starts, lambda i: _materialize_all(inputs[i], name), options)
-
-
-def _in_place(lazy: LazyLogits, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    """An in-place operation on the values, which the tensor holds from now on."""
-    if name in _IN_PLACE_VIEWS:
-        raise RuntimeError(
-            f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
-            + see("lazy-logits-that-cannot-be-computed-any-more")
-        )
-    if lazy.in_place_error is not None and (torch.is_grad_enabled() or lazy.in_place_error is _ONE_OF_SEVERAL):
-        raise RuntimeError(
-            f"{name}: torch does not change {lazy.in_place_error} in place; use an operation that returns a new tensor."
-        )
-    if lazy.materialized is None:
-        warn_materialized(name, lazy)
-    with torch.set_grad_enabled(torch.is_grad_enabled() or lazy.requires_grad):  # under no_grad, the graph stays
-        computed, values = lazy.materialized is None, lazy.materialize()
-        if computed and lazy.is_copy:
-            values = values.clone()  # autograd may have saved what this is a copy of
-    func(values, *_materialize_all(args[1:], name), **_materialize_all(kwargs, name))
-    lazy.materialized, lazy.hooked = values, False
-    lazy.own_version.count += 1
-    lazy.storage_version.count += 1
-    lazy.seen_version = lazy.storage_version.count
-    return values
-
-
-def deferred_logits(logits: Any) -> DeferredLogits | None:
-    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
-    if not isinstance(logits, LazyLogits):
-        return None
-    logits.check()
-    return logits.deferred if logits.materialized is None else None
+        if not isinstance(gradient, LazyGradient):
+            return None, *ctx.source.gradients(true_values(gradient), ctx.saved_tensors)
+        if gradient.source is not ctx.source:
+            raise RuntimeError(
+                "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its values "
+                "are not known; compute the loss of liger_losses.patching.lazy.true_values(logits)."
+            )
+        return None, *gradient.gradients(ctx.saved_tensors)

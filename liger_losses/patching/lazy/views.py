@@ -76,8 +76,19 @@ def _contiguous(lazy: LazyLogits, *, memory_format: Any = None) -> LazyLogits:
     return lazy.derive(lazy.deferred, is_view=lazy.deferred.hidden_states.is_contiguous())
 
 
-implements("clone")(lambda lazy, *, memory_format=None: lazy.derive(lazy.deferred))
-implements("detach", "data")(lambda lazy: lazy.derive(lazy.deferred.detach(), is_view=True))
+@implements("clone")
+def _clone(lazy: LazyLogits, *, memory_format: Any = None) -> LazyLogits:
+    return lazy.derive(lazy.deferred) if torch.is_grad_enabled() else lazy.detached(is_view=False)
+
+
+implements("detach", "data")(lambda lazy: lazy.detached())
+
+
+@implements("view_as")
+def _view_as(lazy: LazyLogits, other: Tensor) -> Any:
+    """What autograd does to an argument that an autograd function returns, without gradients."""
+    same = other.shape == lazy.shape and not torch.is_grad_enabled()
+    return lazy.detached() if same else _reshape(lazy, other.shape)
 
 
 @implements("__getitem__")
@@ -146,8 +157,6 @@ def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _scale(operation: str, lazy: LazyLogits, other: Any) -> Any:
     """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
-    if isinstance(other, Tensor) and operation == "mul":
-        return _scale_columns(lazy, other)
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     if not number or not math.isfinite(other) or other == 0 or lazy.deferred.normalized:
         return NotImplemented
@@ -196,15 +205,6 @@ def _with_head(lazy: LazyLogits, other: Tensor, **fields: Any) -> LazyLogits:
     return lazy.derive(deferred, torch.promote_types(lazy.dtype, other.dtype))
 
 
-def _scale_columns(lazy: LazyLogits, other: Tensor) -> Any:
-    """Multiply each column by a number of its own, as DoRA does: by row, the head's weight."""
-    if not _is_vector(lazy, other):
-        return NotImplemented
-    head, factors = lazy.deferred.head, other.flatten()
-    bias = None if head.bias is None else head.bias * factors
-    return _with_head(lazy, other, weight=head.weight * factors[:, None], bias=bias)
-
-
 @implements("add", "__add__", "__radd__")
 def _add(lazy: LazyLogits, other: Any) -> Any:
     """Add a bias ``[V]``, or other lazy logits."""
@@ -216,32 +216,8 @@ def _add(lazy: LazyLogits, other: Any) -> Any:
     return _with_head(lazy, other, bias=bias if head.bias is None else head.bias + bias)
 
 
-@implements("sub", "subtract", "__sub__")
-def _subtract(lazy: LazyLogits, other: Any) -> Any:
-    """Subtract a bias ``[V]``; DoRA subtracts the head's own."""
-    if not _is_vector(lazy, other):
-        return NotImplemented
-    is_own = lazy.deferred.head.bias is other
-    if is_own:
-        return _with_head(lazy, other, bias=None)
-    return _add(lazy, -other)
-
-
-def _products(deferred: DeferredLogits) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Hidden states and weights of the products whose sum the logits are; a quantized weight has no columns here."""
-    hidden_states, parts = deferred.products or (None, ())
-    if hidden_states is not deferred.hidden_states:  # an operation on the token dimensions came after the sum
-        return (deferred.hidden_states,), (deferred.head.weight,)
-    widths, quantized = [part.shape[-1] for part in parts], deferred.head.quantized
-    widths[0] -= 0 if quantized is None else quantized.shape[1]
-    return parts, deferred.head.weight.split(widths, 1)
-
-
 def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
-    """The sum of two products, such as a head's and its adapter's: one product of both heads side by side.
-
-    Products of the same hidden states, such as DoRA's of the head, are one product of the sum of their weights.
-    """
+    """The sum of two products, such as a head's and its adapter's: one product of both heads side by side."""
     other.check()
     one, two = lazy.deferred, other.deferred
     if one.normalized or one.steps or one.autocast != two.autocast or lazy.shape != other.shape:
@@ -250,31 +226,20 @@ def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
         return NotImplemented
     if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
         return NotImplemented
-    hidden_states, weights = (list(parts) for parts in _products(one))
     scale = two.head.transform.logit_scale
-    for hidden, weight in zip(*_products(two), strict=True):
-        mixed = hidden.dtype != hidden_states[0].dtype or weight.dtype != weights[0].dtype
-        if mixed and one.autocast is None and one.head.quantized is None:
-            return NotImplemented
-        same = next((i for i, known in enumerate(hidden_states) if known is hidden), None)
-        if same is not None and weights[same].shape == weight.shape:
-            weights[same] = weights[same] + (weight * scale if scale != 1 else weight)
-        else:
-            hidden_states.append(hidden * scale if scale != 1 else hidden)
-            weights.append(weight)
+    parts = (one.hidden_states, one.head.weight), (two.hidden_states * scale, two.head.weight)
+    mixed = any(a.dtype != b.dtype for a, b in zip(*parts, strict=True))
+    if mixed and one.autocast is None and one.head.quantized is None:
+        return NotImplemented
     biases = [part.bias * part.transform.logit_scale for part in (one.head, two.head) if part.bias is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
     # A quantized weight takes the dtype of its hidden states, and so do its adapters, which PEFT keeps in fp32.
-    dtype = one.autocast if one.head.quantized is None else one.autocast or hidden_states[0].dtype
-    hidden, weight = (torch.cat(_cast_all(parts, dtype), -1) for parts in (hidden_states, weights))
+    dtype = one.autocast if one.head.quantized is None else one.autocast or one.hidden_states.dtype
+    hidden, weight = (
+        torch.cat([part if dtype is None else part.to(dtype) for part in pair], -1) for pair in zip(*parts, strict=True)
+    )
     sums = replace(one, hidden_states=hidden, head=one.head.with_fields(weight=weight, bias=bias))
-    sums = replace(sums, products=(hidden, tuple(hidden_states)))
     return lazy.derive(sums, torch.promote_types(lazy.dtype, other.dtype))
-
-
-def _cast_all(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """A product's factors in a dtype; with ``None``, as they are."""
-    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 @implements("log_softmax")

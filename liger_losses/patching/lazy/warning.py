@@ -44,8 +44,6 @@ def warn_materialized(operation: str, lazy: Any) -> None:
             break
         frame = frame.f_back
     caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
-    if operation == "T" and caller.startswith("peft.tuners.lora.dora:"):
-        return  # DoRA applies its adapter to an identity matrix: this is a weight
     key = (operation, caller) if training else ("evaluation", "")
     if key not in _WARNED:
         _WARNED.add(key)

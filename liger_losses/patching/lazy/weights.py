@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.documentation import see
@@ -45,12 +43,11 @@ class HeadWeights:
         self.tensors = [t.detach() for t in self.given]  # their memory, which a new .data would not share
         self.parameters = [t for t in parameters if t is not None] or self.given
         self.versions = [version_of(t) for t in self.parameters]
-        self.had_gradients = self._have_gradients()
+        self.was_read = samples is not None or self._have_gradients()
         self.samples = samples_of(self.tensors) if samples is None else samples
         self.gathered: list[Tensor] | None = None
-        self.was_read = False
         _FORWARDS[0] += 1
-        self.made_at = _FORWARDS[0] if samples is None else None
+        self.forward = _FORWARDS[0]
 
     @property
     def are_there(self) -> bool:
@@ -79,19 +76,11 @@ class HeadWeights:
 
     def _written(self) -> bool:
         """Whether some of the values have changed, if they may have."""
-        may_have = self.was_read or self.made_at != _FORWARDS[0] or self.had_gradients or self._have_gradients()
-        if self.tensors[0].device.type != "cpu" and not may_have:
-            return False
-        return not self._are_samples_of(self.tensors)
+        may_have = self.was_read or self.forward != _FORWARDS[0] or self._have_gradients()
+        return (may_have or self.tensors[0].device.type == "cpu") and not self._are_samples_of(self.tensors)
 
     def _are_samples_of(self, tensors: list[Tensor]) -> bool:
-        pairs = zip(tensors, self.samples, strict=True)
-        return all(_sample(tensor).equal(sample) for tensor, sample in pairs)
-
-    def _gather_again(self) -> list[Tensor] | None:
-        """The weights of the forward, gathered from all processes; ``None`` if they are not what they were."""
-        found = None if self.gather is None else self.gather()
-        return found if found is not None and self._are_samples_of(found) else None
+        return all(_sample(tensor).equal(sample) for tensor, sample in zip(tensors, self.samples, strict=True))
 
     def gather_tensor(self, tensor: Tensor | None) -> Tensor | None:
         """A weight whose memory was freed, or a slice of one, gathered again; other tensors as they are.
@@ -102,7 +91,8 @@ class HeadWeights:
         if tensor is None:
             return tensor
         if self.gathered is None:
-            self.gathered = self._gather_again()
+            found = None if self.gather is None else self.gather()
+            self.gathered = found if found is not None and self._are_samples_of(found) else None
         if self.gathered is None:
             raise RuntimeError(
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
@@ -114,24 +104,20 @@ class HeadWeights:
             offset = tensor.storage_offset() - original.storage_offset()
             shared = tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
             if shared and 0 <= offset < original.numel():
-                return _WithoutGradient.apply(found.as_strided(tensor.shape, tensor.stride(), offset), tensor)
+                again = found.as_strided(tensor.shape, tensor.stride(), offset).requires_grad_(tensor.requires_grad)
+                if again.requires_grad:
+                    again.register_hook(_refuse_gradient)
+                return again
         return tensor
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """The values of a gathered weight. Its gradient would not reach the parameter, so asking for it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, parameter: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        raise RuntimeError(
-            "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
-            "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
-            + see("lazy-logits-that-cannot-be-computed-any-more")
-        )
+def _refuse_gradient(gradient: Tensor) -> None:
+    """The hook of a gathered weight, whose gradient would not reach the parameter."""
+    raise RuntimeError(
+        "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
+        "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
+        + see("lazy-logits-that-cannot-be-computed-any-more")
+    )
 
 
 def version_of(tensor: Tensor) -> int:

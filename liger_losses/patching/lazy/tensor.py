@@ -160,9 +160,9 @@ class LazyLogits(Tensor):
         if self.materialized is not None:
             return self.materialized
         # Also where the first that asks is a metric under no_grad: the loss may be the next.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.requires_grad):
-            with torch.set_grad_enabled(self.requires_grad):
-                values = self.deferred.values().to(self.dtype)
+        inference = torch.is_inference_mode_enabled() and not self.requires_grad
+        with torch.inference_mode(inference), torch.set_grad_enabled(self.requires_grad):
+            values = self.deferred.values().to(self.dtype)
         self.deferred.mark_read()
         return self._keep(values)
 

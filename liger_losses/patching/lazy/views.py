@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits, implements
 
 

@@ -91,8 +91,8 @@ class HeadWeights:
         if tensor is None:
             return tensor
         if self.gathered is None:
-            found = None if self.gather is None else self.gather()
-            self.gathered = found if found is not None and self._are_samples_of(found) else None
+            whole = None if self.gather is None else self.gather()
+            self.gathered = whole if whole is not None and self._are_samples_of(whole) else None
         if self.gathered is None:
             raise RuntimeError(
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "

@@ -119,49 +119,6 @@ def label_logits(
     return out
 
 
-def copy_label_rows_(
-    out: Tensor, weight: Tensor, labels: Tensor, first_column: int = 0, *, backend: str = "torch"
-) -> Tensor:
-    """``out_n = weight[labels_n - first_column]`` for the labels whose rows these are; the other rows stay.
-
-    Args:
-        out: ``[N, H]``, rows contiguous, of the weight's dtype.
-        weight: ``[C, H]``, rows contiguous: those of the head from ``first_column`` on.
-        labels: ``[N]`` int64.
-        backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``out``.
-    """
-    if backend == "torch":
-        local = labels - first_column
-        inside = (local >= 0) & (local < len(weight))
-        return out.copy_(torch.where(inside[:, None], weight[local.clamp(0, len(weight) - 1)], out))
-    if len(labels):
-        _copy_label_rows_kernel[(len(labels),)](
-            out, out.stride(0), weight, weight.stride(0), labels, first_column, len(weight), weight.shape[1], BLOCK=1024
-        )
-    return out
-
-
-def scale_rows_(matrix: Tensor, factor: Tensor, *, backend: str = "torch") -> Tensor:
-    """``matrix_n *= factor_n``; rows whose factor is 1 are not read.
-
-    Args:
-        matrix: ``[N, C]``, rows contiguous.
-        factor: ``[N]`` fp32.
-        backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``matrix``.
-    """
-    if backend == "torch":
-        return matrix.copy_(matrix * factor[:, None])
-    if len(factor):
-        _scale_rows_kernel[(len(factor),)](matrix, matrix.stride(0), factor, matrix.shape[1], BLOCK=1024)
-    return matrix
-
-
 def scale_and_add_label_rows(
     out: Tensor, product: Tensor, scale: Tensor, coef: Tensor, weight: Tensor, labels: Tensor, *, backend: str = "torch"
 ) -> Tensor:
@@ -289,34 +246,6 @@ def _label_logits_kernel(
             inverse = inverse_temperature(transform, row, True, 0)
         logit = transform_block(logit, bias, label, True, transform, inverse)
     tl.store(out + row, logit)
-
-
-@jit(do_not_specialize=["first_column", "columns"], do_not_specialize_on_alignment=["labels"])
-def _copy_label_rows_kernel(
-    out, out_stride, weight, weight_stride, labels, first_column, columns, hidden_size, BLOCK: tl.constexpr
-):
-    """One program per token."""
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row) - first_column
-    if (label >= 0) & (label < columns):
-        for start in range(0, hidden_size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < hidden_size
-            w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0)
-            tl.store(out + row * out_stride + at, w, mask=inside)
-
-
-@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["factor"])
-def _scale_rows_kernel(matrix, stride, factor, columns, BLOCK: tl.constexpr):
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    f = tl.load(factor + row)
-    if f != 1.0:
-        for start in range(0, columns, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < columns
-            x = tl.load(matrix + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(matrix + row * stride + at, (x * f).to(matrix.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])

@@ -22,7 +22,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels.glu import glu, glu_fused
-from liger_losses.kernels.label_rows import copy_label_rows_, label_facts, masked_labels, scale_rows_
+from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
@@ -119,10 +119,8 @@ def divergence(
 def of_slabs() -> None:
     """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
     hidden, weight, labels = problem()
-    copy_label_rows_(tensor(TOKENS, HIDDEN), weight, labels, 4096, backend="triton")
     exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
     linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
-    scale_rows_(exponentials, label_logit, backend="triton")
 
 
 def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:

@@ -1,190 +1,31 @@
-"""What a block of tokens holds over the whole vocabulary, and where its gradients are accumulated.
+"""What is remembered of the logits of some tokens: nothing, exponentials or logits.
 
 N active tokens, R tokens of a block, C columns of a slice, H hidden size, V vocabulary size, k selected columns.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import OpenCall
+from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.ranks import VocabularyRanks, merge_logps
+from liger_losses.chunked.engine.ranks import VocabularyRanks, merge, merge_logps
+from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows
+from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.matmul import matmul_into, start_beside
+from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
-
-#: Of a product with fewer multiplications, the host takes longer to start it on another stream than that gains.
-MIN_BESIDE = 1.5e11
-
-
-class HeadGradients:
-    """Gradients of weight and bias."""
-
-    def __init__(self, opened: OpenCall) -> None:
-        self.opened, self.call, self.projection = opened, opened.call, opened.projection
-        weight, bias = opened.trained, opened.bias
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.label_coefficients: Tensor | None = None
-        if self.call.needs_weight:
-            new = torch.empty if opened.count else torch.zeros  # the first block overwrites it
-            shape = (opened.weight_rows, weight.shape[1])
-            self.whole_weight = new(shape, dtype=self.call.grad_weight_dtype, device=weight.device)
-            if opened.weight_rows > opened.vocab_size:
-                self.whole_weight[opened.vocab_size :].zero_()
-            self.weight = self.whole_weight[: opened.vocab_size]
-        if self.call.needs_bias and bias is not None:
-            self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.work.logits_dtype, device=bias.device)
-            self.bias = self.whole_bias[: opened.vocab_size]
-
-    def add(
-        self,
-        grad: Tensor,
-        hidden: Tensor,
-        columns: slice,
-        *,
-        first: bool,
-        out: Tensor | None = None,
-        into: Tensor | None = None,
-    ) -> Tensor | None:
-        """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
-
-        ``into`` is memory that may take the result where there is no ``out``.
-
-        ``grad`` is d loss / d projection ``[R, C]`` in the operand dtype; ``first`` says whether these are the first
-        tokens whose gradients reach these columns. One product over the whole vocabulary is rounded to half precision
-        once, a sum of several is accumulated in fp32. Returns ``None`` if no hidden state needs a gradient.
-        """
-        call, accumulate = self.call, out is not None
-        if out is None and any(call.needs_hidden):
-            whole = grad.shape[1] == self.opened.vocab_size <= self.projection.weight_chunk
-            dtype = call.work.operand_dtype if whole else call.work.logits_dtype
-            fits = into is not None and into.dtype == dtype and into.is_contiguous()
-            out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
-        # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
-        wait = None
-        if out is not None:
-            product = partial(self.projection.back_into, out, grad, columns.start, accumulate=accumulate)
-            if grad.numel() * hidden.shape[1] >= MIN_BESIDE:
-                wait = start_beside(grad.device, product)
-            else:
-                product()
-        try:
-            self.add_weight(grad, self.trained(hidden), columns, first=first)
-        finally:
-            if wait is not None:
-                wait()
-        return out
-
-    def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
-        """Add ``grad.T @ hidden`` alone, of :meth:`trained` columns, if the weight needs a gradient."""
-        if self.weight is not None:
-            for part in blocks(grad.shape[1], self.projection.weight_chunk):
-                target = self.weight[columns.start + part.start : columns.start + part.stop]
-                matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
-
-    def trained(self, hidden: Tensor) -> Tensor:
-        """The columns of hidden states that the weight multiplies, and not what is quantized beside it."""
-        return hidden[:, self.opened.frozen_columns :] if self.opened.frozen_columns else hidden
-
-    def labels_out(self, rows: slice) -> Tensor | None:
-        """Where a block writes the coefficients ``[R]`` of its labels' own terms, which :meth:`results` adds."""
-        if self.weight is None:
-            return None
-        if self.label_coefficients is None:
-            self.label_coefficients = torch.empty(self.opened.count, device=self.weight.device)
-        return self.label_coefficients[rows]
-
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """``(grad_weight, grad_bias)``, in the dtypes of weight and bias."""
-        opened, tokens = self.opened, self.call.tokens
-        if self.weight is not None and self.label_coefficients is not None:
-            # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
-            for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
-                labels, coefficients = opened.labels[part], self.label_coefficients[part]
-                hidden = self.trained(hidden)
-                add_to_label_rows_(self.weight, labels, coefficients, hidden, index, backend=self.call.backend)
-        return (
-            None if self.weight is None else self.whole_weight.to(opened.trained.dtype),
-            None if self.bias is None or opened.bias is None else self.whole_bias.to(opened.bias.dtype),
-        )
-
-
-class HiddenGradients:
-    """Gradients of all hidden states: 0 for tokens without loss, ``None`` for tensors that need none.
-
-    ``sums_over`` names the ranks whose parts are summed, one part while the next is computed.
-    """
-
-    def __init__(self, opened: OpenCall, sums_over: VocabularyRanks | None) -> None:
-        self.tokens, self.sums_over = opened.call.tokens, sums_over
-        self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
-        self.summing: tuple[slice, Tensor, Any] | None = None
-        #: Where all tokens are active, every row is written.
-        new = torch.empty if opened.count and all(i is None for i in self.tokens.indices) else torch.zeros
-        self.results = [
-            new(part.shape, dtype=part.dtype, device=part.device) if need else None
-            for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
-        ]
-        self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
-
-    def out_view(self, rows: slice) -> Tensor | None:
-        """The slice ``[R, H]`` of the gradient for these active tokens, or ``None`` if they are scattered."""
-        pieces = self.tokens.pieces(rows.start, rows.stop)
-        if len(pieces) != 1:
-            return None
-        ((part, first, last),) = pieces
-        target = self.flat[part]
-        return None if target is None or self.tokens.indices[part] is not None else target[first:last]
-
-    def write(self, rows: slice, values: Tensor | None) -> None:
-        """Store the gradients ``[R, H]`` of some active tokens, unless they are in their :meth:`out_view` already."""
-        if values is None:
-            return
-        out_view = self.out_view(rows)
-        if out_view is not None and out_view.data_ptr() != values.data_ptr():
-            out_view.copy_(values)
-        if self.sums_over is not None:
-            self.finish()
-            part = values.to(self.dtype).contiguous() if out_view is None else out_view
-            self.summing = rows, part, self.sums_over.start_sum_(part)
-        elif out_view is None:
-            self.tokens.scatter_(self.flat, rows.start, rows.stop, values)
-
-    def finish(self) -> None:
-        """Wait for the last sum over ranks, and store it."""
-        if self.summing is None:
-            return
-        (rows, part, work), self.summing = self.summing, None
-        work.wait()
-        if self.out_view(rows) is None:
-            self.tokens.scatter_(self.flat, rows.start, rows.stop, part)
-
-
-class Gradients:
-    """All gradients of a call."""
-
-    def __init__(self, opened: OpenCall) -> None:
-        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened, opened.sums_over)
-
-    def results(self) -> tuple[Tensor | None, ...]:
-        """``(grad_weight, grad_bias, *grad_hidden)``."""
-        head = self.head.results()
-        self.hidden.finish()
-        return *head, *self.hidden.results
-
 
 #: d loss / d statistic of some tokens, ``[R]`` each, by name.
 Upstream = Mapping[str, Tensor]
@@ -219,7 +60,7 @@ class Block:
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
-        self.opened, self.call, self.vocab_size = opened, opened.call, opened.vocab_size
+        self.opened, self.call, self.vocab_size, self.rows = opened, opened.call, opened.vocab_size, rows
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         """Compute the part's statistics into its ``values``.
@@ -230,7 +71,6 @@ class Block:
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         """Restore what :meth:`gradients` needs, the statistics being known from an earlier pass."""
-        raise NotImplementedError
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -253,24 +93,130 @@ class Block:
 
 def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
     """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
-    call, labels = opened.call, _of_part(opened.labels, part)
+    return _fused(opened, part, opened.weight, _of_part(opened.labels, part), part.epilogue, part.values, out)
+
+
+def _fused(
+    opened: OpenCall,
+    part: Part,
+    weight: Tensor,
+    labels: Tensor,
+    epilogue: Epilogue,
+    values: dict[str, Tensor],
+    out: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The statistics of the softmax over the rows of ``weight``, into ``values`` where they are there."""
+    call = opened.call
     names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
     if not names <= {"logp", "lse", "mean_logit", "entropy"}:
         return linear_softmax_statistics(
-            part.hidden, opened.weight, labels, names, part.epilogue, out, batch_invariant=invariant, backend=backend
+            part.hidden, weight, labels, names, epilogue, out, batch_invariant=invariant, backend=backend
         )
     found = linear_exponentials(
         part.hidden,
-        opened.weight,
+        weight,
         labels,
         out,
-        part.epilogue,
-        found=Exponentials.into(part.values),
+        epilogue,
+        found=Exponentials.into(values),
         projections=out is not None,
         batch_invariant=invariant,
         backend=backend,
     )
     return {name: getattr(found, name) for name in {*names, "logp"}}
+
+
+class Columns(Block):
+    """Nothing: statistics come from kernels that keep no logits, gradients from logits that are computed anew.
+
+    Gradients, and statistics where the head's rows must be dequantized, walk the vocabulary in tiles of all of a part's
+    tokens: grad_weight is written once for each part, and a row is dequantized once for each part and pass.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        self.memory: Tensor | None = None
+
+    def _tile(self, tokens: int, columns: int) -> Tensor:
+        """``[R, C]``: half-precision gradients, or fp32 projections, which their gradients overwrite."""
+        if self.memory is None:
+            work = self.call.work
+            width = padded(min(self.call.plan.tile_columns, self.vocab_size))
+            dtype = work.operand_dtype if work.fused else work.logits_dtype
+            self.memory = torch.empty(self.rows, width, dtype=dtype, device=self.opened.device)
+        return self.memory[:tokens, :columns]
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        computed = self._merged(part) if self.call.work.walks else fused_statistics(self.opened, part)
+        self.opened.merge_(part.rows, computed)
+        part.put(computed, whole=len(part.hidden) == self.opened.count)
+
+    def _merged(self, part: Part) -> dict[str, Tensor]:
+        """The statistics of all columns, from those of each tile."""
+        labels, class_weight, found = self.opened.labels[part.rows], part.epilogue.class_weight, dict[str, Tensor]()
+        ends = torch.arange(self.vocab_size + 1, device=labels.device)
+        for columns in blocks(self.vocab_size, self.call.plan.tile_columns):
+            of_tile = {name: value.double() for name, value in self._statistics(part, columns).items()}
+            if found:  # in fp64, as there are many roundings, of few numbers
+                both = {name: torch.stack([found[name], value]) for name, value in of_tile.items()}
+                sizes = torch.stack([ends[columns.start], ends[columns.stop - columns.start]])
+                weights = None if class_weight is None else class_weight[: columns.stop]
+                of_tile = merge(both, sizes, labels.clamp(max=columns.stop - 1), weights)
+            found = {name: value.double() for name, value in of_tile.items()}
+        wide = self.call.work.logits_dtype
+        return {name: value.to(torch.int64 if name == "argmax" else wide) for name, value in found.items()}
+
+    def _statistics(self, part: Part, columns: slice) -> Mapping[str, Tensor]:
+        """Statistics of the softmax over a tile's columns; ``logp`` is any number for labels of other tiles."""
+        opened, call, width = self.opened, self.call, columns.stop - columns.start
+        projection, epilogue = opened.projection.columns(columns), part.epilogue.columns(columns)
+        labels = (opened.labels[part.rows] - columns.start).clamp(0, width - 1)
+        weight = projection.weights.matrix(call.work.operand_dtype)
+        if call.work.fused and weight is not None:
+            new = {name: torch.empty(len(labels), device=opened.device) for name in call.block_names - {"argmax"}}
+            return _fused(opened, part, weight, labels, epilogue, new)
+        projected = projection.into(self._tile(len(labels), width), part.hidden, 0, width)
+        return softmax_statistics(
+            projected, labels, call.block_names, epilogue, scratch=call.plan.scratch, backend=call.backend
+        )
+
+    def gradients(
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
+    ) -> Tensor | None:
+        coefficients, out = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight), None
+        for columns in blocks(self.vocab_size, self.call.plan.tile_columns):
+            projection = self.opened.projection.columns(columns)
+            grad = self._gradient(part, projection, columns, coefficients, head_grads.bias)
+            first = part.rows.start == 0
+            out = head_grads.add(grad, part.hidden, columns, first=first, out=out, projection=projection)
+        return out
+
+    def _gradient(
+        self,
+        part: Part,
+        projection: Projection,
+        columns: slice,
+        coefficients: SoftmaxGradient,
+        grad_bias: Tensor | None,
+    ) -> Tensor:
+        """d loss / d projection ``[R, C]`` in the operand dtype."""
+        opened, call, width = self.opened, self.call, columns.stop - columns.start
+        tile, weight = self._tile(len(part.hidden), width), projection.weights.matrix(call.work.operand_dtype)
+        if not call.work.fused or weight is None:
+            projection.into(tile, part.hidden, 0, width)
+            return projection_gradient(opened, tile, part, columns, coefficients, grad_bias)
+        return linear_softmax_gradient_into(
+            tile,
+            part.hidden,
+            weight,
+            part.values["lse"],
+            call.tokens.labels[part.rows],
+            coefficients,
+            part.epilogue.columns(columns),
+            first_column=opened.first_column + columns.start,
+            vocab_size=call.vocab_size,
+            backend=call.backend,
+        )
 
 
 class LogitBlock(Block):
@@ -280,7 +226,7 @@ class LogitBlock(Block):
         super().__init__(opened, rows)
         #: One column beside the vocabulary takes what belongs to columns of other ranks.
         width = padded(opened.vocab_size + (opened.owned is not None))
-        self.projections = opened.weight.new_empty(rows, width, dtype=self.call.work.logits_dtype)
+        self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
@@ -335,7 +281,8 @@ class LogitBlock(Block):
             others = {name: g for name, g in upstream.items() if name != "selected_logps"}
             upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
         coefficients = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight)
-        grad = projection_gradient(self.opened, self.projections, part, columns, coefficients, head_grads.bias)
+        projected = self.projections[: len(part.hidden), columns]
+        grad = projection_gradient(self.opened, projected, part, columns, coefficients, head_grads.bias)
         if selected is not None:
             self._add_selected(grad, part, coefficients, selected, head_grads.bias)
         return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, into=out_view)
@@ -385,10 +332,10 @@ def projection_gradient(
 
     A half-precision row overwrites the first half of its own fp32 row, so that no second buffer is needed.
     """
-    call, count, width = opened.call, len(part.hidden), columns.stop - columns.start
+    call = opened.call
     return softmax_gradient_into(
-        projections.view(call.work.operand_dtype)[:count, :width],
-        projections[:count, :width],
+        projections.view(call.work.operand_dtype)[:, : columns.stop - columns.start],
+        projections,
         part.values["lse"],
         call.tokens.labels[part.rows],
         coefficients,
@@ -410,7 +357,9 @@ class ExponentialBlock(Block):
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
-        self.exponentials = opened.weight.new_empty(rows, padded(opened.vocab_size))
+        self.exponentials = torch.empty(
+            rows, padded(opened.vocab_size), dtype=opened.call.work.operand_dtype, device=opened.device
+        )
         #: Where ranks share the vocabulary, the labels' logits ``[N]``, and -1 in place of labels of other ranks; else
         #: each block computes its own.
         self.label_logits: Tensor | None = None
@@ -456,7 +405,7 @@ class ExponentialBlock(Block):
             hidden = hidden.to(call.work.operand_dtype)
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
             found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
-        mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.weight.device), *found])
+        mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.device), *found])
         return shard.sum_(mine.masked_fill_(~owned, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_names
 from liger_losses.chunked.engine.given import Given, given_to_loss, running
-from liger_losses.chunked.engine.head import (
-    Head,
-    Projection,
-    can_fuse,
-    check_invariant,
-    dequantized_bytes,
-    operand_dtype,
-)
+from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import (
     EngineOptions,
@@ -35,11 +28,12 @@ from liger_losses.chunked.engine.plan import (
     is_small,
     make_plan,
 )
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.query import Query, Statistics, check_query
 from liger_losses.chunked.engine.ranks import VocabularyRanks
-from liger_losses.chunked.engine.teachers import Teacher, teacher_row_bytes_of
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
+from liger_losses.chunked.engine.weights import Projection, weights_of
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import autocast_dtype, within_transform
@@ -77,7 +71,7 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        merges = self.shard is not None or self.plan.slab > 0
+        merges = self.shard is not None or self.work.walks
         beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
@@ -90,7 +84,7 @@ class Call:
 class OpenCall:
     """A call and the tensors it runs on: what the stream, its blocks and the gradients read.
 
-    Of weight ``[V', H]`` and bias ``[V']`` (this rank's, if ranks share a vocabulary), V rows are used: fewer than V'
+    Of weight ``[V', r]`` and bias ``[V']`` (this rank's, if ranks share a vocabulary), V rows are used: fewer than V'
     for a divergence alone from a teacher of fewer. Without ``multiplies``, no quantized weight is dequantized.
     """
 
@@ -113,27 +107,27 @@ class OpenCall:
             class_weight = None if class_weight is None else class_weight[columns]
             self.sums_over = None if call.shard.partial_gradients else call.shard
         self.call, self.hidden_states = call, hidden_states
-        self.weight = self.trained = weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
+        weights = weights_of(weight, call.quantized)
+        if self.vocab_size < self.weight_rows:
+            weights = weights.columns(slice(0, self.vocab_size))
+        self.trained, self.device = weights.trained, weight.device
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = [_flat(part) for part in hidden_states]
-        #: Rows that are dequantized where they multiply the first columns of the hidden states. Where all are, at once,
-        #: ``weight`` has them, beside the columns ``trained``, which get a gradient.
-        self.quantized, self.frozen_columns = None, 0
-        if call.quantized is not None:
-            self.frozen_columns, quantized = call.quantized.shape[1], call.quantized.part(0, self.vocab_size)
-            if not call.work.dequantized_bytes:
-                self.quantized = quantized
-            elif multiplies:
-                self.weight = dequantize(quantized, self.weight, call.work.operand_dtype)
-        self.projection = Projection(self.weight, call.work.operand_dtype, call.plan.weight_chunk, self.quantized)
+        if call.work.dequantized_bytes and multiplies:
+            weights = weights.dequantized(call.work.operand_dtype)
+        self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk)
+        #: The head's rows ``[V, H]`` as fused kernels read them; ``None`` where the plan has no such kernels.
+        self.weight: Any = weights.matrix(call.work.operand_dtype)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
+        #: How many of the hidden states' columns are multiplied by rows that get no gradient.
+        self.frozen_columns = call.work.hidden_size - self.trained.shape[1]
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
-        assert self.call.shard is not None
-        labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
-        self.call.shard.merge_(labels, *softmaxes, class_weight=class_weight)
+        if self.call.shard is not None:
+            labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
+            self.call.shard.merge_(labels, *softmaxes, class_weight=class_weight)
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -222,25 +216,60 @@ class Run(NamedTuple):
     grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decision:
     """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
 
     compute_dtype: torch.dtype  # of the inputs, or autocast's
     vocab_size: int  # the number of columns that the query is about
     backend: str
-    operand: torch.dtype  # of the products
-    dequantized_bytes: int  # of quantized weights that are dequantized at once
     needs_hidden: tuple[bool, ...]
     needs_weight: bool
     needs_bias: bool
-    dense: bool  # whether hidden states are multiplied as they are, where all tokens are active
-    fused_products: bool  # whether Triton kernels multiply
-    fused: bool  # whether these also compute statistics and gradients, so that no fp32 logits reach memory
-    exponentials: bool  # whether blocks hold exponentials in half precision
-    grad_weight_dtype: torch.dtype
     compact: bool  # whether tokens without loss are dropped
-    run: Run | None = None  # where none is dropped
+    #: Which strategies are exact for the query and these gradients, whatever the sizes of blocks.
+    one_pass: bool
+    frozen: bool
+    selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
+    options: EngineOptions
+    grad_weight_dtype: torch.dtype
+    work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
+    runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(self.needs_hidden) or self.needs_weight or self.needs_bias
+
+    def run(self, tokens: int, gathers: bool) -> Run:
+        """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
+        run = self.runs.get((tokens, gathers))
+        if run is None:
+            if len(self.runs) >= MOST_DECISIONS:
+                self.runs.clear()
+            work = replace(self.work, tokens=tokens, gathers=gathers or self.work.gathers)
+            plan = make_plan(work, self.options.workspace, self.options.chunk_size)
+            run = self.runs[tokens, gathers] = self._chosen(work, plan)
+        return run
+
+    def _chosen(self, work: Workload, plan: Plan) -> Run:
+        """The cheapest strategy that is exact here and fits the workspace, or the one that was asked for."""
+        dtype, strategy = self.grad_weight_dtype, "statistics"
+        if self.needs_gradient:
+            # A half-precision grad_weight must not be rounded many times.
+            few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
+            one_pass = self.one_pass and few_roundings
+            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident}
+            single = [name for name, possible in allowed.items() if possible and not work.walks]
+            # Logits that are kept are one block, of all tokens.
+            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+            possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
+            strategy = self.options.strategy or possible[0]
+            check_names([strategy], possible, "strategy for these inputs")
+        many_blocks = self.selects and strategy == "two_pass" and not plan.few_blocks
+        if work.walks or many_blocks:
+            # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
+            dtype = torch.promote_types(dtype, torch.float32)
+        return Run(work, plan, strategy, dtype)
 
 
 #: What :func:`decide` has found, by :func:`_signature`.
@@ -331,52 +360,87 @@ def _decide(
     device, grad = head.weight.device, torch.is_grad_enabled()
     wide = torch.promote_types(torch.float32, compute_dtype)
     backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
-    operand, most, at_once = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes]), 0
-    if head.quantized is not None or query.comparison is not None:
-        teacher = None if query.comparison is None else query.comparison.teacher
-        heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
-        at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
+    operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
+    teacher = None if query.comparison is None else query.comparison.teacher
+    heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
+    at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
     if head.batch_invariant:
         check_invariant(head, backend, query.comparison is not None, at_once)
+    needs_hidden = tuple([grad and part.requires_grad for part in hidden])
+    needs_weight = grad and head.weight.requires_grad
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
-    fused_products = can_fuse(head, operand, backend, at_once > 0)
+    # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
+    walks = head.quantized is not None and not at_once and not query.needs_logits
+    fused_products = can_fuse(head, operand, backend, at_once > 0 or walks)
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
-    exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
+    exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
+    columns = vocab_size
     if head.shard is not None:
         if "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
             exponentials = False
-        compared = vocab_size if query.comparison is None else min(vocab_size, query.comparison.teacher.vocab_size)
-        head.shard.check_columns(compared)
+        head.shard.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
+        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
+        columns = min(vocab_size, max(head.shard.sizes))
+    work = Workload(
+        tokens=0,
+        hidden_size=head.hidden_size,
+        vocab_size=columns,
+        operand_dtype=operand,
+        device=device,
+        temporaries=(4 if teacher is None else TEMPORARIES) if backend == "torch" else 4 * (needs_bias and not teacher),
+        gathers=not _dense(hidden, operand),
+        fused=fused,
+        exponentials=exponentials,
+        fused_products=fused_products,
+        ranks=1 if head.shard is None else len(head.shard.sizes),
+        device_memory=memory,
+        copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
+        dequantized_bytes=at_once,
+        walks=walks,
+        **_of_teacher(teacher, vocab_size, operand),
+    )
+    if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
+        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
+        work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
     made = Decision(
         compute_dtype=compute_dtype,
         vocab_size=vocab_size,
         backend=backend,
-        operand=operand,
-        dequantized_bytes=at_once,
-        needs_hidden=tuple([grad and part.requires_grad for part in hidden]),
-        needs_weight=grad and head.weight.requires_grad,
+        needs_hidden=needs_hidden,
+        needs_weight=needs_weight,
         needs_bias=needs_bias,
-        dense=_dense(hidden, operand),
-        fused_products=fused_products,
-        fused=fused,
-        exponentials=exponentials,
-        grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
         compact=options.compact,
+        # fp16 gradients underflow without the loss scale, which is only known in backward.
+        one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
+        frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
+        selects=query.selected is not None,
+        options=options,
+        grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
+        work=work,
     )
     drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
-    if options.compact and not drops and query.comparison is None:
-        # A block of fp32 logits, if it fits: the fewest launches.
-        small, needs_gradient = replace(made, compact=False), any(made.needs_hidden) or made.needs_weight or needs_bias
-        if needs_gradient:
-            small = replace(small, fused=False, exponentials=False)
-        with suppress(ValueError):  # the workspace is too small for it
-            run = _run(small, head, query, options, most, True, memory)
-            if run.plan.rows >= most or not needs_gradient:
-                return replace(small, run=run)
-    if options.compact and not isinstance(labels, Tokens):
+    if drops or not options.compact or query.comparison is not None:
         return made
-    return made if drops else replace(made, run=_run(made, head, query, options, most, True, memory))
+    # A block of fp32 logits, if it fits: the fewest launches.
+    if made.needs_gradient:
+        work = replace(work, fused=False, exponentials=False)
+    small = replace(made, compact=False, work=work, runs={})
+    with suppress(ValueError):  # the workspace is too small for it
+        if not made.needs_gradient or small.run(most, True).plan.rows >= most:
+            return small
+    return made
+
+
+def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operand: torch.dtype) -> dict[str, Any]:
+    """What a teacher adds to the bytes of a token."""
+    if teacher is None:
+        return {}
+    found: dict[str, Any] = {"teacher_row_bytes": teacher_row_bytes_of(teacher, vocab_size, operand)}
+    if isinstance(teacher, Teacher):
+        found["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
+        found["teacher_gathers"] = not _dense([teacher.hidden_states], operand)
+    return found
 
 
 def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
@@ -390,84 +454,6 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     return (
         not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
     )
-
-
-def _workload(
-    made: Decision, head: Head, query: Query, tokens: int, gathers: bool, memory: int | None = None
-) -> Workload:
-    """What the plan of so many tokens depends on."""
-    operand, teacher = made.operand, None if query.comparison is None else query.comparison.teacher
-    temporaries, teacher_row_bytes = 4 if made.backend == "torch" or made.needs_bias else 0, 0
-    teacher_hidden_bytes, divergence_tiles = 0, False
-    at_once = made.dequantized_bytes > 0
-    dequantized = 0 if at_once or head.quantized is None else head.dequantized_row_bytes(operand)
-    if teacher is not None:
-        temporaries = TEMPORARIES if made.backend == "torch" else 0
-        teacher_row_bytes = teacher_row_bytes_of(teacher, made.vocab_size, operand)
-        if isinstance(teacher, Teacher) and not at_once:
-            dequantized += teacher.head.dequantized_row_bytes(operand)
-        if isinstance(teacher, Teacher) and made.fused_products and not made.needs_bias and head.shard is None:
-            # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-            divergence_tiles = can_fuse(teacher.head, operand, made.backend, at_once)
-            if gathers or not _dense([teacher.hidden_states], operand):
-                teacher_hidden_bytes = 2 * teacher.head.hidden_size * operand.itemsize
-    return Workload(
-        tokens=tokens,
-        hidden_size=head.hidden_size,
-        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
-        vocab_size=made.vocab_size if head.shard is None else min(made.vocab_size, max(head.shard.sizes)),
-        operand_dtype=operand,
-        weight_dtype=operand if at_once and head.quantized is not None else head.weight.dtype,
-        device=head.weight.device,
-        temporaries=temporaries,
-        gathers=gathers or not made.dense,
-        fused=made.fused,
-        exponentials=made.exponentials,
-        fused_products=made.fused_products,
-        teacher_row_bytes=teacher_row_bytes,
-        ranks=1 if head.shard is None else len(head.shard.sizes),
-        device_memory=memory,
-        teacher_hidden_bytes=teacher_hidden_bytes,
-        divergence_tiles=divergence_tiles,
-        dequantized_row_bytes=dequantized,
-        dequantized_bytes=made.dequantized_bytes,
-    )
-
-
-def _run(
-    made: Decision, head: Head, query: Query, options: EngineOptions, tokens: int, gathers: bool, memory: int | None
-) -> Run:
-    """How so many active tokens run; ``gathers`` says whether their hidden states are copied."""
-    work = _workload(made, head, query, tokens, gathers, memory)
-    plan = make_plan(work, options.workspace, options.chunk_size)
-    several = work.dequantized_row_bytes > 0 and plan.rows < tokens
-    if several and head.shard is None and not query.needs_logits:
-        # Every block of tokens would dequantize the head again.
-        fused = can_fuse(head, made.operand, made.backend, True) and not made.needs_bias
-        exponentials = made.operand == torch.bfloat16 and query.of_exponentials and not made.needs_weight
-        work = work.in_slabs(fused, exponentials)
-        plan = make_plan(work, options.workspace, options.chunk_size)
-    grad_weight_dtype, needs_weight, strategy = made.grad_weight_dtype, made.needs_weight, "statistics"
-    if any(made.needs_hidden) or needs_weight or made.needs_bias:
-        # A half-precision grad_weight must not be rounded many times.
-        few_roundings = grad_weight_dtype not in HALF_DTYPES or plan.few_blocks or not needs_weight
-        # fp16 gradients underflow without the loss scale, which is only known in backward.
-        one_pass = query.separable and torch.float16 not in (made.compute_dtype, made.operand) and few_roundings
-        frozen = not (needs_weight or made.needs_bias or query.needs_logits) and len(query.statistics) == 1
-        # Those that are exact for these inputs and fit the workspace, the cheapest first.
-        allowed = {"one_pass": one_pass, "frozen_head": frozen, "resident": plan.resident}
-        single = [name for name, possible in allowed.items() if possible]
-        # Logits that are kept are one block, of all tokens.
-        tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
-        possible = [*single, "two_pass"] if tall_blocks or not needs_weight else ["two_pass", *single]
-        strategy = possible[0]
-        if options.strategy is not None:
-            check_names([options.strategy], possible, "strategy for these inputs")
-            strategy = options.strategy
-    if plan.slab or (query.selected is not None and strategy == "two_pass" and not plan.few_blocks):
-        # Every block adds to all of grad_weight: many of them are accumulated wide, at the cost of a buffer.
-        grad_weight_dtype = torch.promote_types(grad_weight_dtype, torch.float32)
-    return Run(work, plan, strategy, grad_weight_dtype)
 
 
 class _Draft:
@@ -491,7 +477,7 @@ class _Draft:
         """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
         query, options, made, (hidden, _, shapes, _) = self.query, self.options, self.decision, self.checked
         in_a_loss, found = running.loss is not None, given_to_loss()
-        kinds = [name for name in ("dense", "fused_products", "fused", "exponentials") if getattr(made, name)]
+        kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
         needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]
         sums = "partial" if self.head.shard is not None and self.head.shard.partial_gradients else "whole"
         found.values |= {
@@ -508,7 +494,7 @@ class _Draft:
             "chunk_size": options.chunk_size,
             "strategy": options.strategy,
             "compact": options.compact,
-            "products": f"in {made.operand} by {made.backend} ({', '.join(kinds)})",
+            "products": f"in {made.work.operand_dtype} by {made.backend} ({', '.join(kinds)})",
         }
         compared = self.head.transform if query.comparison is None else query.comparison
         if query.comparison is not None:
@@ -534,12 +520,9 @@ class _Draft:
 
     def call(self) -> Call:
         """The call, once the active tokens are known."""
-        head, query, options, made = self.head, self.query, self.options, self.decision
+        head, query, made = self.head, self.query, self.decision
         tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
-        run = made.run
-        if run is None:
-            gathers = tokens.indices[0] is not None or tokens.ignored is not None
-            run = _run(made, head, query, options, tokens.count, gathers, self.memory)
+        run = made.run(tokens.count, tokens.indices[0] is not None or tokens.ignored is not None)
         transform = head.transform
         dtype = run.work.logits_dtype
         if isinstance(transform.temperature, Tensor):
@@ -552,14 +535,11 @@ class _Draft:
             quantized=head.quantized,
             vocab_size=made.vocab_size,
             tokens=tokens,
-            work=run.work,
-            plan=run.plan,
-            strategy=run.strategy,
-            grad_weight_dtype=run.grad_weight_dtype,
             backend=made.backend,
             needs_hidden=made.needs_hidden,
             needs_weight=made.needs_weight,
             needs_bias=made.needs_bias,
+            **run._asdict(),
         )
 
 

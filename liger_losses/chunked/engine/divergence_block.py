@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import Block, HeadGradients, Part, Upstream
+from liger_losses.chunked.engine.blocks import Block, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.head import Projection, can_fuse
+from liger_losses.chunked.engine.gradients import HeadGradients
+from liger_losses.chunked.engine.head import can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.teachers import TeacherLogits
+from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.hopper_pipeline import ROWS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
@@ -48,7 +50,7 @@ class TwoModels(Block):
         super().__init__(opened, rows)
         call, comparison = opened.call, opened.call.query.comparison
         assert comparison is not None
-        self.comparison, self.rows = comparison, rows
+        self.comparison = comparison
         #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
         shared = min(call.vocab_size, comparison.teacher.vocab_size)
         columns = slice(0, shared) if call.shard is None else call.shard.columns(shared)
@@ -70,11 +72,11 @@ class TwoModels(Block):
         head = head.columns(columns if head.shard is None else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
-        if call.work.dequantized_bytes:
-            head = head.dequantized(call.work.operand_dtype)
-        projection = Projection(head.weight, call.work.operand_dtype, call.plan.weight_chunk, head.quantized)
-        fused = can_fuse(head, call.work.operand_dtype, call.backend)
-        self.teacher = _Model(projection, fused)
+        weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights
+        projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk)
+        self.teacher = _Model(
+            projection, can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
+        )
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
 
@@ -155,7 +157,7 @@ class TwoModels(Block):
             model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
-        weight, backend = model.projection.weight, self.call.backend
+        weight, backend = model.projection.weights.rows(slice(None), hidden.dtype), self.call.backend
         if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
             return
         linear_exponentials(
@@ -202,7 +204,7 @@ class DivergenceBlock(TwoModels):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         shape = min(self.call.plan.part_rows, rows), padded(self.vocab_size)
-        self.logits = [opened.weight.new_empty(shape, dtype=self.call.work.logits_dtype) for _ in range(2)]
+        self.logits = [torch.empty(shape, dtype=self.call.work.logits_dtype, device=opened.device) for _ in range(2)]
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
 

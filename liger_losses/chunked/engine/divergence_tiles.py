@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import HeadGradients, Part, Upstream
+from liger_losses.chunked.engine.blocks import Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.divergence_block import TwoModels, has_two_softmaxes
+from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
@@ -142,7 +143,7 @@ class DivergenceTiles(TwoModels):
         else:
             assert self.teacher is not None
             found, hidden = {"lse": values["teacher_lse"]}, self.teacher_hidden(part.rows)
-            weight = self.teacher.projection.weight
+            weight = self.teacher.projection.weights.rows(slice(None), hidden.dtype)
             _compute(found, hidden, weight, shared_labels, teacher_epilogue, self.call.backend)
 
     def _fill_by_rows(self, part: Part, value: Tensor) -> None:

@@ -6,7 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +18,16 @@ from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_s
 from liger_losses.chunked.engine.checks import check_vector, check_weight
 from liger_losses.chunked.engine.plan import fits_dequantized
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight, dequantize
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
+from liger_losses.chunked.engine.weights import Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into
+from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.tracing import is_weight_and_bias, record
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
 _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
-#: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
-#: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
-_FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 
 
 @record
@@ -174,8 +172,13 @@ class Head:
         return self.ranks.size
 
     @property
+    def weights(self) -> Weights:
+        """This rank's rows."""
+        return weights_of(self.weight, self.quantized)
+
+    @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
+        return self.weights.shape[1]
 
     def with_fields(self, **changes: Any) -> Head:
         """This head with other fields that follow from its own, so that nothing is checked again."""
@@ -212,19 +215,6 @@ class Head:
             )
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
-
-    def dequantized(self, dtype: torch.dtype) -> Head:
-        """The same head with one floating-point weight, in this dtype where it was quantized; without gradients."""
-        if self.quantized is None:
-            return self
-        return self.with_fields(weight=dequantize(self.quantized, self.weight.detach(), dtype), quantized=None)
-
-    def dequantized_row_bytes(self, operand: torch.dtype) -> int:
-        """Bytes of a row while it is dequantized, cast and joined with the adapters'; 0 where nothing is quantized."""
-        if self.quantized is None:
-            return 0
-        wide = torch.promote_types(torch.float32, operand).itemsize
-        return self.hidden_size * max(self.quantized.temporary_bytes, operand.itemsize + 2 * wide)
 
     def detach(self) -> Head:
         """The same head as a constant."""
@@ -279,65 +269,12 @@ def _say_what_to_pass(module: nn.Module) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Projection:
-    """Products with ``weight [V, H]`` in the operand dtype, to which ``weight_chunk`` of its rows are cast at once.
-
-    With ``quantized``, these are its columns, followed by those of ``weight``.
-    """
-
-    weight: Tensor
-    operand_dtype: torch.dtype
-    weight_chunk: int
-    quantized: QuantizedWeight | None = None
-
-    def weight_chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """``(first, last, weight[first:last])`` in the operand dtype, over the rows ``start`` to ``stop``."""
-        for first in range(start, stop, self.weight_chunk):
-            last = min(first + self.weight_chunk, stop)
-            rows = self.weight[first:last].to(self.operand_dtype)
-            if self.quantized is not None:
-                dequantized = self.quantized.rows(first, last).to(self.operand_dtype)
-                rows = torch.cat([dequantized, rows], 1) if rows.shape[1] else dequantized
-            yield first, last, rows
-
-    def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """``out [T, C] = hidden @ weight[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
-        for first, last, weight in self.weight_chunks(start, stop):
-            matmul_into(out[:, first - start : last - start], hidden, weight.t())
-        return out
-
-    def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """:meth:`into`, by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
-        count, size = hidden.shape
-        rows, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
-        extra = -size % _FIXED_DEPTH
-        block, product = hidden.new_zeros(rows, size + extra), out.new_empty(rows, columns)
-        for first in range(start, stop, columns):
-            weight = self.weight[first : min(first + columns, stop)].to(self.operand_dtype)
-            weight = nn.functional.pad(weight, (0, extra)) if extra else weight
-            found = product[:, : len(weight)]
-            for row in range(0, count, rows):
-                part = hidden[row : row + rows]
-                block[: len(part), :size] = part
-                matmul_into(found, block, weight.t())
-                out[row : row + rows, first - start : first - start + len(weight)] = found[: len(part)]
-        return out
-
-    def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
-        """``out [T, H] = grad @ weight[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
-        for first, last, weight in self.weight_chunks(start, start + grad.shape[1]):
-            matmul_into(out, grad[:, first - start : last - start], weight, accumulate=accumulate or first > start)
-        return out
-
-
 def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
     """Whether one Triton kernel can compute both the product with this head's weight and its epilogue.
 
     ``dequantized`` says that a quantized weight is a matrix by then, in the operand dtype.
     """
-    weight = head.weight
-    ready = dequantized if head.quantized is not None else weight.dtype == operand and weight.stride(1) == 1
+    ready = dequantized if head.quantized is not None else head.weights.matrix(operand) is not None
     return backend == "triton" and ready and operand in HALF_DTYPES
 
 
@@ -375,6 +312,6 @@ def dequantized_bytes(
     # Of the rank that has the most rows, so that all ranks decide alike.
     rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
     pairs = zip(heads, rows, strict=True)
-    size = sum(count * head.hidden_size for head, count in pairs if head.quantized is not None) * operand.itemsize
+    size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
     row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
     return size if size and fits_dequantized(size, row, tokens, heads[0].weight.device, workspace, memory) else 0

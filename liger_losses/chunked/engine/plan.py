@@ -59,8 +59,9 @@ MIN_PART = 256
 SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
 #: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
 SMALL_CALL_LOGITS = 1.5e8
-#: Of a quantized head, the rows that a slab should have: products add to fp32 sums, which they read and write.
-MIN_SLAB = 2048
+#: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
+#: all tokens of a tile, more of it.
+COPIES, COPIES_OF_TILES = 8, 3
 
 
 #: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
@@ -128,7 +129,6 @@ class Workload:
     hidden_size: int
     vocab_size: int
     operand_dtype: torch.dtype  # of the products' operands
-    weight_dtype: torch.dtype  # of the weight, whose rows are cast where it differs
     device: torch.device
     temporaries: int = 4  # of one row, that the elementwise work needs; 0 for fused kernels
     gathers: bool = True  # whether hidden states are copied before they are multiplied, and their gradients scattered
@@ -138,11 +138,12 @@ class Workload:
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
-    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast
+    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast:
+    teacher_gathers: bool = False  # whether it is even if all tokens are active
     divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
-    dequantized_row_bytes: int = 0  # of rows of both models while they are dequantized, where some are at a time
+    copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
-    slabs: bool = False  # whether all tokens of a block pass each slab of rows that is dequantized
+    walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -181,11 +182,6 @@ class Workload:
         """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
         return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
 
-    def in_slabs(self, fused: bool, exponentials: bool) -> Workload:
-        """The same work on a quantized head, of which all tokens of a block pass each slab that is dequantized."""
-        temporaries = 0 if fused else self.temporaries
-        return replace(self, slabs=True, fused=fused, exponentials=fused and exponentials, temporaries=temporaries)
-
     def default_workspace(self) -> int:
         """Bytes that keep the device busy. Ranks that share a vocabulary take as many as one that has it whole, and
         larger blocks."""
@@ -217,7 +213,6 @@ class Plan:
     few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
-    slab: int = 0  # rows of a quantized head that all tokens of a block pass, one slab after another; 0 for none
 
 
 def is_small(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
@@ -288,9 +283,6 @@ def _make_plan(
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
-    if work.slabs:
-        rows, slab, chunk = _slabs(work, budget.blocks, chunk_size)
-        return Plan(rows, rows, rows, slab, budget.scratch, chunk, 0, False, tokens, True, True, slab=slab)
     if tiled:
         rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -303,7 +295,7 @@ def _make_plan(
         rows=rows,
         part_rows=part if tiled else _even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
-        tile_columns=min(tile_columns, padded(work.vocab_size)),
+        tile_columns=min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size)),
         scratch=budget.scratch,
         weight_chunk=budget.weight_chunk,
         kept=budget.kept,
@@ -346,13 +338,8 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
     numbers = 32 if work.fused or work.divergence_tiles else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
-    # A chunk of the weight is cast at once, and its part of grad_weight is computed wide before it is rounded.
-    casts = work.operand_dtype != work.weight_dtype or work.dequantized_row_bytes > 0
-    cast_bytes = (1 + teacher) * casts * work.hidden_size * (work.operand_dtype.itemsize + item)
-    if work.dequantized_row_bytes:
-        cast_bytes = work.dequantized_row_bytes
     least_scratch = work.temporaries * padded(work.vocab_size) * item
-    least = work.row_bytes + work.part_bytes + least_scratch + vectors + cast_bytes + work.dequantized_bytes
+    least = work.row_bytes + work.part_bytes + least_scratch + vectors + work.copied_row_bytes + work.dequantized_bytes
     if bound is not None and bound < least:
         models = "a student and a teacher over" if teacher else f"a hidden size of {work.hidden_size} and"
         given, advice = f"workspace={bound} bytes is", "or leave it out"
@@ -368,9 +355,10 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     size = most if not by_default else max(min(usual, most), least - vectors)
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
-    weight_chunk = min(max(1, size // 8 // cast_bytes), work.vocab_size) if casts else work.vocab_size
-    taken = scratch + weight_chunk * cast_bytes * (not work.slabs)  # those of a slab are taken where its tile is later
-    return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, weight_chunk)
+    copies = size // (COPIES_OF_TILES if work.walks else COPIES)
+    chunk = min(max(1, copies // max(work.copied_row_bytes, 1)), work.vocab_size) if work.copied_row_bytes else 0
+    taken = scratch + chunk * work.copied_row_bytes
+    return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, chunk or work.vocab_size)
 
 
 def _part_rows(work: Workload, size: int) -> int:
@@ -388,7 +376,8 @@ def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tup
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
     if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs
-        return size, work.tile_hidden_bytes + work.teacher_hidden_bytes + 1024, operand + 2 * item
+        teacher = work.teacher_hidden_bytes * (work.gathers or work.teacher_gathers)
+        return size, work.tile_hidden_bytes + teacher + 1024, operand + 2 * item
     return size, work.tile_hidden_bytes, operand if work.fused else item
 
 
@@ -433,27 +422,6 @@ def _full_waves(rows: int, columns: int, programs: int) -> int:
         return -tiles % programs / tiles
 
     return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
-
-
-def _slabs(work: Workload, size: int, chunk_size: int | None) -> tuple[int, int, int]:
-    """Tokens of a block, rows of the head in a slab that all of them pass, and rows that are dequantized at once.
-
-    Most goes to tokens, as every block dequantizes the whole head; but sums over slabs are read and written in fp32.
-    """
-    item = (work.operand_dtype if work.fused else work.logits_dtype).itemsize
-    row = work.hidden_size * work.operand_dtype.itemsize
-    # The sum over slabs, the hidden state where it is copied, and the statistics of two softmaxes in fp64.
-    token = work.hidden_size * work.logits_dtype.itemsize + 2 * row * work.gathers + 512
-    if work.exponentials:
-        token += row  # of the token's label
-    columns, tokens = min(MIN_SLAB, work.vocab_size), max(work.tokens, 1)
-    while (rows := (size - columns * row) // (token + padded(columns) * item)) < min(columns, tokens) and columns > 1:
-        columns //= 2
-    rows = _even(tokens, max(1, min(rows, tokens, chunk_size or tokens)))
-    columns = max(columns, (size - rows * (token + 64 * item)) // (rows * item + row))
-    columns = min(columns // 64 * 64 or columns, work.vocab_size)
-    chunk = rows * padded(columns) * item // work.dequantized_row_bytes
-    return rows, columns, max(1, min(chunk, columns))
 
 
 def _even(total: int, most: int) -> int:

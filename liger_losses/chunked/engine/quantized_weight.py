@@ -49,27 +49,6 @@ class QuantizedWeight:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
 
 
-def dequantize_into(out: Tensor, quantized: QuantizedWeight, weight: Tensor, start: int, most: int) -> Tensor:
-    """``out [C, H + r] = [quantized, weight][start : start + C]``, of which ``most`` rows at a time take temporaries.
-
-    ``weight [V, r]`` are columns beside the quantized ones.
-    """
-    size = quantized.shape[1]
-    for first in range(0, len(out), most):
-        part = out[first : first + most]
-        rows = slice(start + first, start + first + len(part))
-        part[:, :size].copy_(quantized.rows(rows.start, rows.stop))
-        part[:, size:].copy_(weight[rows])
-    return out
-
-
-def dequantize(quantized: QuantizedWeight, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[quantized, weight]`` as a whole; the temporaries are small beside it."""
-    rows, columns = quantized.shape[0], quantized.shape[1] + weight.shape[1]
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    return dequantize_into(out, quantized, weight, 0, max(64, rows // 10))
-
-
 class _Part(QuantizedWeight):
     """Some rows of a weight."""
 

@@ -10,26 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.blocks import (
-    Block,
-    ExponentialBlock,
-    Gradients,
-    HeadGradients,
-    HiddenGradients,
-    LogitBlock,
-    Part,
-    Upstream,
-    fused_statistics,
-    projection_gradient,
-)
+from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.divergence_block import DivergenceBlock
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
-from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.gradients import Gradients, HeadGradients, HiddenGradients
+from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.query import Statistics, read_by, wrong_token_losses
-from liger_losses.chunked.engine.slabs import ExponentialSlabs, Slabs
-from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.softmax_grad import SoftmaxGradient
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -51,14 +38,9 @@ class Stream:
     def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Block | None]:
         """The statistics ``[N]`` of every active token, and with ``keep_block`` one block that holds all of them."""
         values = self._empty_statistics()
-        if not keep_block and self.call.work.fused and not self.call.plan.slab:
-            for part in self._parts(self._fused_rows(), values):
-                self._fill(None, part)
-            return values, None
-        size = self.count if keep_block else self.call.plan.rows
-        block = self._block(size)
-        for part in self._parts(size, values):
-            self._fill(block, part)
+        block = self._block(self.count) if keep_block else self._block_of_statistics()
+        for part in self._parts(block.rows, values):
+            block.fill(part)
         return values, block if keep_block else None
 
     def gradients(self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None) -> tuple[Tensor | None, ...]:
@@ -67,29 +49,14 @@ class Stream:
         ``upstream`` is d loss / d statistic, ``[N]`` each.
         """
         # A kept block has the head that was dequantized.
-        grads = Gradients(self.opened if kept is None or self.call.quantized is None else kept.opened)
-        if kept is None and not self.call.query.needs_logits and not self.call.plan.slab:
-            self._gradients_by_tiles(values, upstream, grads)
-            return grads.results()
-        size = self.call.plan.rows if kept is None else self.count
-        block = self._block(size) if kept is None else kept
-        for part in self._parts(size, values):
+        grads = Gradients(self.opened if kept is None else kept.opened)
+        block = self._block_of_gradients() if kept is None else kept
+        for part in self._parts(block.rows, values):
             wanted = _rows_of(upstream, part.rows)
             if kept is None:
                 block.refill(part, wanted)
             self._write_gradients(block, part, wanted, grads)
         return grads.results()
-
-    def _gradients_by_tiles(self, values: dict[str, Tensor], upstream: Upstream, grads: Gradients) -> None:
-        """Recomputed tiles walk the vocabulary, so that grad_weight is written once per ``tile_rows`` tokens."""
-        plan, tiles = self.call.plan, self._tiles()
-        coefficients = SoftmaxGradient.of(upstream, values, self.call.query.class_weight)
-        for part in self._parts(plan.tile_rows, values):
-            out, part_coefficients = None, coefficients.rows(part.rows.start, part.rows.stop)
-            for columns in blocks(self.opened.vocab_size, plan.tile_columns):
-                grad = self._tile_gradient(tiles, part, columns, part_coefficients, grads.head.bias)
-                out = grads.head.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out)
-            grads.hidden.write(part.rows, out)
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
@@ -98,11 +65,12 @@ class Stream:
         dtype = self.opened.hidden_states[0].dtype
         for tensor in self.opened.hidden_states:
             dtype = torch.promote_types(dtype, tensor.dtype)
-        unit_gradient = self.opened.weight.new_empty(self.count, self.call.work.hidden_size, dtype=dtype)
+        shape = self.count, self.call.work.hidden_size
+        unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(self.call.plan.rows, values):
+            for part in self._parts(block.rows, values):
                 out_view = unit_gradient[part.rows]
-                self._fill(block, part)
+                block.fill(part)
                 ones = {statistic: torch.ones_like(part.values["lse"])}
                 gradient = block.gradients(part, ones, head_grads, out_view)
                 if gradient is not None and gradient is not out_view:
@@ -124,9 +92,9 @@ class Stream:
         values, weights = self._empty_statistics(), self.call.query.token_weights
         grads, losses = None, list[Tensor]()
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(self.call.plan.rows, values):
+            for part in self._parts(block.rows, values):
                 known = None if weights is None else _rows_of(weights, part.rows)
-                self._fill(block, part, known)
+                block.fill(part, known)
                 upstream: Upstream = {}
                 if known is None:
                     found, upstream = self._token_losses(part)
@@ -153,66 +121,31 @@ class Stream:
             of_part = values if size >= self.count else _rows_of(values, rows)
             yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
 
-    def _fused_rows(self) -> int:
-        """Tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit."""
-        parts = -(-self.count // self.call.plan.tile_rows) if self.call.work.gathers else 1
-        return -(-self.count // max(parts, 1))
-
     def _block(self, rows: int) -> Block:
+        """A block of whole rows, which remembers what gradients are taken of."""
         kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
-        if self.call.plan.slab:
-            in_one_pass = self.call.work.exponentials and self.call.strategy in ("one_pass", "frozen_head")
-            kind = ExponentialSlabs if in_one_pass else Slabs
         if self.call.query.comparison is not None:
             kind = DivergenceTiles if self.call.plan.tiled else DivergenceBlock
         return kind(self.opened, min(rows, self.count))
 
-    def _fill(self, block: Block | None, part: Part, upstream: Upstream | None = None) -> None:
-        """Compute all of the part's statistics, without logits in memory where there is no block."""
-        if block is not None:
-            block.fill(part, upstream)
-        else:
-            self._fused_statistics(part)
+    def _block_of_statistics(self) -> Block:
+        """The block of a pass that takes no gradients."""
+        work, plan = self.call.work, self.call.plan
+        if not work.fused and not work.walks:
+            return self._block(plan.rows)
+        # The tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit.
+        parts = -(-self.count // plan.tile_rows) if work.gathers or work.walks else 1
+        return Columns(self.opened, -(-self.count // max(parts, 1)))
+
+    def _block_of_gradients(self) -> Block:
+        """The block of a pass that computes logits anew for their gradients."""
+        if self.call.query.needs_logits:
+            return self._block(self.call.plan.rows)
+        return Columns(self.opened, min(self.call.plan.tile_rows, self.count))
 
     def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
         out_view = grads.hidden.out_view(part.rows)
         grads.hidden.write(part.rows, block.gradients(part, upstream, grads.head, out_view))
-
-    def _tiles(self) -> Tensor:
-        """Memory of the gradient pass's tiles: half-precision gradients, or the fp32 projections they overwrite."""
-        plan, call = self.call.plan, self.call
-        dtype = call.work.operand_dtype if call.work.fused else call.work.logits_dtype
-        rows, columns = min(plan.tile_rows, self.count), padded(min(plan.tile_columns, self.opened.vocab_size))
-        return torch.empty(rows, columns, dtype=dtype, device=self.opened.weight.device)
-
-    def _tile_gradient(
-        self, tiles: Tensor, part: Part, columns: slice, coefficients: SoftmaxGradient, grad_bias: Tensor | None
-    ) -> Tensor:
-        """d loss / d projection ``[R, C]`` in the operand dtype, recomputed."""
-        opened, call, width = self.opened, self.call, columns.stop - columns.start
-        tile = tiles[: len(part.hidden), :width]
-        if not call.work.fused:
-            opened.projection.into(tile, part.hidden, columns.start, columns.stop)
-            return projection_gradient(opened, tiles, part, columns, coefficients, grad_bias)
-        return linear_softmax_gradient_into(
-            tile,
-            part.hidden,
-            opened.weight[columns],
-            part.values["lse"],
-            call.tokens.labels[part.rows],
-            coefficients,
-            part.epilogue.columns(columns),
-            first_column=opened.first_column + columns.start,
-            vocab_size=call.vocab_size,
-            backend=call.backend,
-        )
-
-    def _fused_statistics(self, part: Part) -> None:
-        """Statistics whose logits never reach memory."""
-        computed = fused_statistics(self.opened, part)
-        if self.call.shard is not None:
-            self.opened.merge_(part.rows, computed)
-        part.put(computed, whole=len(part.hidden) == self.count)
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
@@ -224,7 +157,7 @@ class Stream:
             dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
             selected = self.call.query.selected if name == "selected_logps" else None
             shape = (self.count,) if selected is None else selected.shape
-            return torch.empty(shape, dtype=dtype, device=self.opened.weight.device)
+            return torch.empty(shape, dtype=dtype, device=self.opened.device)
 
         constants = row_constants(self.call) if self.call.plan.tiled else []
         return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}

@@ -18,10 +18,10 @@ from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
-from liger_losses.chunked.engine.quantized_weight import dequantize
 from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
+from liger_losses.chunked.engine.weights import weights_of
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
@@ -138,7 +138,8 @@ def _readable(hidden_states: Tensor, head: Head, tokens: int, options: EngineOpt
             f"support= reads single rows of the head, so that a quantized weight is dequantized as a whole, {size} "
             "bytes, and that takes at most half of the workspace: give a larger workspace=, or leave support out."
         )
-    beside, rows = head.weight.to(operand), dequantize(head.quantized, head.weight.detach()[:, :0], operand)
+    beside = head.weight.to(operand)
+    rows = weights_of(head.weight[:, :0], head.quantized).dequantized(operand).trained
     weight = torch.cat([rows, beside], 1) if beside.shape[1] else rows
     return hidden_states, head.with_fields(weight=weight, quantized=None)
 

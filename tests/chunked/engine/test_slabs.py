@@ -17,7 +17,6 @@ from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
-from liger_losses.kernels.label_rows import copy_label_rows_, scale_rows_
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.quantized_layers import Int8Weight
@@ -89,14 +88,13 @@ def test_statistics(names, workspace, dtype, backend):
         EngineOptions(backend=backend, workspace=workspace),
     )
     call = make_call(hidden, head, labels, Query(names, metrics, class_weight=classes), options)[1]
-    assert (call.work.dequantized_bytes > 0, call.plan.slab > 0) == (workspace == WHOLE, workspace == SLABS)
+    assert (call.work.dequantized_bytes > 0, call.work.walks) == (workspace == WHOLE, workspace == SLABS)
     assert call.work.fused == (backend == "triton")
     if workspace == SLABS:
-        assert call.plan.rows < call.tokens.count
-        assert call.plan.slab < V // 2
+        assert call.plan.tile_columns < V // 2
     found = linear_statistics(hidden, head, labels, names, metrics=metrics, class_weight=classes, options=options)
     ours = gradients(found._asdict(), names, hidden)
-    blocks = -(-call.tokens.count // call.plan.rows) if call.plan.slab else 1
+    blocks = -(-call.tokens.count // call.plan.tile_rows) if call.work.walks else 1
     assert 1 <= quantized.counts.min() <= quantized.counts.max() <= 2 * blocks
     results = []
     for h, w, b, c in ((hidden, weight, bias, classes), double(hidden, weight, bias, classes)):
@@ -150,7 +148,7 @@ def test_unlikely_labels():
     quantized = Counted(weight)
     weight = quantized.rows(0, V).bfloat16()
     options = EngineOptions(backend="triton", workspace=SLABS)
-    assert make_call(hidden, Head(quantized), labels, Query(("logp",)), options)[1].strategy == "frozen_head"
+    assert make_call(hidden, Head(quantized), labels, Query(("logp",)), options)[1].strategy == "two_pass"
     logps = linear_logps(hidden, Head(quantized), labels, backend="triton", workspace=SLABS)
     assert logps.min() < -200
     (ours,) = torch.autograd.grad(logps.sum(), hidden)
@@ -170,7 +168,7 @@ def test_several_tensors_temperatures_and_a_trained_bias(compact):
     with torch.no_grad():
         temperature = torch.linspace(0.5, 2, T)
     head = Head(quantized, bias, LogitTransform(temperature))
-    assert make_call(hidden, head, labels, Query(("logp", "entropy")), options)[1].plan.slab
+    assert make_call(hidden, head, labels, Query(("logp", "entropy")), options)[1].work.walks
 
     def token_loss(found, labels):
         return -found.logp + 0.1 * found.entropy
@@ -248,9 +246,9 @@ def test_a_larger_workspace_is_never_too_small():
         make_call(hidden, Head(quantized), labels, Query(("entropy",)), EngineOptions(workspace=workspace))[1]
         for workspace in range(125_000, 480_000, 8_000)
     ]
-    assert [call.plan.slab > 0 for call in calls] == sorted([call.plan.slab > 0 for call in calls], reverse=True)
-    assert calls[0].plan.slab
-    assert not calls[-1].plan.slab
+    assert [call.work.walks for call in calls] == sorted([call.work.walks for call in calls], reverse=True)
+    assert calls[0].work.walks
+    assert not calls[-1].work.walks
 
 
 @pytest.mark.parametrize("active", [slice(0, 30), slice(60, 100)], ids=["first", "last"])
@@ -261,7 +259,7 @@ def test_columns_without_probability(active):
     bias = torch.full((V,), -torch.inf)
     bias[active] = 0.0
     names, options = ("logp", "entropy", "lse", "log_sum_sq_probs"), EngineOptions(workspace=SLABS)
-    assert make_call(hidden, Head(quantized, bias), labels, Query(names), options)[1].plan.slab < 30
+    assert make_call(hidden, Head(quantized, bias), labels, Query(names), options)[1].plan.tile_columns < 30
     found = linear_statistics(hidden, Head(quantized, bias), labels, names, metrics="argmax", options=options)
     x, w = double(hidden, weight)
     inside = torch.where(labels >= 0, labels - active.start, labels)
@@ -278,7 +276,7 @@ def test_a_token_that_is_not_finite():
     options, labels = EngineOptions(workspace=SLABS), labels.clamp(min=0)
     with torch.no_grad():
         hidden[3] = torch.nan
-    assert make_call(hidden, Head(quantized), labels, Query(("logp", "entropy")), options)[1].plan.slab
+    assert make_call(hidden, Head(quantized), labels, Query(("logp", "entropy")), options)[1].work.walks
     found = linear_statistics(hidden, Head(quantized), labels, ("logp", "entropy"), metrics="argmax", options=options)
     grad = torch.autograd.grad((found.logp + found.entropy).sum(), hidden)[0]
     broken = torch.arange(T) == 3
@@ -307,16 +305,3 @@ def test_the_same_bits_in_any_batch(dtype):
         found = linear_logps(hidden[tokens], head, labels[tokens], workspace=workspace, **options)
         assert torch.equal(found.logp, expected.logp[tokens])
         assert torch.equal(found.entropy, expected.entropy[tokens])
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
-def test_rows_of_labels(backend):
-    weight, labels = torch.randn(30, 70).bfloat16(), torch.tensor([9, 10, 39, 40, 0, 17, 10])
-    out = torch.zeros(7, 70, dtype=torch.bfloat16)
-    copy_label_rows_(out, weight, labels, 10, backend=backend)
-    inside = torch.tensor([1, 2, 5, 6])
-    assert torch.equal(out[inside], weight[labels[inside] - 10])
-    assert not out[torch.tensor([0, 3, 4])].any()
-    matrix, factor = torch.randn(7, 80)[:, :70], torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0, 1e-30, 1.0])
-    expected = matrix * factor[:, None]
-    assert torch.equal(scale_rows_(matrix, factor, backend=backend), expected)

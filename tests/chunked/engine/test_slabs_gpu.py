@@ -58,7 +58,7 @@ def test_memory_of_slabs(masked, entropy):
     labels[:masked] = -100
     options, names = EngineOptions(workspace=60 * 2**20), ("logp", "entropy") if entropy else ("logp",)
     call = make_call(hidden, Head(quantized), labels, Query(names), options)[1]
-    assert call.plan.slab
+    assert call.work.walks
 
     def run():
         found = linear_logps(hidden, Head(quantized), labels, workspace=60 * 2**20, entropy=entropy)

@@ -38,7 +38,7 @@ def work(tokens, hidden_size=4096, vocab_size=128256, memory=H200, **options):
     """Of log-probabilities in bf16 on a GPU."""
     kind = {"fused": True, "exponentials": True, "fused_products": True, "temporaries": 0, **options}
     return Workload(
-        tokens, hidden_size, vocab_size, torch.bfloat16, torch.bfloat16, torch.device("cuda", 0),
+        tokens, hidden_size, vocab_size, torch.bfloat16, torch.device("cuda", 0),
         device_memory=memory, **kind,
     )  # fmt: skip
 

@@ -1,0 +1,194 @@
+"""What multiplies hidden states into projections: a matrix, or rows that are dequantized when they are needed.
+
+T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary. A head's adapters become columns of
+its weight (:mod:`liger_losses.chunked.engine.adapters`), so that there are two kinds: :class:`Dense` and
+:class:`Quantized`. Nothing outside this file asks which of them a head has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.kernels.matmul import matmul_into
+
+#: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
+#: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
+_FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+class Weights(Protocol):
+    """Rows ``[V, H]`` of a head, of which ``trained`` is the part that gets a gradient."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def trained(self) -> Tensor:
+        """``[V, r]``, the last r columns of the rows."""
+        ...
+
+    def columns(self, part: slice) -> Weights:
+        """The weights of some columns of the vocabulary."""
+        ...
+
+    def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows ``[C, H]`` in this dtype; the memory is shared where that needs no copy."""
+        ...
+
+    def matrix(self, dtype: torch.dtype) -> Tensor | None:
+        """All rows, if they are in memory in this dtype, as fused kernels read them."""
+        ...
+
+    def copied_row_bytes(self, dtype: torch.dtype) -> int:
+        """What :meth:`rows` allocates for each row: the row in this dtype, and temporaries; 0 for a matrix."""
+        ...
+
+    def dequantized_bytes(self, dtype: torch.dtype) -> int:
+        """The size of a copy that is made of all rows, where the workspace has room for it; 0 for a matrix."""
+        ...
+
+    def dequantized(self, dtype: torch.dtype) -> Weights:
+        """The same rows as a matrix, without a gradient where they were quantized."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A floating-point matrix."""
+
+    trained: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.trained.shape[0], self.trained.shape[1]
+
+    def columns(self, part: slice) -> Dense:
+        return Dense(self.trained[part])
+
+    def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self.trained[ids].to(dtype)
+
+    def matrix(self, dtype: torch.dtype) -> Tensor | None:
+        return self.trained if self.trained.dtype == dtype and self.trained.stride(1) == 1 else None
+
+    def copied_row_bytes(self, dtype: torch.dtype) -> int:
+        # A part of grad_weight is computed wide before it is rounded.
+        wide = torch.promote_types(torch.float32, dtype).itemsize
+        return 0 if self.trained.dtype == dtype else self.shape[1] * (dtype.itemsize + wide)
+
+    def dequantized_bytes(self, dtype: torch.dtype) -> int:
+        return 0
+
+    def dequantized(self, dtype: torch.dtype) -> Dense:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """``[codes, trained]``: frozen columns that are dequantized, and beside them those of adapters ``[V, r]``."""
+
+    codes: QuantizedWeight
+    trained: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.trained.shape[0], self.codes.shape[1] + self.trained.shape[1]
+
+    def columns(self, part: slice) -> Quantized:
+        start, stop, _ = part.indices(len(self.trained))
+        return Quantized(self.codes.part(start, stop), self.trained[part])
+
+    def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        if isinstance(ids, Tensor):
+            # Formats dequantize ranges: of ids, the range from the first to the last one of each run is read.
+            return torch.cat([self.rows(slice(i, i + 1), dtype) for i in ids.tolist()])
+        start, stop, _ = ids.indices(len(self.trained))
+        found = self.codes.rows(start, stop).to(dtype)
+        return torch.cat([found, self.trained[ids].to(dtype)], 1) if self.trained.shape[1] else found
+
+    def matrix(self, dtype: torch.dtype) -> None:
+        return None
+
+    def copied_row_bytes(self, dtype: torch.dtype) -> int:
+        wide = torch.promote_types(torch.float32, dtype).itemsize
+        return self.shape[1] * max(self.codes.temporary_bytes, dtype.itemsize + 2 * wide)
+
+    def dequantized_bytes(self, dtype: torch.dtype) -> int:
+        return self.shape[0] * self.shape[1] * dtype.itemsize
+
+    def dequantized(self, dtype: torch.dtype) -> Dense:
+        count, size = self.shape
+        out = torch.empty(count, size, dtype=dtype, device=self.trained.device)
+        step = max(64, count // 10)  # temporaries are small beside the matrix
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            out[rows, : self.codes.shape[1]].copy_(self.codes.rows(rows.start, rows.stop))
+            out[rows, self.codes.shape[1] :].copy_(self.trained.detach()[rows])
+        return Dense(out)
+
+
+def weights_of(weight: Tensor, quantized: QuantizedWeight | None) -> Weights:
+    """``[quantized, weight]``."""
+    return Dense(weight) if quantized is None else Quantized(quantized, weight)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Products with weights in the operand dtype, of which ``chunk`` rows at a time are copied, where any are."""
+
+    weights: Weights
+    dtype: torch.dtype
+    chunk: int
+
+    @property
+    def frozen_columns(self) -> int:
+        """How many of the hidden states' columns are multiplied by rows that get no gradient."""
+        return self.weights.shape[1] - self.weights.trained.shape[1]
+
+    def columns(self, part: slice) -> Projection:
+        """The products with some columns of the vocabulary, whose rows are copied once, if they are few enough."""
+        weights = self.weights.columns(part)
+        if weights.copied_row_bytes(self.dtype) and weights.shape[0] <= self.chunk:
+            weights = Dense(weights.rows(slice(None), self.dtype))
+        return replace(self, weights=weights)
+
+    def _chunks(self, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+        """Where the columns ``start`` to ``stop`` are in a product with them, and their rows."""
+        for first in range(start, stop, self.chunk):
+            last = min(first + self.chunk, stop)
+            yield slice(first - start, last - start), self.weights.rows(slice(first, last), self.dtype)
+
+    def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """``out [T, C] = hidden @ rows[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
+        for part, rows in self._chunks(start, stop):
+            matmul_into(out[:, part], hidden, rows.t())
+        return out
+
+    def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """:meth:`into`, by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
+        count, size = hidden.shape
+        most, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
+        extra = -size % _FIXED_DEPTH
+        block, product = hidden.new_zeros(most, size + extra), out.new_empty(most, columns)
+        for first in range(start, stop, columns):
+            rows = self.weights.rows(slice(first, min(first + columns, stop)), self.dtype)
+            rows = nn.functional.pad(rows, (0, extra)) if extra else rows
+            found = product[:, : len(rows)]
+            for at in range(0, count, most):
+                part = hidden[at : at + most]
+                block[: len(part), :size] = part
+                matmul_into(found, block, rows.t())
+                out[at : at + most, first - start : first - start + len(rows)] = found[: len(part)]
+        return out
+
+    def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
+        """``out [T, H] = grad @ rows[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
+        for part, rows in self._chunks(start, start + grad.shape[1]):
+            matmul_into(out, grad[:, part], rows, accumulate=accumulate or part.start > 0)
+        return out

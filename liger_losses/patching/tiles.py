@@ -6,7 +6,7 @@ Beyond its input and its output, the module then needs memory for one tile, in f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_losses.kernels._triton import warn_once
-from liger_losses.kernels.autograd import (
-    autocast_dtype,
-    graph_is_kept,
-    is_unshared,
-    once_differentiable,
-    saves_privately,
-)
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 
 #: Computes a module's output ``[1, tokens, ...]`` from its input ``[1, tokens, H]``.
 Compute = Callable[[Any, Tensor], Tensor]
@@ -29,11 +23,6 @@ Compute = Callable[[Any, Tensor], Tensor]
 # Tiles of fewer tokens make matrix products, and the sums of the weights' gradients, slower per token; wider ones gain
 # no time.
 _SMALLEST, _WIDEST_TENSOR = 4096, 2**25
-_SECOND_BACKWARD = (
-    "Trying to backward through the graph a second time, after the gradient of the input of an MLP that is computed in "
-    "tiles was written over it. Specify retain_graph=True in the first backward if you need to backward through the "
-    "graph again."
-)
 
 
 @dataclass(frozen=True)
@@ -90,160 +79,138 @@ def compute_tiled(
         ``[..., the width of the output]``.
     """
     step = tiles.size(module)
-    count = x.numel() // max(x.shape[-1], 1)
-    if count <= step:
+    if x.numel() // max(x.shape[-1], 1) <= step:
         return compute(module, x)
-    return _compute_tiled(compute, module, x, step, gradients_only or contextlib.nullcontext)
+    return _compute_tiled(_Tiling(compute, module, step, gradients_only or contextlib.nullcontext), x)
 
 
 @torch.compiler.disable  # a graph ends here: torch.compile cannot trace the backward
-def _compute_tiled(
-    compute: Compute, module: nn.Module, x: Tensor, step: int, gradients_only: Callable[[], Any]
-) -> Tensor:
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
+def _compute_tiled(tiling: _Tiling, x: Tensor) -> Tensor:
+    weights = tiling.weights()
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
-        return _forward(compute, module, x, step)
-    reason = _reason_not_to_tile(module)
+        return tiling.forward(x)
+    reason = _reason_not_to_tile(tiling.module)
     if reason is not None:
         warn_once(f"An MLP is not computed in tiles in training: {reason}.")
-        return compute(module, x)
-    x = _SavedFirst.apply(x)
-    out: Tensor = _Tiled.apply(_Call(compute, module, step, weights, gradients_only), x.grad_fn, x, *weights)
+        return tiling.compute(tiling.module, x)
+    x = _SavedFirst.apply(x, *weights.values())
+    out: Tensor = _Tiled.apply(tiling, x.grad_fn, x, *weights.values())
     return out
 
 
+class _Computed(nn.Module):
+    """A module whose forward is ``compute``, for ``torch.func.functional_call``."""
+
+    def __init__(self, compute: Compute, module: nn.Module) -> None:
+        super().__init__()
+        self.compute, self.module = compute, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.module, x)
+
+
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _Tiling:
+    """How a module is computed; ``step`` is the number of tokens at a time."""
+
     compute: Compute
     module: nn.Module
     step: int
-    weights: list[nn.Parameter]
     gradients_only: Callable[[], Any]
+
+    def weights(self) -> dict[str, Tensor]:
+        """What needs a gradient beside the input, by its name in :class:`_Computed`."""
+        return {f"module.{name}": weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output, of which each tile is written to its place."""
+        rows = x.detach().reshape(1, -1, x.shape[-1])
+        first = self.compute(self.module, rows[:, : self.step])
+        out = first.new_empty(*x.shape[:-1], first.shape[-1])
+        places = out.view(1, -1, first.shape[-1])
+        places[:, : self.step] = first
+        del first
+        for start in range(self.step, rows.shape[1], self.step):
+            tile = slice(start, start + self.step)
+            places[:, tile] = self.compute(self.module, rows[:, tile])
+        if autocast_dtype(x.device) is not None:
+            torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
+        return out
 
 
 class _SavedFirst(torch.autograd.Function):
-    """Saves the input before anything is computed: activation checkpointing recomputes up to what was saved last.
+    """Saves what backward needs before anything is computed.
 
-    It is saved as a tensor of its own, so that backward sees whether anything else refers to its memory.
+    Activation checkpointing recomputes a layer only up to the last tensor that it saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.may_be_overwritten = saves_privately() and not x.is_leaf
-        ctx.save_for_backward(x.detach())
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, saved_first: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.saved_first, ctx.overwritten = call, saved_first, False
-        if saved_first is None:  # the input needs no gradient
-            ctx.save_for_backward(x)
-        ctx.versions = [weight._version for weight in weights]
+    def forward(ctx: Any, tiling: _Tiling, saved_first: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.tiling, ctx.saved_first, ctx.names = tiling, saved_first, list(tiling.weights())
         ctx.cast = autocast_dtype(x.device)
         before = _random_states(x)
-        out = _forward(call.compute, call.module, x, call.step)
-        after = _random_states(x)
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        out = tiling.forward(x)
+        same = all(torch.equal(a, b) for a, b in zip(before, _random_states(x), strict=True))
         ctx.random_states = None if same else before
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        call, needs_x = ctx.call, ctx.needs_input_grad[2]
-        _check_weights(call, ctx.versions)
-        if ctx.overwritten:
-            raise RuntimeError(_SECOND_BACKWARD)
-        (saved,) = (ctx.saved_first or ctx).saved_tensors
-        ctx.overwritten = needs_x and ctx.saved_first.may_be_overwritten and not graph_is_kept() and is_unshared(saved)
+        tiling, needs_x = ctx.tiling, ctx.saved_first.needs_input_grad[0]
+        saved, *weights = ctx.saved_first.saved_tensors
+        # Without the hooks of the parameters, which autograd calls with what is returned to it.
+        leaves = [weight.detach().requires_grad_() for weight in weights]
         x, grad = (tensor.reshape(1, -1, tensor.shape[-1]) for tensor in (saved, grad))
-        grad_x = None if not needs_x else x if ctx.overwritten else torch.empty_like(x)
-        sums: list[Tensor | None] = [None] * len(call.weights)
-        with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states), _unhooked(call.weights):
-            for start in range(0, x.shape[1], call.step):
-                tile = slice(start, start + call.step)
+        grad_x = torch.zeros_like(x) if needs_x else None
+        sums: list[Tensor | None] = [None] * len(leaves)
+        again, named = _Computed(tiling.compute, tiling.module), dict(zip(ctx.names, leaves, strict=True))
+        with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states):
+            for start in range(0, x.shape[1], tiling.step):
+                tile = slice(start, start + tiling.step)
                 part = x[:, tile].detach().requires_grad_(needs_x)
-                with call.gradients_only():
-                    out = call.compute(call.module, part.view_as(part))  # a module may be given no leaf
-                inputs = [*([part] if needs_x else []), *call.weights]
+                with tiling.gradients_only():
+                    # A module may be given no leaf, as it may change its input in place.
+                    out = torch.func.functional_call(again, named, part.view_as(part))
+                inputs = [*([part] if needs_x else []), *leaves]
                 found = list(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
                 del out
-                if grad_x is not None:
-                    of_part = found.pop(0)
-                    grad_x[:, tile] = 0.0 if of_part is None else of_part
-                _add(sums, found)
-        grads = [
-            None if total is None else total.to(weight.dtype) for total, weight in zip(sums, call.weights, strict=True)
-        ]
+                if grad_x is not None and (of_part := found.pop(0)) is not None:
+                    grad_x[:, tile] = of_part
+                for i, of_weight in enumerate(found):
+                    sums[i] = _sum(sums[i], of_weight)
+        grads = [None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
         return None, None, None if grad_x is None else grad_x.view(saved.shape), *grads
 
 
-def _forward(compute: Compute, module: nn.Module, x: Tensor, step: int) -> Tensor:
-    """The output, of which each tile is written to its place."""
-    rows = x.detach().reshape(1, -1, x.shape[-1])
-    first = compute(module, rows[:, :step])
-    out = first.new_empty(*x.shape[:-1], first.shape[-1])
-    places = out.view(1, -1, first.shape[-1])
-    places[:, :step] = first
-    del first
-    for start in range(step, rows.shape[1], step):
-        places[:, start : start + step] = compute(module, rows[:, start : start + step])
-    if autocast_dtype(x.device) is not None:
-        torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
-    return out
+def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """The sum over the tiles, in fp32 or wider."""
+    if grad is None:
+        return total
+    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if total is None else total.add_(grad)
 
 
 def _reason_not_to_tile(module: nn.Module) -> str | None:
     """Why a module cannot be computed again in backward, one tile at a time, or ``None``."""
     for path, part in module.named_modules():
-        if path and hasattr(part, "set_requires_gradient_sync"):
+        if path and hasattr(part, "set_reshard_after_forward"):
             return f"fully_shard has made its {path} a unit of its own; make the whole MLP or its layer a unit instead"
-        tensors = [*part._parameters.values(), *(value for value in vars(part).values() if isinstance(value, Tensor))]
-        for tensor in tensors:
-            if hasattr(tensor, "ds_id"):
-                return "ZeRO-3 has partitioned its weights; use FSDP2 (fully_shard), or leave out tile_mlps"
-            if tensor is not None and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                return "its weights are no parameters while it runs (FSDP1, or torch.func.functional_call)"
+        if any(hasattr(tensor, "ds_id") for tensor in part._parameters.values()):
+            return "ZeRO-3 has partitioned its weights; use FSDP2 (fully_shard), or leave out tile_mlps"
+        if any(isinstance(value, Tensor) and value.requires_grad for value in vars(part).values()):
+            return "its weights are no parameters while it runs (FSDP1)"
     return None
-
-
-def _check_weights(call: _Call, versions: Sequence[int]) -> None:
-    """Raise RuntimeError unless the weights are those of the forward."""
-    weights = [weight for weight in call.module.parameters() if weight.requires_grad]
-    same = len(weights) == len(call.weights) and all(a is b for a, b in zip(weights, call.weights, strict=True))
-    if not same or [weight._version for weight in weights] != list(versions):
-        raise RuntimeError(
-            "The weights of an MLP that is computed in tiles were replaced, frozen or modified in place after the "
-            "forward, and backward computes it again. Call backward before that (before optimizer.step(), for example)."
-        )
-
-
-@contextlib.contextmanager
-def _unhooked(weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Without the weights' tensor hooks, which autograd calls with what is returned to it."""
-    hooked = [(weight, hooks) for weight in weights if (hooks := weight._backward_hooks)]
-    try:
-        for weight, _ in hooked:
-            weight._backward_hooks = None
-        yield
-    finally:
-        for weight, hooks in hooked:
-            weight._backward_hooks = hooks
-
-
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Add the gradients of a tile to the sums."""
-    for i, grad in enumerate(found):
-        if grad is not None:
-            total = sums[i]
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            sums[i] = grad.to(wide, copy=True) if total is None else total.add_(grad)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import liger_losses.kernels
 from benchmarks.host_time import Driver
-from liger_losses.chunked.engine import checks, divergence_block
+from liger_losses.chunked.engine import checks, two_models
 from liger_losses.kernels import _tiles, _triton
 from tests.kernels import launches
 
@@ -92,7 +92,7 @@ def pretend(device: Device) -> None:
     _triton.INTERPRETED = True  # kernels take tensors that are not on a GPU
     os.environ[_triton.BACKEND_VARIABLE] = "triton"
     checks.WITHOUT_VALUES = ()
-    divergence_block._DEVICES_OF_LSE = ("meta",)
+    two_models._DEVICES_OF_LSE = ("meta",)
     driver.set_active(Driver(device.capability))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
-from liger_losses.chunked.engine import divergence_block
+from liger_losses.chunked.engine import two_models
 from liger_losses.kernels import hopper_pipeline, linear_lse
 from liger_losses.kernels._triton import tl, warn_once
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
@@ -122,8 +122,8 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
 def test_losses_without_a_label_take_them(hard, monkeypatch):
     """The teacher always; the student, unless its log-probabilities are asked for."""
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(divergence_block, "_DEVICES_OF_LSE", (DEVICE,))
-    monkeypatch.setattr(divergence_block, "ROWS", 32)  # of which 20 tokens are more than half
+    monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
+    monkeypatch.setattr(two_models, "ROWS", 32)  # of which 20 tokens are more than half
     taken = []
 
     def counted(lse, hidden, *given, **options):
@@ -139,7 +139,7 @@ def test_losses_without_a_label_take_them(hard, monkeypatch):
     loss = DistillationLoss(Divergence.forward_kl(), hard, 0.7, backend="triton")
     results = []
     for function in (lambda *given, **options: False, counted):
-        monkeypatch.setattr(divergence_block, "log_sum_exps_into", function)
+        monkeypatch.setattr(two_models, "log_sum_exps_into", function)
         value, _ = loss(weight, hidden, labels, Teacher(theirs, head))
         results.append((value, *torch.autograd.grad(value, (hidden, weight))))
     assert taken

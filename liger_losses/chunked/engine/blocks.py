@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.ranks import VocabularyRanks, merge, merge_logps
+from liger_losses.chunked.engine.ranks import merge
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
@@ -249,7 +249,7 @@ class LogitBlock(Block):
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
-        if call.shard is not None:
+        if self.opened.owned is not None:
             self.opened.merge_(part.rows, computed)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
@@ -364,8 +364,8 @@ class ExponentialBlock(Block):
         #: each block computes its own.
         self.label_logits: Tensor | None = None
         self.labels = opened.labels
-        if opened.call.shard is not None and opened.owned is not None:
-            self.label_logits = self._label_logits(opened.call.shard, opened.owned)
+        if opened.owned is not None:
+            self.label_logits = self._label_logits(opened.owned)
             self.labels = opened.labels.masked_fill(~opened.owned, -1)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
@@ -390,13 +390,13 @@ class ExponentialBlock(Block):
         )
         if any(call.needs_hidden) and call.strategy != "resident":
             self._start_product(exponentials, part.hidden)
-        if call.shard is not None and label_logit is not None:
-            self.offsets.logp.copy_(merge_logps(call.shard.gather(self.offsets.logp)))
+        if label_logit is not None:
+            call.ranks.merge_logps_(self.offsets.logp)
             torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
             if self.offsets.mean_logit is not None:
-                call.shard.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
+                call.ranks.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def _label_logits(self, shard: VocabularyRanks, owned: Tensor) -> Tensor:
+    def _label_logits(self, owned: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
         opened, call, found = self.opened, self.call, []
         # At once where nothing is copied: no product can start before.
@@ -406,7 +406,7 @@ class ExponentialBlock(Block):
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
             found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
         mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.device), *found])
-        return shard.sum_(mine.masked_fill_(~owned, 0.0))
+        return call.ranks.sum_(mine.masked_fill_(~owned, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""

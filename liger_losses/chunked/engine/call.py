@@ -30,7 +30,7 @@ from liger_losses.chunked.engine.plan import (
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.query import Query, Statistics, check_query
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.chunked.engine.weights import Projection, weights_of
@@ -50,7 +50,7 @@ class Call:
     query: Query  # what is asked, with per-token tensors of the active tokens
     transform: LogitTransform  # from projections to logits
     batch_invariant: bool  # whether a token's statistics have the same bits in any batch
-    shard: VocabularyRanks | None  # the part of the vocabulary that this rank has; None for all of it
+    ranks: Ranks  # who has which columns
     quantized: QuantizedWeight | None  # multiplied by the first columns of the hidden states, before the weight
     vocab_size: int  # the number of columns, of all ranks
     tokens: Tokens  # the active ones
@@ -71,7 +71,7 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        merges = self.shard is not None or self.work.walks
+        merges = self.ranks.size > 1 or self.work.walks
         beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
@@ -91,21 +91,13 @@ class OpenCall:
     def __init__(
         self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
     ) -> None:
-        #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
-        self.weight_rows, self.vocab_size = weight.shape[0], call.vocab_size
         #: The columns computed here, and each label's among them; for a label of another rank, any column.
-        self.first_column, self.labels, self.owned = 0, call.tokens.labels, None
-        #: Whose parts of the hidden states' gradients are summed.
-        self.sums_over = call.shard
-        class_weight = call.query.class_weight
-        if call.shard is not None:
-            columns = call.shard.columns(call.vocab_size)
-            self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
-            local = self.labels - columns.start
-            self.labels = local.clamp(0, self.vocab_size - 1)
-            self.owned = self.labels == local
-            class_weight = None if class_weight is None else class_weight[columns]
-            self.sums_over = None if call.shard.partial_gradients else call.shard
+        columns = call.ranks.columns(call.vocab_size)
+        self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
+        self.labels, self.owned = call.ranks.owned(call.tokens.labels, call.vocab_size)
+        #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
+        self.weight_rows = weight.shape[0]
+        class_weight = None if call.query.class_weight is None else call.query.class_weight[columns]
         self.call, self.hidden_states = call, hidden_states
         weights = weights_of(weight, call.quantized)
         if self.vocab_size < self.weight_rows:
@@ -125,9 +117,9 @@ class OpenCall:
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
-        if self.call.shard is not None:
+        if self.owned is not None:
             labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
-            self.call.shard.merge_(labels, *softmaxes, class_weight=class_weight)
+            self.call.ranks.merge_(labels, *softmaxes, class_weight=class_weight)
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -166,7 +158,7 @@ def make_call(
 
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
-    if head.shard is not None:
+    if head.ranks.size > 1:
         return _make_shared_call(hidden_states, head, labels, query, options)
     if state.shapes_only:
         return CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0]), None
@@ -178,16 +170,15 @@ def make_call(
 def _make_shared_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> tuple[CheckedInputs, Call | None]:
-    assert head.shard is not None
     device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
-    hidden_states = [head.shard.local(part) for part in ([hidden_states] if alone else hidden_states)]
+    hidden_states = [head.ranks.local(part) for part in ([hidden_states] if alone else hidden_states)]
     hidden_states = hidden_states[0] if alone else hidden_states
     teacher = None if query.comparison is None else query.comparison.teacher
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
-    memory = head.shard.least_memory(device_memory(device), device)
+    memory = head.ranks.least_memory(device_memory(device), device)
     with head.ranks.agreement(device) as agreement:
         checked = CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0])
         if not state.shapes_only:
@@ -375,17 +366,14 @@ def _decide(
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
-    columns = vocab_size
-    if head.shard is not None:
-        if "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
-            exponentials = False
-        head.shard.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
-        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
-        columns = min(vocab_size, max(head.shard.sizes))
+    if head.ranks.size > 1 and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
+        exponentials = False
+    head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
     work = Workload(
         tokens=0,
         hidden_size=head.hidden_size,
-        vocab_size=columns,
+        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
+        vocab_size=head.ranks.most_columns(vocab_size),
         operand_dtype=operand,
         device=device,
         temporaries=(4 if teacher is None else TEMPORARIES) if backend == "torch" else 4 * (needs_bias and not teacher),
@@ -393,14 +381,14 @@ def _decide(
         fused=fused,
         exponentials=exponentials,
         fused_products=fused_products,
-        ranks=1 if head.shard is None else len(head.shard.sizes),
+        ranks=head.ranks.size,
         device_memory=memory,
         copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
         dequantized_bytes=at_once,
         walks=walks,
         **_of_teacher(teacher, vocab_size, operand),
     )
-    if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.shard is None:
+    if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.ranks.size == 1:
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
         work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
     made = Decision(
@@ -449,7 +437,7 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     if state.shapes_only or not options.compact:
         return options.compact
     as_told = options.strategy is not None or options.chunk_size is not None
-    special = head.batch_invariant or head.quantized is not None or head.shard is not None
+    special = head.batch_invariant or head.quantized is not None or head.ranks.size > 1
     tokens = sum([shape.numel() for shape in shapes])
     return (
         not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
@@ -479,7 +467,7 @@ class _Draft:
         in_a_loss, found = running.loss is not None, given_to_loss()
         kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
         needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]
-        sums = "partial" if self.head.shard is not None and self.head.shard.partial_gradients else "whole"
+        sums = "partial" if self.head.ranks.partial_gradients else "whole"
         found.values |= {
             "labels' shapes": [tuple(shape) for shape in shapes],
             "hidden states": f"{hidden[0].shape[-1]} in {', '.join(str(part.dtype) for part in hidden)}",
@@ -528,10 +516,10 @@ class _Draft:
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
         return Call(
-            query=query.of_active_tokens(tokens, dtype, head.shard),
+            query=query.of_active_tokens(tokens, dtype, head.ranks),
             transform=transform,
             batch_invariant=head.batch_invariant,
-            shard=head.shard,
+            ranks=head.ranks,
             quantized=head.quantized,
             vocab_size=made.vocab_size,
             tokens=tokens,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.label_rows import add_to_label_rows_
 from liger_losses.kernels.matmul import matmul_into, start_beside
@@ -125,7 +125,7 @@ class HiddenGradients:
     ``sums_over`` names the ranks whose parts are summed, one part while the next is computed.
     """
 
-    def __init__(self, opened: OpenCall, sums_over: VocabularyRanks | None) -> None:
+    def __init__(self, opened: OpenCall, sums_over: Ranks) -> None:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
         self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
@@ -153,7 +153,7 @@ class HiddenGradients:
         out_view = self.out_view(rows)
         if out_view is not None and out_view.data_ptr() != values.data_ptr():
             out_view.copy_(values)
-        if self.sums_over is not None:
+        if self.sums_over.size > 1:
             self.finish()
             part = values.to(self.dtype).contiguous() if out_view is None else out_view
             self.summing = rows, part, self.sums_over.start_sum_(part)
@@ -174,7 +174,7 @@ class Gradients:
     """All gradients of a call."""
 
     def __init__(self, opened: OpenCall) -> None:
-        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened, opened.sums_over)
+        self.head, self.hidden = HeadGradients(opened), HiddenGradients(opened, opened.call.ranks.of_gradients)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``."""

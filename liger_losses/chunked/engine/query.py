@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_names, check_vector
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_like_labels
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
 from liger_losses.chunked.engine.tokens import Tokens, check_temperature
 from liger_losses.kernels.divergence_forms import Divergence
@@ -127,7 +127,7 @@ class Query:
         """Whether blocks must hold whole rows of fp32 logits."""
         return self.selected is not None or self.comparison is not None
 
-    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, shard: VocabularyRanks | None) -> Query:
+    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
         selected, weights, comparison = self.selected, self.token_weights, self.comparison
         if comparison is not None and isinstance(comparison.temperature, Tensor):
@@ -135,8 +135,7 @@ class Query:
         if selected is not None:
             selected = tokens.gather_like_labels(selected)
             selected = tokens.masked(selected)  # tokens without loss may hold anything
-            if shard is not None:
-                shard.check_selected(selected)
+            ranks.check_selected(selected)
         if weights is not None:
             weights = {n: tokens.masked(tokens.gather_like_labels(w.detach())).to(dtype) for n, w in weights.items()}
         return replace(

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.divergence_block import DivergenceBlock
-from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.gradients import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.query import Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.two_models import TwoModels, row_constants
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -75,13 +75,12 @@ class Stream:
                 gradient = block.gradients(part, ones, head_grads, out_view)
                 if gradient is not None and gradient is not out_view:
                     out_view.copy_(gradient)
-        if self.opened.sums_over is not None:
-            self.opened.sums_over.sum_(unit_gradient)
+        self.call.ranks.of_gradients.sum_(unit_gradient)
         return values, unit_gradient
 
     def scaled(self, unit_gradient: Tensor, upstream: Upstream) -> list[Tensor | None]:
         """Gradients of the hidden states: each token's unit gradient, times its upstream gradient."""
-        hidden_grads = HiddenGradients(self.opened, None)  # the unit gradient is summed over ranks already
+        hidden_grads = HiddenGradients(self.opened, ALONE)  # the unit gradient is summed over ranks already
         g = next(iter(upstream.values()), torch.zeros_like(unit_gradient[:, 0]))
         for rows in blocks(self.count, self.call.plan.rows):
             hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
@@ -125,7 +124,7 @@ class Stream:
         """A block of whole rows, which remembers what gradients are taken of."""
         kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
         if self.call.query.comparison is not None:
-            kind = DivergenceTiles if self.call.plan.tiled else DivergenceBlock
+            kind = TwoModels
         return kind(self.opened, min(rows, self.count))
 
     def _block_of_statistics(self) -> Block:
@@ -159,7 +158,7 @@ class Stream:
             shape = (self.count,) if selected is None else selected.shape
             return torch.empty(shape, dtype=dtype, device=self.opened.device)
 
-        constants = row_constants(self.call) if self.call.plan.tiled else []
+        constants = row_constants(self.call)
         return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}
 
     def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:

@@ -11,7 +11,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import divergence_block, divergence_tiles, plan
+from liger_losses.chunked.engine import plan, two_models
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.chunked.losses.test_distillation import divergence, formula
@@ -26,19 +26,20 @@ SMALL = 42_000
 @pytest.fixture
 def in_tiles(monkeypatch, request):
     """The number of blocks that took their gradients in tiles, and their statistics from rows of logits or in tiles."""
-    taken, gradients = [], divergence_tiles.DivergenceTiles.gradients
+    taken, gradients = [], two_models.TwoModels.gradients
     by_rows = getattr(request, "param", "rows") == "rows"
     for name in ("TILE", "HALF_TILE"):
         monkeypatch.setattr(plan, name, 4 if by_rows else 64)
     plan._make_plan.cache_clear()
-    monkeypatch.setattr(divergence_block, "_DEVICES_OF_LSE", (DEVICE,))
+    monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
 
     def counted(self, *arguments):
-        taken.append(arguments)
-        assert (self.call.plan.part_rows > 0) == by_rows
+        if self.call.plan.tiled:
+            taken.append(arguments)
+            assert (self.call.plan.part_rows > 0) == by_rows
         return gradients(self, *arguments)
 
-    monkeypatch.setattr(divergence_tiles.DivergenceTiles, "gradients", counted)
+    monkeypatch.setattr(two_models.TwoModels, "gradients", counted)
     yield taken
     plan._make_plan.cache_clear()
 

@@ -1,0 +1,491 @@
+"""A block of two models: the student's gradient from the divergence between both models' logits.
+
+N active tokens, R tokens of a block, r of them whose logits exist at a time, C columns of a tile, H and Ht the hidden
+sizes, V the columns that both vocabularies have, W those of the student that are computed: all of them where its
+log-probabilities are asked for, else V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.blocks import Block, Part, Upstream
+from liger_losses.chunked.engine.call import Call, OpenCall
+from liger_losses.chunked.engine.gradients import HeadGradients
+from liger_losses.chunked.engine.head import can_fuse
+from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.teachers import TeacherLogits
+from liger_losses.chunked.engine.weights import Projection
+from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
+from liger_losses.kernels.hopper_pipeline import ROWS
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
+from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.matmul import start_beside
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
+from liger_losses.kernels.softmax_stats import softmax_statistics
+
+#: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
+_DEVICES_OF_LSE = ("cuda",)
+#: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
+#: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
+_FEW_ROWS = 2 * ROWS + ROWS // 2
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The student or the teacher: its projection, and whether a Triton kernel computes it."""
+
+    projection: Projection
+    fused: bool
+
+
+class TwoModels(Block):
+    """A divergence: by default half-precision gradients ``[R, W]``, from fp32 logits of r tokens of both models.
+
+    The gradients of all R tokens are collected before the products with head and hidden states are taken, so that these
+    are large and grad_weight is rounded few times.
+
+    Where memory is small (``plan.tiled``), the logits are computed once more for the gradients, in tiles ``[R, C]``.
+    The gradient of a balanced divergence follows from the log-sum-exps of both models, which take no logits in memory.
+    Of the others it also needs sum(h), which needs the log-sum-exps first: so the logits of r tokens, all columns of
+    both models, stay in memory between the two. (Where memory is too small even for that, the products are taken again,
+    in tiles.) A last pass computes the gradients, and writes grad_weight once for all R tokens. These are more
+    products, but for so few tokens at a time, reading the heads and adding to grad_weight would take longer.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        call, comparison = opened.call, opened.call.query.comparison
+        assert comparison is not None
+        self.comparison, self.divergence = comparison, comparison.divergence
+        self.logits: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.grad_bias: Tensor | None = None
+        #: Where gradients are computed in tiles: what they need of each token, and where they add up the divergence.
+        self.constants = row_constants(call)
+        self.values: dict[str, Tensor] = {}
+        self.value: Tensor | None = None
+        #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
+        shared = min(call.vocab_size, comparison.teacher.vocab_size)
+        columns = call.ranks.columns(shared)
+        self.shared = columns.stop - columns.start
+        self.shared_labels = opened.labels
+        if opened.weight_rows > self.shared:
+            self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
+        soft = replace(call.transform, temperature=comparison.temperature)
+        self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
+        #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
+        self.separate = has_two_softmaxes(call)
+        self.student = _Model(opened.projection, call.work.fused_products)
+        #: The teacher, if its logits are computed here.
+        self.teacher: _Model | None = None
+        self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
+        if isinstance(comparison.teacher, TeacherLogits):
+            return
+        head = comparison.teacher.head.detach()
+        head = head.columns(columns if head.ranks.size == 1 else slice(0, self.shared))
+        bias = None if head.bias is None else head.bias.contiguous()
+        self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
+        weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights
+        projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk)
+        self.teacher = _Model(
+            projection, can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
+        )
+        states = comparison.teacher.local_hidden_states.detach()
+        self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
+
+    # --- The block ----------------------------------------------------------------------------------------------------
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        call, plan = self.call, self.call.plan
+        if not plan.tiled:
+            if upstream is not None and self.gradient is None:
+                self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
+                if call.needs_bias:
+                    self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=call.work.logits_dtype)
+            if self.grad_bias is not None:
+                self.grad_bias.zero_()
+            for at, smaller in self._parts_of(part, plan.part_rows):
+                wanted = None if upstream is None else {name: g[at] for name, g in upstream.items()}
+                out = None if self.gradient is None or wanted is None else self.gradient[at, : self.vocab_size]
+                value = smaller.values.get("divergence")
+                self._fill_rows(smaller, value, wanted, out)
+            return
+        self.values = part.values
+        self.value = self.values.get("divergence", torch.empty_like(part.values["lse"])).zero_()
+        with_gradients = upstream is not None and self.divergence.balanced
+        if plan.part_rows and not with_gradients:
+            for at, smaller in self._parts_of(part, plan.part_rows):
+                self._fill_rows(smaller, self.value[at])
+            return
+        self._compute_softmaxes(part)
+        if not with_gradients:
+            self._add_terms(part, self.value)
+
+    def refill(self, part: Part, upstream: Upstream) -> None:
+        self.values, self.value = part.values, torch.zeros_like(part.values["lse"])
+        if self.call.plan.tiled and self.values.keys() >= set(self.constants):
+            return
+        # Backward must not write to the statistics that forward saved; and not all that save them save the constants.
+        names = {*self.values, *self.constants}
+        self.fill(part._replace(values={name: torch.empty_like(self.value) for name in names}), upstream)
+
+    def gradients(
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
+    ) -> Tensor | None:
+        first = part.rows.start == 0
+        if not self.call.plan.tiled:
+            assert self.gradient is not None
+            columns = slice(0, self.vocab_size)
+            if self.grad_bias is not None and head_grads.bias is not None:
+                head_grads.bias += self.grad_bias
+            return head_grads.add(self.gradient[: len(part.hidden), columns], part.hidden, columns, first=first)
+        out, width = None, padded(min(self.call.plan.tile_columns, self.vocab_size))
+        gradient = part.hidden.new_empty(len(part.hidden), width)
+        for columns, grad in self._gradient_tiles(part, upstream, gradient):
+            out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
+        return out
+
+    def _gradient_tiles(self, part: Part, upstream: Upstream, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Columns, and the gradient ``[R, C]`` there, in the memory of ``out``."""
+        call, labels, value = self.call, self.call.tokens.labels[part.rows], torch.empty_like(self.values["lse"])
+        g, coefficients, sums = upstream.get("logp"), _coefficients(upstream, self.values["lse"]), self._sums()
+        for columns, student, teacher in self._tiles(part):
+            width = columns.stop - columns.start
+            grad, at = out[:, :width], labels - columns.start
+            divergence_into(
+                value,
+                student,
+                teacher,
+                self.divergence,
+                out=grad,
+                coefficients=coefficients,
+                labels=None if g is None else torch.where((at >= 0) & (at < width), at, width),
+                sums=sums,
+                backend=call.backend,
+            )
+            if self.value is not None and self.divergence.balanced:
+                self.value += value
+            yield columns, grad
+        # The columns that only the student has: the gradient is that of the hard loss alone.
+        for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
+            columns = slice(columns.start + self.shared, columns.stop + self.shared)
+            grad = linear_softmax_gradient_into(
+                out[:, : columns.stop - columns.start],
+                part.hidden,
+                self.opened.weight[columns],
+                self.values["lse"],
+                labels,
+                SoftmaxGradient.of({} if g is None else {"logp": g}, {}),
+                self.opened.epilogue.columns(columns),
+                first_column=columns.start,
+                vocab_size=call.vocab_size,
+                backend=call.backend,
+            )
+            yield columns, grad
+
+    # --- All columns of some tokens -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _parts_of(part: Part, size: int) -> Iterator[tuple[slice, Part]]:
+        """``size`` or fewer tokens of the part at a time, and where in the part they are."""
+        for at in blocks(len(part.hidden), size):
+            rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
+            yield at, Part(rows, part.hidden[at], {n: value[at] for n, value in part.values.items()}, part.epilogue)
+
+    def _fill_rows(
+        self, part: Part, value: Tensor | None, upstream: Upstream | None = None, out: Tensor | None = None
+    ) -> None:
+        """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
+        call, (rows, hidden, values, _) = self.call, part
+        if self.logits is None:
+            shape = 2, min(call.plan.part_rows, self.rows), padded(self.vocab_size)
+            self.logits = torch.empty(shape, dtype=call.work.logits_dtype, device=self.opened.device)
+        student_logits, teacher_logits = self.logits[:, : len(hidden)]
+        student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
+        student, teacher = self._logits_of(part, student_logits, teacher_logits[:, : self.shared])
+        labels = self.opened.labels[rows]
+        if self.opened.owned is not None:
+            labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
+        coefficients = None if upstream is None else _coefficients(upstream, hard_lse)
+        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
+        target = out if self.grad_bias is None or out is None else student_logits
+        value = torch.empty_like(hard_lse) if value is None else value
+        shared = None if target is None else target[:, : self.shared]
+        self._divergence(value, student, teacher, values, shared, coefficients, labels)
+        if target is not None and self.vocab_size > self.shared:
+            g = None if upstream is None else upstream.get("logp")
+            self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
+        if target is not None and target is not out and out is not None and self.grad_bias is not None:
+            self.grad_bias += student_logits.sum(0)
+            out.copy_(student_logits)
+
+    def _divergence(
+        self,
+        value: Tensor,
+        student: Logits,
+        teacher: Logits,
+        values: Mapping[str, Tensor],
+        out: Tensor | None,
+        coefficients: Coefficients | None,
+        labels: Tensor,
+    ) -> None:
+        """:func:`divergence_into`, of the columns of all ranks; what gradients in tiles need goes into ``values``."""
+        divergence, call, sums = self.divergence, self.call, None
+        options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
+        if self.opened.owned is not None or self.constants:
+            squares = None
+            if divergence.form == "cosine":
+                squares = call.ranks.sum_(square_sums(student, teacher, **options))
+                for name, found in zip(("student_squares", "teacher_squares"), squares, strict=True):
+                    if name in values:
+                        values[name].copy_(found)
+            sums = RowSums(values["h"] if "h" in values else torch.zeros_like(value), squares)
+            if out is None or not divergence.balanced:
+                divergence_into(value, student, teacher, divergence, sums=sums, **options)
+                value_and_h = call.ranks.sum_(torch.stack([value, sums.h]))
+                value.copy_(value_and_h[0])
+                sums.h.copy_(value_and_h[1])
+                if out is None:
+                    return
+                value = torch.empty_like(value)
+        divergence_into(
+            value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums, **options
+        )
+        if sums is not None and divergence.balanced:
+            call.ranks.sum_(value)
+
+    def _write_extra_gradient(
+        self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
+    ) -> None:
+        """The gradient in the columns that only the student has: that of the hard loss alone."""
+        extra, call = slice(self.shared, self.vocab_size), self.call
+        if g is None:
+            target[:, extra].zero_()
+            return
+        softmax_gradient_into(
+            target[:, extra],
+            student_logits[:, extra],
+            hard_lse,
+            labels,
+            SoftmaxGradient.of({"logp": g}, {}),
+            self.opened.epilogue.columns(extra),
+            first_column=self.opened.first_column + self.shared,
+            vocab_size=call.vocab_size,
+            scratch=call.plan.scratch,
+            backend=call.backend,
+        )
+
+    def _soft_epilogues(self, rows: slice) -> tuple[Epilogue, Epilogue]:
+        """The student's and the teacher's at the divergence's temperature, of some active tokens."""
+        if not isinstance(self.comparison.temperature, Tensor):
+            return self.soft_epilogue, self.teacher_epilogue
+        return self.soft_epilogue.rows(rows), self.teacher_epilogue.rows(rows)
+
+    def _teacher_hidden(self, rows: slice) -> Tensor:
+        """The teacher's hidden states ``[R, Ht]`` of some active tokens, in the operand dtype."""
+        tokens = self.call.tokens
+        return tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
+
+    def _logits_of(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
+        """Both models' logits in the shared columns, of some tokens; and the student's statistics.
+
+        Args:
+            part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
+            student_logits: ``[R, W]`` fp32, for the student's projections.
+            teacher_logits: ``[R, V]`` fp32, for the teacher's.
+        """
+        rows, hidden, values, own_epilogue = part
+        soft_epilogue, teacher_epilogue = self._soft_epilogues(rows)
+        labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
+        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
+        found = {name: value for name, value in values.items() if name in ("lse", "logp")}
+        first_epilogue = own_epilogue if self.separate else soft_epilogue
+        first_labels = labels if "logp" in found else shared_labels
+        self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
+        if self.separate:
+            lse = values["soft_lse"] if "soft_lse" in values else torch.empty_like(lse)
+            self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
+        if "entropy" in values:
+            self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
+        teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
+        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
+        if self.opened.owned is not None:
+            soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
+            of_student = [soft, found] if self.separate else [soft | found]
+            self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
+        return Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
+
+    def _compute_teacher_logits(
+        self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
+    ) -> None:
+        """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
+        tokens, teacher = self.call.tokens, self.comparison.teacher
+        if self.teacher is not None:
+            self._compute_logits(out, {"lse": lse}, self.teacher, self._teacher_hidden(rows), labels, epilogue)
+            return
+        assert isinstance(teacher, TeacherLogits)
+        (index,) = tokens.indices
+        positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
+        out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
+        self._compute_statistics({"lse": lse}, out, labels, epilogue)
+
+    def _compute_logits(
+        self,
+        out: Tensor,
+        statistics: Mapping[str, Tensor],
+        model: _Model,
+        hidden: Tensor,
+        labels: Tensor,
+        epilogue: Epilogue,
+    ) -> None:
+        """A model's projections into ``out``, and the statistics of its logits."""
+        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
+        few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
+        if not model.fused or (alone and few):
+            model.projection.into(out, hidden, 0, out.shape[1])
+            self._compute_statistics(statistics, out, labels, epilogue)
+            return
+        weight, backend = model.projection.weights.rows(slice(None), hidden.dtype), self.call.backend
+        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
+            return
+        linear_exponentials(
+            hidden,
+            weight,
+            labels,
+            out,
+            epilogue,
+            found=Exponentials.into(statistics),
+            projections=True,
+            backend=backend,
+        )
+
+    def _compute_statistics(
+        self, statistics: Mapping[str, Tensor], projected: Tensor, labels: Tensor, epilogue: Epilogue
+    ) -> None:
+        """Statistics of projections that exist, written into the tensors given."""
+        plan, backend = self.call.plan, self.call.backend
+        names = frozenset(statistics)
+        if names == {"lse"} and backend == "triton":
+            row_log_sum_exps_into(statistics["lse"], projected, epilogue, backend=backend)
+            return
+        computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)
+        for name, value in statistics.items():
+            value.copy_(computed[name])
+
+    # --- All tokens of a part, in tiles of columns --------------------------------------------------------------------
+
+    def _compute_softmaxes(self, part: Part) -> None:
+        """The statistics of both models, each by one product whose logits stay in registers."""
+        opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
+        soft_epilogue, teacher_epilogue = self._soft_epilogues(part.rows)
+        labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
+        own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
+        soft = {"entropy": values["entropy"]} if "entropy" in values else {}
+        shared = opened.weight[: self.shared]
+        if self.separate:
+            _compute(own, part.hidden, opened.weight, labels, opened.epilogue, self.call.backend)
+            own, labels = {"lse": values["soft_lse"]} if "soft_lse" in values else {}, shared_labels
+        elif cosine and "logp" not in own:
+            own["lse"].zero_()
+            own = {}
+        if own or soft:
+            own = own or {"lse": torch.empty_like(values["lse"])}
+            _compute(own | soft, part.hidden, shared, shared_labels, soft_epilogue, self.call.backend)
+        if cosine:
+            squares = torch.zeros(2, len(part.hidden), device=shared.device)
+            for _, student, teacher in self._tiles(part):
+                squares += square_sums(student, teacher, backend=self.call.backend)
+            values["student_squares"].copy_(squares[0])
+            values["teacher_squares"].copy_(squares[1])
+        else:
+            assert self.teacher is not None
+            found, hidden = {"lse": values["teacher_lse"]}, self._teacher_hidden(part.rows)
+            weight = self.teacher.projection.weights.rows(slice(None), hidden.dtype)
+            _compute(found, hidden, weight, shared_labels, teacher_epilogue, self.call.backend)
+
+    def _add_terms(self, part: Part, value: Tensor) -> None:
+        """The divergence and sum(h) of all columns."""
+        h = self.values["h"].zero_() if "h" in self.values else torch.zeros_like(value)
+        found, sums = torch.empty_like(value), self._sums()._replace(h=torch.empty_like(value))
+        for _, student, teacher in self._tiles(part):
+            divergence_into(found, student, teacher, self.divergence, sums=sums, backend=self.call.backend)
+            value += found
+            h += sums.h
+
+    def _sums(self) -> RowSums:
+        squares = None
+        if "student_squares" in self.values:
+            squares = torch.stack([self.values["student_squares"], self.values["teacher_squares"]])
+        return RowSums(self.values["h"] if "h" in self.values else torch.zeros_like(self.values["lse"]), squares)
+
+    def _tiles(self, part: Part) -> Iterator[tuple[slice, Logits, Logits]]:
+        """Columns that both models have, and both models' logits there."""
+        assert self.teacher is not None
+        hidden, (soft, of_teacher) = self._teacher_hidden(part.rows), self._soft_epilogues(part.rows)
+        lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
+        teacher_lse = self.values.get("teacher_lse", lse)
+        width = padded(min(self.call.plan.tile_columns, self.shared))
+        both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
+        for columns in blocks(self.shared, self.call.plan.tile_columns):
+            student, teacher = both[:, :, : columns.stop - columns.start]
+            of_teacher_into = partial(self.teacher.projection.into, teacher, hidden, columns.start, columns.stop)
+            wait = start_beside(hidden.device, of_teacher_into)
+            try:
+                self.student.projection.into(student, part.hidden, columns.start, columns.stop)
+            finally:
+                wait()
+            yield (
+                columns,
+                Logits(student, lse, soft.columns(columns)),
+                Logits(teacher, teacher_lse, of_teacher.columns(columns)),
+            )
+
+
+def _coefficients(upstream: Upstream, hard_lse: Tensor) -> Coefficients:
+    """The loss's derivatives as the kernels of a divergence take them."""
+    g, soft_g = upstream.get("logp"), upstream.get("divergence")
+    soft_g = torch.zeros_like(hard_lse) if soft_g is None else soft_g
+    return Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
+
+
+def has_two_softmaxes(call: Call) -> bool:
+    """Whether the hard loss and the divergence are of different softmaxes of the student."""
+    comparison = call.query.comparison
+    assert comparison is not None
+    wider = call.vocab_size > comparison.teacher.vocab_size
+    other = isinstance(comparison.temperature, Tensor) or comparison.temperature != 1.0
+    return "logp" in call.outputs and (other or wider)
+
+
+def row_constants(call: Call) -> list[str]:
+    """What gradients that are computed in tiles need of each token, beside its statistics: log-sum-exps, sum(h), and
+    norms for the cosine."""
+    comparison = call.query.comparison
+    if comparison is None or not call.plan.tiled:
+        return []
+    if comparison.divergence.form == "cosine":
+        return ["h", "student_squares", "teacher_squares"]
+    soft = ["soft_lse"] if has_two_softmaxes(call) else []
+    return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]
+
+
+def _compute(
+    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue, backend: str
+) -> None:
+    """Statistics of the softmax of a product, written into the tensors given."""
+    if found.keys() <= {"lse", "logp", "entropy"}:
+        linear_exponentials(hidden, weight, labels, None, epilogue, found=Exponentials.into(found), backend=backend)
+        return
+    computed = linear_softmax_statistics(hidden, weight, labels, frozenset(found), epilogue, backend=backend)
+    for name, value in found.items():
+        value.copy_(computed[name])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from liger_losses.chunked.engine import Head, Statistics, linear_statistics, lin
 from liger_losses.chunked.engine.checks import (
     LISTS,
     check_device,
-    check_labels,
     check_names,
     check_range,
     check_tensor,
@@ -26,9 +26,7 @@ from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.context_parallel import sum_over_group
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -62,18 +60,23 @@ class CrossEntropyTerms(NamedTuple):
     derivatives: dict[str, Tensor]
 
 
-class _Target(NamedTuple):
-    """What one of several heads predicts, and what is known of its tokens beforehand."""
+@dataclass
+class _Target:
+    """The tokens that one head predicts, and what is known of them beforehand."""
 
+    head: Head
+    hidden_states: Tensor
     labels: Tensor
     mask: Tensor
-    totals: tuple[Tensor, Tensor]  # what cross-entropy and z-loss are divided by
+    items: Tensor | None
     token_weights: Tensor | None
+    totals: tuple[Tensor, Tensor] | None = None  # what cross-entropy and z-loss are divided by, once it was asked for
 
-    def part(self, size: int) -> _Target:
-        """The target of its first entries alone."""
-        own = None if self.token_weights is None else self.token_weights[:size]
-        return _Target(self.labels[:size], self.mask[:size], self.totals, own)
+    def without_tokens(self) -> _Target:
+        """A target of the same head that has none of the tokens."""
+        weights = None if self.token_weights is None else self.token_weights[:0]
+        hidden, labels, mask = self.hidden_states[:0], self.labels[:0], self.mask[:0]
+        return replace(self, hidden_states=hidden, labels=labels, mask=mask, token_weights=weights)
 
 
 def cross_entropy(
@@ -198,11 +201,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """Whether the loss is one of all ranks of :attr:`group`; a loss per token is not."""
         return self.group is not None and self.reduction != "none"
 
-    def labels(self, labels: Tensor) -> Tensor:
-        """Labels ``[...]`` as the engine takes them: moved by :attr:`shift` positions."""
-        check_labels(labels)
-        return shift_labels(labels, self.ignore_index, int(self.shift)) if self.shift else labels
-
     @loss_operator
     def forward(  # type: ignore[override]
         self,
@@ -230,230 +228,168 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for. With K heads ``(loss, metrics)``,
             where metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
         """
-        if isinstance(_input, LISTS) or isinstance(lin_weight, LISTS):
-            return self._many_heads(lin_weight, _input, target, bias, num_items_in_batch, token_weights)
-        if self.head_weights is not None or isinstance(self.shift, (list, tuple)):
+        o, several, count = self.settings, isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1
+        if several:
+            given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": o.shift}
+            given |= {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
+            count = count_targets(**given, head_weights=o.head_weights)
+        elif o.head_weights is not None or isinstance(o.shift, LISTS):
             raise ValueError(
                 "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
                 "or one number as shift= and no head_weights=."
             )
-        head, labels, options = Head.of(lin_weight, bias, self.transform), self.labels(target), self.options
-        token_weights = self._checked_weights(head, labels, num_items_in_batch, token_weights)
-        if head.shard is not None:
-            note(labels, self.ignore_index, token_weights=token_weights)
-            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
-        statistics, metrics = self._names()
-        class_weight = self.ce_weight if self.label_smoothing else None
-        tokens: Any = labels
-        spans_ranks = self.spans_ranks
-        if spans_ranks:
-            calls = [(head, Query(tuple(statistics), tuple(metrics)))]
-            tokens = self.agreed_tokens(_input, labels, num_items_in_batch, calls)
-        items = None if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
-        kept: list[tuple[Tensor, Tensor]] = []
-
-        def totals() -> tuple[Tensor, Tensor]:
-            """Read once the first product is queued, so that the device need not wait for them."""
-            if not kept:
-                kept.append(self._denominators(labels, items, token_weights, head.weight.dtype))
-            return kept[0]
-
-        if spans_ranks:
-            totals()
-        z: Tensor | None = None
-        if self.reduction == "none":
-            found = linear_statistics(
-                _input, head, labels, statistics, metrics=metrics, class_weight=class_weight, options=options
-            )
-            mask = labels != self.ignore_index
-            ce, z, _ = self._terms(found, labels.where(mask, 0), totals(), token_weights)
-            loss = torch.where(mask, ce + z, 0.0)
-        else:
-
-            def token_loss(values: Statistics, active: Tensor, token_weights: Tensor | None = None) -> Any:
-                ce, z, derivatives = self._terms(values, active, totals(), token_weights)
-                return ce + z if "lse" in (*statistics, *metrics) else ce, derivatives
-
-            loss, found = linear_token_loss(
-                _input,
-                head,
-                tokens,
-                token_loss,
-                statistics,
-                metrics=metrics,
-                token_inputs=None if token_weights is None else {"token_weights": token_weights},
-                class_weight=class_weight,
-                options=options,
-            )
-            mask = labels != self.ignore_index
-            if self.return_z_loss:
-                z = self._terms(found, labels.where(mask, 0), totals(), token_weights).z
-        if spans_ranks:
-            loss = self.total(loss)
-        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
-            return loss
-        z_loss = torch.where(mask, z.detach(), 0.0) if self.return_z_loss and z is not None else None
-        accuracy = ((found.argmax == labels) & mask).float() if self.return_token_accuracy else None
-        if self.reduction != "none":
-            z_loss = None if z_loss is None else self.total(z_loss)
-            accuracy = None if accuracy is None else self.total(accuracy) / self.total(mask).clamp(min=1)
-        predicted = torch.where(mask, found.argmax, -1) if self.return_predicted_tokens else None
-        return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
-
-    def _many_heads(
-        self, lin_weight: Any, _input: Any, target: Any, bias: Any, num_items_in_batch: Any, token_weights: Any
-    ) -> tuple[Any, ManyHeadsMetrics]:
-        """The loss of K heads, and their metrics."""
-        given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": self.shift}
-        others = {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
-        count = count_targets(**given, **others, head_weights=self.head_weights)
-        labels = shift_each(target, self.shift, count, self.ignore_index)
-        hidden, layers, biases, weights, numbers = (
-            one_each(value, count) for value in (_input, lin_weight, bias, token_weights, num_items_in_batch)
-        )
-        heads = heads_of(layers, biases, self.transform)
-        weights = [self._checked_weights(*each) for each in zip(heads, labels, numbers, weights, strict=True)]
+        heads = heads_of(one_each(lin_weight, count), one_each(bias, count), self.transform)
+        labels = shift_each(target, o.shift, count, o.ignore_index)
+        numbers = one_each(num_items_in_batch, count)
+        weights = one_each(token_weights, count) if several else [token_weights]
+        hidden = one_each(_input, count) if several else [_input]
+        parts = zip(heads, hidden, labels, numbers, weights, strict=True)
+        targets = [self._target(*part) for part in parts]
         if any(head.shard is not None for head in heads):
-            for i, (part, own) in enumerate(zip(labels, weights, strict=True)):
-                note(part, self.ignore_index, **{f"token_weights[{i}]": own})
+            for k, each in enumerate(targets):
+                name = f"token_weights[{k}]" if several else "token_weights"
+                note(each.labels, o.ignore_index, **{name: each.token_weights})
             note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
-        masks, targets = [part != self.ignore_index for part in labels], list[_Target]()
-        (statistics, metrics), options = self._names(), self.options
         if self.spans_ranks:
-            query = Query(tuple(statistics), tuple(metrics), token_loss=self._token_loss)
-            Targets.of(hidden, heads, labels, options).check(query)
+            query = Query(*self._names(), token_loss=self._token_loss)
+            Targets.of(hidden, heads, labels, self.options).check(query)
             self.agree(numbers, labels[0].device)
-        for head, part, mask, own, number in zip(heads, labels, masks, weights, numbers, strict=True):
-            items = None if number is None else checked_items(number, part.device)
-            targets.append(_Target(part, mask, self._denominators(part, items, own, head.weight.dtype), own))
-        class_weight = self.ce_weight if self.label_smoothing else None
-        scales = [1.0] * count if self.head_weights is None else list(self.head_weights)
+            _ = [self._totals(each) for each in targets]  # sums over the ranks, also of one that has no tokens
+        scales = [1.0] * count if o.head_weights is None else o.head_weights
         # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
         silent = [k for k in range(count) if scales[k] == 0]
-        counted = [target.part(0) if k in silent else target for k, target in enumerate(targets)]
-        states = [part[:0] if k in silent else part for k, part in enumerate(hidden)]
-        if self.reduction == "none":
-            found = linear_statistics(
-                states,
-                heads,
-                [target.labels for target in counted],
-                statistics,
-                metrics=metrics,
-                class_weight=class_weight,
-                options=options,
-            )
-            terms = [self._target_terms(*pair) for pair in zip(found, counted, strict=True)]
-            loss: Any = [scale * (ce + z) for scale, (ce, z) in zip(scales, terms, strict=True)]
+        counted = [each.without_tokens() if k in silent else each for k, each in enumerate(targets)]
+        loss, found = self._loss(counted, scales, several)
+        if o.reduction == "none":
+            values = [self._of_tokens(*part)[0] for part in zip(found, counted, strict=True)]
             for k in silent:  # zeros that depend on the head
-                loss[k] = loss[k].sum() + loss[k].new_zeros(labels[k].shape)
-        else:
-            loss, found = linear_token_loss(
-                states,
-                heads,
-                [target.labels for target in counted],
-                self._token_loss,
-                statistics,
-                metrics=metrics,
-                token_inputs=self._token_inputs(counted, scales, heads[0].weight.dtype),
-                class_weight=class_weight,
-                options=options,
-            )
-            loss = loss if self.group is None else self.total(loss)
-            terms = [self._target_terms(*pair) for pair in zip(found, counted, strict=True)]
-        if silent:
-            their_hidden, their_heads, their_labels = ([part[k] for k in silent] for part in (hidden, heads, labels))
-            with torch.no_grad():
-                own = linear_statistics(
-                    their_hidden,
-                    their_heads,
-                    their_labels,
-                    statistics,
-                    metrics=metrics,
-                    class_weight=class_weight,
-                    options=options,
-                )
-            for k, values in zip(silent, own, strict=True):
-                found[k], terms[k] = values, self._target_terms(values, targets[k])
-        return loss, self._metrics(found, targets, [(ce.detach(), z.detach()) for ce, z in terms])
+                values[k] = values[k].sum() + values[k].new_zeros(labels[k].shape)
+            loss = [scale * value for scale, value in zip(scales, values, strict=True)] if several else values[0]
+        if not (several or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+            return loss
+        with torch.no_grad():
+            others = self._statistics([targets[k] for k in silent], several) if silent else []
+            found = [others.pop(0) if k in silent else part for k, part in enumerate(found)]
+            if not several:
+                return CrossEntropyOutput(loss, *self._output(found[0], targets[0], o.reduction == "none"))
+            outputs = [self._output(*part, per_token=False) for part in zip(found, targets, strict=True)]
+            z_losses, accuracies, predicted = ([*parts] for parts in zip(*outputs, strict=True))
+            losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, targets, strict=True)]
+            metrics = ManyHeadsMetrics(torch.stack(losses), _stacked(z_losses), _stacked(accuracies))
+            return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
 
-    def _token_inputs(
-        self, targets: Sequence[_Target], scales: Sequence[float], dtype: torch.dtype
-    ) -> dict[str, list[Tensor]]:
+    def _target(
+        self, head: Head, hidden_states: Tensor, labels: Tensor, num_items_in_batch: Any, token_weights: Tensor | None
+    ) -> _Target:
+        """What one head predicts, once the class weights, the number of items and the token weights fit it."""
+        if self.ce_weight is not None:
+            check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
+        if num_items_in_batch is not None:
+            if self.reduction != "mean":
+                raise ValueError(
+                    f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}; leave it out."
+                )
+            num_items_in_batch = checked_items(num_items_in_batch, labels.device)
+        if token_weights is not None:
+            check_tensor("token_weights", token_weights)
+            if token_weights.shape != labels.shape:
+                expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
+                raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
+            if token_weights.is_complex():
+                raise TypeError(f"token_weights must be real, got {token_weights.dtype}.")
+            check_device(head.weight, token_weights=token_weights)
+            token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+        mask = labels != self.ignore_index
+        return _Target(head, hidden_states, labels, mask, num_items_in_batch, token_weights)
+
+    def _loss(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> tuple[Any, list[Statistics]]:
+        """The sum of the targets' losses, and their statistics; ``None`` and these for reduction ``none``."""
+        if self.reduction == "none":
+            return None, self._statistics(targets, several)
+        (hidden, heads, labels), (statistics, metrics) = _arguments(targets, several), self._names()
+        loss, found = linear_token_loss(
+            hidden,
+            heads,
+            labels,
+            self._token_loss if several else functools.partial(self._token_loss, target=targets[0]),
+            statistics,
+            metrics=metrics,
+            token_inputs=self._token_inputs(targets, scales, several),
+            class_weight=self.ce_weight if self.label_smoothing else None,
+            options=self.options,
+        )
+        return self._total(loss) if self.spans_ranks else loss, found if several else [found]
+
+    def _statistics(self, targets: Sequence[_Target], several: bool) -> list[Statistics]:
+        """The statistics of each target, differentiable."""
+        (hidden, heads, labels), (statistics, metrics) = _arguments(targets, several), self._names()
+        class_weight = self.ce_weight if self.label_smoothing else None
+        found = linear_statistics(
+            hidden, heads, labels, statistics, metrics=metrics, class_weight=class_weight, options=self.options
+        )
+        return found if several else [found]
+
+    def _token_inputs(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> dict[str, Any]:
         """What :meth:`_token_loss` gets of each target, one value per token."""
-        dtype, weights = torch.promote_types(dtype, torch.float32), []
-        for (labels, _, _, own), scale in zip(targets, scales, strict=True):
-            weight = torch.full((), scale, dtype=dtype, device=labels.device)
-            weights.append((weight if own is None else weight * own).expand(labels.shape))
-        inputs = {"token_weights": weights}
+        if not several:
+            weights = targets[0].token_weights
+            return {} if weights is None else {"token_weights": weights}
+        dtype, each = torch.promote_types(targets[0].head.weight.dtype, torch.float32), list[Tensor]()
+        for target, scale in zip(targets, scales, strict=True):
+            weight = torch.full((), scale, dtype=dtype, device=target.labels.device)
+            own = target.token_weights
+            each.append((weight if own is None else weight * own).expand(target.labels.shape))
+        inputs = {"token_weights": each}
         for name, i in (("ce_total", 0), ("z_total", 1)):
             if i == 0 or self.ce_weight is not None:  # else they are the same
-                inputs[name] = [target.totals[i].to(dtype).expand(target.labels.shape) for target in targets]
+                inputs[name] = [self._totals(each)[i].to(dtype).expand(each.labels.shape) for each in targets]
         return inputs
 
     def _token_loss(
         self,
         values: Statistics,
         active: Tensor,
-        token_weights: Tensor,
-        ce_total: Tensor,
-        z_total: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        ce_total: Any = None,
+        z_total: Any = None,
+        target: _Target | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        totals = ce_total, ce_total if z_total is None else z_total
-        ce, z, derivatives = self._terms(values, active, totals, token_weights)
-        return ce + z, derivatives
+        """Tokens' losses and their derivatives, over the denominators of each, or of the target that has them all."""
+        if target is not None:
+            ce_total, z_total = self._totals(target)
+        divided_by = ce_total, ce_total if z_total is None else z_total
+        ce, z, derivatives = self._terms(values, active, divided_by, token_weights)
+        return ce + z if self.lse_square_scale or self.return_z_loss else ce, derivatives
 
-    def _target_terms(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
-        """Cross-entropy and z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
-        labels, mask, totals, own = target
-        ce, z, _ = self._terms(values, labels.where(mask, 0), totals, own)
-        return torch.where(mask, ce, 0.0), torch.where(mask, z, 0.0)
+    def _of_tokens(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
+        """The loss and the z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
+        labels, mask = target.labels.where(target.mask, 0), target.mask
+        ce, z, _ = self._terms(values, labels, self._totals(target), target.token_weights)
+        return torch.where(mask, ce + z, 0.0), torch.where(mask, z, 0.0)
 
-    def _metrics(
-        self, found: Sequence[Statistics], targets: Sequence[_Target], terms: Sequence[tuple[Tensor, Tensor]]
-    ) -> ManyHeadsMetrics:
-        """Sums over each target's tokens, and over the ranks of :attr:`group` (which do not share tokens)."""
-        spans_ranks = self.spans_ranks
-
-        def sums(values: Sequence[Tensor]) -> Tensor:
-            stacked = torch.stack([value.sum() for value in values])
-            return sum_over_group(self.group, stacked)[0] if spans_ranks else stacked
-
-        accuracy = predicted = None
+    def _output(self, values: Statistics, target: _Target, per_token: bool) -> tuple[Tensor | None, ...]:
+        """z-loss, token accuracy and predicted tokens of a target; ``None`` for what was not asked for."""
+        z_loss = accuracy = predicted = None
+        if self.return_z_loss:
+            _, z = self._of_tokens(values, target)
+            z_loss = z if per_token else self._total(z)
         if self.return_token_accuracy:
-            correct = [(f.argmax == t.labels) & t.mask for f, t in zip(found, targets, strict=True)]
-            accuracy = sums(correct).float() / sums([target.mask for target in targets]).clamp(min=1)
+            accuracy = ((values.argmax == target.labels) & target.mask).float()
+            accuracy = accuracy if per_token else self._total(accuracy) / self._total(target.mask).clamp(min=1)
         if self.return_predicted_tokens:
-            predicted = [torch.where(t.mask, f.argmax, -1) for f, t in zip(found, targets, strict=True)]
-        z_losses = sums([z for _, z in terms]) if self.return_z_loss else None
-        return ManyHeadsMetrics(sums([ce + z for ce, z in terms]), z_losses, accuracy, predicted)
+            predicted = torch.where(target.mask, values.argmax, -1)
+        return z_loss, accuracy, predicted
 
-    def _names(self) -> tuple[list[str], list[str]]:
+    def _total(self, values: Tensor) -> Tensor:
+        """The sum over tokens, and over the ranks of :attr:`group` but for losses per token."""
+        return self.total(values) if self.spans_ranks else values.sum()
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The statistics that the loss reads, and further ones."""
         read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        statistics, metrics = ([name for name, wanted in names.items() if wanted] for names in (read, also))
+        statistics, metrics = (tuple(name for name, wanted in names.items() if wanted) for names in (read, also))
         return statistics, metrics
-
-    def _checked_weights(
-        self, head: Head, labels: Tensor, num_items_in_batch: Any, token_weights: Any
-    ) -> Tensor | None:
-        """The token weights in fp32 or fp64, once these, the class weights and the number of items fit."""
-        if self.ce_weight is not None:
-            check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
-        if num_items_in_batch is not None and self.reduction != "mean":
-            raise ValueError(
-                f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}; leave it out."
-            )
-        if token_weights is None:
-            return None
-        check_tensor("token_weights", token_weights)
-        if token_weights.shape != labels.shape:
-            expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
-            raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
-        if token_weights.is_complex():
-            raise TypeError(f"token_weights must be real, got {token_weights.dtype}.")
-        check_device(head.weight, token_weights=token_weights)
-        return token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
 
     def _terms(
         self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
@@ -479,19 +415,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             z_scale=z_scale,
         )
 
-    def _denominators(
-        self, labels: Tensor, items: Tensor | None, token_weights: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """What cross-entropy and z-loss are divided by, from a head of this dtype: known before any logit."""
+    def _totals(self, target: _Target) -> tuple[Tensor, Tensor]:
+        """What a target's cross-entropy and z-loss are divided by, which is known before any logit.
+
+        For one head it is asked for when the first product is queued, so that the device need not wait for it.
+        """
+        if target.totals is None:
+            target.totals = self._denominators(target)
+        return target.totals
+
+    def _denominators(self, target: _Target) -> tuple[Tensor, Tensor]:
+        """:meth:`_totals`, computed."""
+        labels, mask, token_weights = target.labels, target.mask, target.token_weights
         if self.reduction != "mean":
             one = torch.ones((), device=labels.device)
             return one, one
-        if items is not None:
-            ce_total = z_total = items
+        if target.items is not None:
+            ce_total = z_total = target.items
         else:
-            mask = labels != self.ignore_index
-            wide = torch.promote_types(dtype, torch.float32)
-            weights = mask
+            wide, weights = torch.promote_types(target.head.weight.dtype, torch.float32), mask
             if token_weights is not None:
                 weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
             ce_total = z_total = weights.sum(dtype=torch.promote_types(weights.dtype, wide))
@@ -504,3 +446,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 ce_total, z_total = self.total(ce_total), self.total(z_total)
         z_total = z_total.masked_fill(z_total == 0, 1.0)
         return (z_total if self.ce_weight is None else ce_total.masked_fill(ce_total == 0, 1.0)), z_total
+
+
+def _arguments(targets: Sequence[_Target], several: bool) -> tuple[Any, Any, Any]:
+    """Hidden states, heads and labels, as the engine's operations take them: lists for several heads."""
+    each = [[getattr(target, name) for target in targets] for name in ("hidden_states", "head", "labels")]
+    return tuple(each if several else [values[0] for values in each])
+
+
+def _stacked(of_heads: Sequence[Tensor | None]) -> Tensor | None:
+    """``[K]`` of one number for each head, ``None`` where they were not asked for."""
+    given = [value for value in of_heads if value is not None]
+    return torch.stack(given) if given else None

@@ -112,6 +112,7 @@ def divergence_into(
     coefficients: Coefficients | None = None,
     labels: Tensor | None = None,
     sums: RowSums | None = None,
+    whole_rows: bool = False,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -125,6 +126,7 @@ def divergence_into(
         coefficients: the loss's derivatives; needed with ``out``.
         labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
         sums: where the projections are a part of the vocabulary; the divergences are then sums over this part.
+        whole_rows: sum each row in an order that does not depend on R, at the cost of idle processors for few rows.
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
@@ -133,16 +135,20 @@ def divergence_into(
     """
     if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
         c = (coefficients or Coefficients(value)).contiguous()
-        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums)
+        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums, whole_rows)
         return value
-    for rows in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
-        part = None if out is None or coefficients is None else coefficients.rows(rows)
+    for part in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
+        # The sum of a single row would be shared by threads, and taken in another order.
+        twice = whole_rows and part.stop - part.start == 1
+        rows: Any = [part.start, part.start] if twice else part
+        wanted = None if out is None or coefficients is None else coefficients.rows(rows)
         row_labels = None if labels is None else labels[rows]
         row_sums = None if sums is None else sums.rows(rows)
         sides = student.rows(rows), teacher.rows(rows)
-        value[rows], grad = _divergence_torch(*sides, divergence, part, row_labels, row_sums)
+        values, grad = _divergence_torch(*sides, divergence, wanted, row_labels, row_sums)
+        value[part] = values[: len(value[part])]
         if out is not None and grad is not None:
-            out[rows].copy_(grad)
+            out[part].copy_(grad[: len(out[part])])
         del grad  # its memory is free before the next slice's temporaries are allocated
     return value
 
@@ -254,6 +260,7 @@ def _divergence_triton(
     c: Coefficients,
     labels: Any,
     sums: RowSums | None,
+    whole_rows: bool,
 ) -> None:
     student, teacher = models
     rows, columns = student.projected.shape
@@ -274,7 +281,9 @@ def _divergence_triton(
         return
     form, series = FORMS[divergence.form], series_argument(divergence)
     rest, launch = (student.lse, teacher.lse, series), {**launch, "FORM": form.triton, "BALANCED": form.balanced}
-    parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block)) if out is None else 1
+    parts = 1
+    if out is None and not whole_rows:
+        parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
     if parts < 2:
         _divergence_kernel[(rows, 1)](*common, *rest, **launch)
         return

@@ -356,7 +356,7 @@ def _decide(
     heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
     at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
     if head.batch_invariant:
-        check_invariant(head, backend, query.comparison is not None, at_once)
+        check_invariant(head, backend, at_once)
     needs_hidden = tuple([grad and part.requires_grad for part in hidden])
     needs_weight = grad and head.weight.requires_grad
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
@@ -388,7 +388,13 @@ def _decide(
         walks=walks,
         **_of_teacher(teacher, vocab_size, operand),
     )
-    if isinstance(teacher, Teacher) and fused_products and not needs_bias and head.ranks.size == 1:
+    if (
+        isinstance(teacher, Teacher)
+        and fused_products
+        and not needs_bias
+        and head.ranks.size == 1
+        and not head.batch_invariant
+    ):
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
         work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
     made = Decision(

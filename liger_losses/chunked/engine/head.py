@@ -278,9 +278,9 @@ def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool =
     return backend == "triton" and ready and operand in HALF_DTYPES
 
 
-def check_invariant(head: Head, backend: str, compares: bool, dequantized_bytes: int) -> None:
-    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a divergence, or of a
-    quantized head that is not dequantized at once."""
+def check_invariant(head: Head, backend: str, dequantized_bytes: int) -> None:
+    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a quantized head that
+    is not dequantized at once."""
     device = head.weight.device
     if head.quantized is not None and not dequantized_bytes:
         raise ValueError(
@@ -291,10 +291,6 @@ def check_invariant(head: Head, backend: str, compares: bool, dequantized_bytes:
         raise ValueError(
             f"batch_invariant takes Triton's kernels on {device.type}, as torch's sums depend on the number of tokens, "
             "but backend 'torch' was chosen, or serves fp64 alone; leave backend= or batch_invariant out."
-        )
-    if compares:
-        raise ValueError(
-            "batch_invariant covers statistics of one model, and this call compares two; leave batch_invariant out."
         )
 
 

@@ -37,11 +37,11 @@ def host_checks(device: torch.device) -> bool:
 def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
     """Raise ValueError unless this is one temperature for each label.
 
-    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another.
+    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another; or
+    tensors of one shape share temperatures of that shape.
     """
-    several = torch.Size([sum([shape.numel() for shape in shapes])])
-    expected = shapes[0] if len(shapes) == 1 else several
-    if temperature.shape != expected:
+    expected = shapes[0] if len(shapes) == 1 else torch.Size([sum([shape.numel() for shape in shapes])])
+    if temperature.shape != expected and {*shapes} != {temperature.shape}:
         raise ValueError(
             f"temperature must be a number, or a tensor with one for each hidden state, {list(expected)}, got shape "
             f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
@@ -210,13 +210,15 @@ class Tokens:
         return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
 
     def temperatures(self, temperature: Tensor, dtype: torch.dtype) -> Tensor:
-        """Each active token's temperature ``[N]``, a copy, from ``[...]`` in the labels' shape, ``[T]`` for several.
+        """Each active token's temperature ``[N]``, a copy: see :func:`check_temperature`.
 
         Raises:
             ValueError: not one temperature for each label; on a CPU, one of an active token that is not
                 positive and finite. On a GPU that is a device-side assertion.
         """
         check_temperature(temperature, self.labels.device, self.shapes)
+        if len(self.shapes) > 1 and {*self.shapes} == {temperature.shape}:
+            temperature = torch.cat([temperature.flatten()] * len(self.shapes))
         found = self.gather_like_labels(temperature.detach()).to(dtype, copy=True).contiguous()
         if self.ignored is not None:
             found.masked_fill_(self.ignored, 1.0)

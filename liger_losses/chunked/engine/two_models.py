@@ -242,6 +242,7 @@ class TwoModels(Block):
         """:func:`divergence_into`, of the columns of all ranks; what gradients in tiles need goes into ``values``."""
         divergence, call, sums = self.divergence, self.call, None
         options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
+        whole_rows = {"whole_rows": call.batch_invariant, **options}
         if self.opened.owned is not None or self.constants:
             squares = None
             if divergence.form == "cosine":
@@ -251,7 +252,7 @@ class TwoModels(Block):
                         values[name].copy_(found)
             sums = RowSums(values["h"] if "h" in values else torch.zeros_like(value), squares)
             if out is None or not divergence.balanced:
-                divergence_into(value, student, teacher, divergence, sums=sums, **options)
+                divergence_into(value, student, teacher, divergence, sums=sums, **whole_rows)
                 value_and_h = call.ranks.sum_(torch.stack([value, sums.h]))
                 value.copy_(value_and_h[0])
                 sums.h.copy_(value_and_h[1])
@@ -259,7 +260,15 @@ class TwoModels(Block):
                     return
                 value = torch.empty_like(value)
         divergence_into(
-            value, student, teacher, divergence, out=out, coefficients=coefficients, labels=labels, sums=sums, **options
+            value,
+            student,
+            teacher,
+            divergence,
+            out=out,
+            coefficients=coefficients,
+            labels=labels,
+            sums=sums,
+            **whole_rows,
         )
         if sums is not None and divergence.balanced:
             call.ranks.sum_(value)
@@ -349,10 +358,12 @@ class TwoModels(Block):
         epilogue: Epilogue,
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
-        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE
+        invariant = self.call.batch_invariant
+        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
         few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
         if not model.fused or (alone and few):
-            model.projection.into(out, hidden, 0, out.shape[1])
+            project = model.projection.into_fixed if invariant else model.projection.into
+            project(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
         weight, backend = model.projection.weights.rows(slice(None), hidden.dtype), self.call.backend
@@ -366,6 +377,7 @@ class TwoModels(Block):
             epilogue,
             found=Exponentials.into(statistics),
             projections=True,
+            batch_invariant=invariant,
             backend=backend,
         )
 
@@ -375,7 +387,7 @@ class TwoModels(Block):
         """Statistics of projections that exist, written into the tensors given."""
         plan, backend = self.call.plan, self.call.backend
         names = frozenset(statistics)
-        if names == {"lse"} and backend == "triton":
+        if names == {"lse"} and backend == "triton" and not self.call.batch_invariant:
             row_log_sum_exps_into(statistics["lse"], projected, epilogue, backend=backend)
             return
         computed = softmax_statistics(projected, labels, names, epilogue, scratch=plan.scratch, backend=backend)

@@ -184,6 +184,35 @@ def test_unlikely_labels():
     assert torch.equal(others, whole[:, 4:9])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [(torch.float32, "torch"), pytest.param(torch.bfloat16, "triton", marks=interpreted)]
+)
+@pytest.mark.parametrize(
+    "form", [Divergence.forward_kl(), Divergence.mixture(0.3, 0.3, 0.7), Divergence.cosine()], ids=str
+)
+def test_divergences(form, dtype, backend):
+    """Of any part of the tokens, one alone included, in any workspace, with a gradient or without."""
+    hidden, weight, labels, bias = problem(POOL, 40, 600, dtype=dtype, masked=0.0, bias=True)
+    teacher_hidden, teacher_weight, *_ = problem(POOL, 24, 600, dtype=dtype, seed=3)
+    head = Head(weight.detach(), bias.detach(), batch_invariant=True)
+    temperature = torch.linspace(0.5, 2.0, POOL)
+
+    def found(tokens, workspace=None, gradient=False):
+        states = hidden.detach()[tokens].requires_grad_(gradient)
+        teacher = Teacher(teacher_hidden.detach()[tokens], teacher_weight.detach())
+        options = EngineOptions(workspace=workspace, backend=backend)
+        values = linear_divergence(
+            states, head, labels[tokens], teacher, form, logp=True, temperature=temperature[tokens], options=options
+        )
+        return values.divergence.detach(), values.logp.detach()
+
+    expected = found(torch.arange(POOL))
+    some = torch.randperm(POOL, generator=torch.Generator().manual_seed(1))[:37]
+    for tokens, workspace, gradient in ((some, None, True), (some, 60_000, False), (torch.tensor([41]), None, True)):
+        for value, right in zip(found(tokens, workspace, gradient), expected, strict=True):
+            assert torch.equal(value, right[tokens])
+
+
 def test_losses_and_gradients_are_the_same():
     hidden, weight, labels, bias = problem(70, 24, 61, bias=True)
     results = []
@@ -205,7 +234,5 @@ def test_the_environment_variable_and_what_is_refused(monkeypatch):
     assert Head(weight).batch_invariant
     assert Head.of(Head(weight), transform=LogitTransform(0.7)).batch_invariant
     assert not Head(weight, batch_invariant=False).batch_invariant
-    with pytest.raises(ValueError, match="this call compares two"):
-        linear_divergence(hidden, weight, labels, Teacher(hidden.detach(), weight.detach()), Divergence.forward_kl())
     compiled = torch.compile(lambda h: linear_logps(h, weight, labels), backend="eager", fullgraph=True)
     assert torch.equal(compiled(hidden), linear_logps(hidden, weight, labels))

@@ -234,8 +234,8 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=words):
             linear_logps(hidden, weight, labels, temperature=given)
-    with pytest.raises(ValueError, match=r"one for each hidden state, \[12\], got shape \[6\]"):  # of all tensors
-        linear_statistics([hidden, hidden], weight, [labels, labels], transform=LogitTransform(t))
+    with pytest.raises(ValueError, match=r"one for each hidden state, \[9\], got shape \[6\]"):  # of all tensors
+        linear_statistics([hidden, hidden[:3]], weight, [labels, labels[:3]], transform=LogitTransform(t))
     with pytest.raises(ValueError, match="temperature was given twice"):
         linear_logps(hidden, Head(weight, transform=LogitTransform(0.5)), labels, temperature=t)
     arguments = hidden[None], weight, labels[None], torch.ones(1, 6), torch.ones(1)
@@ -362,3 +362,15 @@ def test_one_number_in_a_call_is_sent_to_the_constructor():
         LigerFusedLinearGRPOLoss()(
             x, torch.randn(11, 8), torch.ones(2, 3).long(), torch.ones(2, 3), torch.ones(2), temperature=0.7
         )
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_tensors_of_one_shape_share_temperatures_of_that_shape(compact):
+    """Such as chosen and rejected completions, by the head's temperature."""
+    hidden, weight, labels, _ = problem(shape=(2, 7), masked=0.3)
+    other, _, others, _ = problem(shape=(2, 7), masked=0.3, seed=4)
+    t = torch.linspace(0.5, 2.0, 14).view(2, 7)
+    options = EngineOptions(compact=compact)
+    found = linear_statistics([hidden, other], weight, [labels, others], transform=LogitTransform(t), options=options)
+    for values, states, targets in zip(found, (hidden, other), (labels, others), strict=True):
+        torch.testing.assert_close(values.logp, linear_logps(states, weight, targets, temperature=t))

@@ -1,46 +1,102 @@
-"""Errors of one rank alone, of which those that compute with it must know: else they would wait for it.
+"""How ranks that compute one call together learn that one of them raises, or computes another call.
 
-Every call with a shared head begins with an :class:`Agreement` of its ranks, and every loss of slices of sequences with
-a comparison of what the ranks compute. A rank that raises before it gets there, because there is no such argument or
-inputs do not fit, takes part in that exchange with its error, and all raise.
+Ranks compute a call together that share a vocabulary, or hold slices of the same sequences. Each such call, and each
+head whose vocabulary is shared, begins with one exchange: every rank gives a message of 4 KiB, which says what it is
+about to compute (options, shapes, dtypes), or the error that it raises. All exchanges have one form. So ranks that make
+different calls, or of which one raises, still meet in the same collective: no rank waits for one that another never
+starts, and no message is taken for something else.
+
+What a rank does with the messages depends on what it has seen before, which is the same on all ranks:
+
+- Of a call of a new signature, a text that no exchange has found equal on all ranks, the host waits for the messages.
+  They also hold checksums of the labels and of every other tensor that must be equal. What differs is an error on all
+  ranks, which says what.
+- Of a call of a known signature, the message was made before, and has no checksums. It is read where that costs
+  nothing, on CPUs. On a GPU nobody waits for it: if another rank raises, or makes a call that is new there, that rank
+  says so, and this one stays in its next collective until the launcher ends it, or the group's timeout does.
+- Where the environment variable ``LIGER_LOSSES_CHECK_RANKS`` is 1 on all ranks, every call is compared as a new one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, ClassVar
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
-from liger_losses.chunked.engine.given import Given, differences, given_to_loss
-from liger_losses.chunked.engine.plan import device_memory
+from liger_losses.chunked.engine.given import Given, differences, given_to_loss, running
 
+CHECK_VARIABLE = "LIGER_LOSSES_CHECK_RANKS"
+VOCABULARY, SLICES = "the group that shares the vocabulary", "the loss's group="
+_SAME = {
+    VOCABULARY: f"all ranks of {VOCABULARY} must make the same call, on the same tokens with the same options",
+    SLICES: f"all ranks of {SLICES} must make the same call, each on its slice of the same sequences",
+}
 #: The older name is deprecated since torch 2.13.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
+#: A message is 512 int64 numbers: a checksum of the whole text, or -1 of an error; a number that may differ; the bytes
+#: of the text that are there; the number of checksums and the checksums; and the text, compressed.
+_SUMS, _TEXT, _SIZE = 4, 32, 512
+_MOST_SIGNATURES = 1024
 
-class RankError(RuntimeError):
-    """Another rank has raised, so that this one raises too."""
+
+class RankError(RuntimeError, ValueError):
+    """Another rank has raised, or makes another call, so that this one raises too."""
+
+    def __init__(self, message: str, *told: dist.ProcessGroup) -> None:
+        super().__init__(message)
+        self.told = told
+
+
+class _Group:
+    """What is known of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+        #: Of messages; of one type on all ranks, also on one that raises before it has seen a tensor.
+        self.device = torch.device(next((device for device, backend in pairs if backend not in ("gloo", "mpi")), "cpu"))
+        #: The messages of known signatures, by their texts.
+        self.signatures: dict[str, Tensor] = {}
+        #: The number, on this thread, of the last exchange.
+        self.last = 0
+        #: Bytes of the smallest device of the ranks, by its type.
+        self.least_memory: dict[str, int] = {}
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
+
+
+def known_of(group: dist.ProcessGroup, device: torch.device | None = None) -> _Group:
+    """What is known of a group, whose ranks' tensors are on ``device``."""
+    if group not in _groups:
+        _groups[group] = _Group(group)
+    known = _groups[group]
+    if device is not None and device.type == known.device.type:
+        known.device = device
+    return known
 
 
 class Agreement:
     """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
-    Without it, a rank that raises would leave the others waiting in their next collective. What a rank was
-    :attr:`given` for the call that it is about to make must be the same on all ranks; :attr:`number` may be any. At the
-    end of the context the exchange begins, and :meth:`wait` must come before any other collective.
+    What a rank was :attr:`given` for the call that it is about to make must be the same on all ranks; :attr:`number`
+    may be any, and is read. The exchange begins at the end of the context, and :meth:`wait` comes before any other
+    collective.
     """
 
-    #: How many this rank has taken part in.
-    count: ClassVar[int] = 0
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, ranks: str, device: torch.device | None = None) -> None:
+        self.group, self.ranks, self.known = group, ranks, known_of(group, device)
         self.given = Given()
-        self.number = 0
+        self.number: int | None = None
+        self.messages: Tensor | None = None
 
     def __enter__(self) -> Agreement:
         return self
@@ -48,46 +104,52 @@ class Agreement:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        digest, checksum = (-1, None) if error is not None else (self.given.digest, self.given.checksum)
-        # From pinned memory: the host would wait for another copy to a GPU.
-        on_gpu = self.device.type == "cuda"
-        mine = torch.tensor([digest, self.number, 0], dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-        mine = mine.to(self.device, non_blocking=True)
-        if checksum is not None:
-            mine[2] = checksum
-        self._gathered = mine.new_empty(3 * self.group.size())
-        all_gather(self._gathered, mine, group=self.group)
-        Agreement.count += 1
+        known, message = self.known, None
         if error is not None:
-            self._gather_objects(f"{type(error).__name__}: {error}")
-
-    def _gather_objects(self, own: Any) -> list[Any]:
-        """Each rank's."""
-        found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+            message = _message(f"{type(error).__name__}: {error}", known.device, digest=-1)
+        elif self.number is None and os.environ.get(CHECK_VARIABLE) != "1":
+            message = known.signatures.get(self.given.text)
+        reads = message is None or known.device.type == "cpu"
+        if message is None:
+            message = _message(self.given.text, known.device, self.number or 0, self.given.checksums())
+        messages = message.new_empty(dist.get_world_size(self.group), _SIZE)
+        all_gather(messages.view(-1), message, group=self.group)
+        running.exchanges += 1
+        known.last = running.exchanges
+        self.messages = messages if reads else None
 
     def wait(self) -> tuple[int, ...]:
-        """The ``number`` of each rank, in their order.
+        """The :attr:`number` of each rank, in their order; empty where nothing is compared.
 
         Raises:
-            RankError: another rank has raised.
-            ValueError: the ranks were given different things; says which.
+            RankError: another rank has raised, or the ranks were given different things; says which.
         """
-        gathered = self._gathered.tolist()
-        digests, numbers, checksums = gathered[::3], tuple(gathered[1::3]), gathered[2::3]
-        if -1 in digests:
-            first = digests.index(-1)
-            raise RankError(
-                f"rank {first} of the group that shares the vocabulary raised an error, so this rank raises too: "
-                f"{self._gather_objects('')[first]}"
-            )
-        if len(set(digests)) > 1 or len(set(checksums)) > 1:
-            raise ValueError(
-                "all ranks of the group that shares the vocabulary must make the same call, on the same tokens with "
-                f"the same options; they differ in {differences(self._gather_objects(self.given.described()))}"
-            )
-        return numbers
+        if self.messages is None:
+            return ()
+        found, known = self.messages[:, :_TEXT].tolist(), self.known
+        for rank, (digest, *_) in enumerate(found):
+            if digest == -1:
+                raise RankError(
+                    f"rank {rank} of {self.ranks} raised an error, so this rank raises too: {self._texts(found)[rank]}",
+                    self.group,
+                )
+        sums = [numbers[_SUMS:] for numbers in found]
+        compared = [numbers for numbers in found if numbers[_SUMS - 1]]  # all ranks' but by mistake
+        if len({numbers[0] for numbers in found}) > 1 or len({tuple(n[_SUMS:]) for n in compared}) > 1:
+            said = differences([text.splitlines() for text in self._texts(found)], list(self.given.tensors), sums)
+            raise RankError(f"{_SAME[self.ranks]}; they differ in {said}", self.group)
+        if self.number is None and self.given.text not in known.signatures:
+            if len(known.signatures) >= _MOST_SIGNATURES:
+                known.signatures.clear()
+            known.signatures[self.given.text] = _message(self.given.text, known.device)
+        return tuple([numbers[1] for numbers in found])
+
+    def _texts(self, found: list[list[int]]) -> list[str]:
+        """What fits of each rank's text."""
+        assert self.messages is not None
+        rows = self.messages[:, _TEXT:].contiguous().view(torch.uint8).tolist()
+        packed = [bytes(row[: numbers[2]]) for row, numbers in zip(rows, found, strict=True)]
+        return [zlib.decompressobj().decompress(each).decode(errors="replace") for each in packed]
 
 
 class NoAgreement(Agreement):
@@ -103,60 +165,88 @@ class NoAgreement(Agreement):
         return ()
 
 
-def meet(head: Any, error: Exception | None = None) -> None:
-    """Raise on all ranks that share a head if one has an error, or if their loss was given different things.
+def _message(
+    text: str, device: torch.device, number: int = 0, sums: Sequence[Tensor] = (), digest: int | None = None
+) -> Tensor:
+    packed = bytearray(zlib.compress(text.encode())[: 8 * (_SIZE - _TEXT)])
+    numbers = [zlib.crc32(text.encode()) if digest is None else digest, number, len(packed), len(sums)]
+    made = torch.zeros(_SIZE, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    made[:_SUMS] = torch.tensor(numbers, device="cpu")
+    made[_TEXT:].view(torch.uint8)[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
+    message = made.to(device, non_blocking=True)  # from pinned memory, for which the host does not wait
+    if sums:
+        message[_SUMS : _SUMS + len(sums)] = torch.stack([each.to(device) for each in sums])
+    return message
 
-    It comes before other collectives.
+
+def agree(group: Any, **facts: Any) -> None:
+    """Raise on all ranks that hold slices of the same sequences unless all get here with the same facts.
+
+    It comes before the sums, which would hang if a rank raised before them, or gave other shapes. So nothing that
+    comes after it may raise on one rank alone.
+
+    Raises:
+        RankError: see :meth:`Agreement.wait`.
     """
-    device = head.weight.device
-    head.ranks.least_memory(device_memory(device), device)
-    with head.ranks.agreement(device) as agreement:
-        if error is not None:
-            raise error
+    with Agreement(group, SLICES) as agreement:
+        agreement.given = Given(facts)
+    agreement.wait()
+
+
+def meet(head: Any) -> None:
+    """Raise on all ranks that share a head if one raises, or if their loss was given different things."""
+    with head.ranks.agreement(head.weight.device) as agreement:
         agreement.given = given_to_loss()
     agreement.wait()
 
 
+def tell(group: dist.ProcessGroup, ranks: str, error: Any) -> None:
+    """Make the ranks of a group raise in the exchange that they come to next, unless they know of this error."""
+    told = getattr(error, "told", ())
+    if group not in told:
+        error.told = (*told, group)
+        with suppress(type(error)), Agreement(group, ranks):
+            raise error
+
+
+@contextmanager
+def telling_slices(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What is raised within this context is raised on all ranks that hold slices of the same sequences."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if group is not None:
+            tell(group, SLICES, error)
+        raise
+
+
 @torch.compiler.disable
 def raise_on_all_ranks(
-    error: Exception, agreements: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
+    error: Exception, since: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
 ) -> None:
     """Make all ranks raise that compute this call together, unless they know of its error, which is to be raised next.
 
     Args:
         error: that of a call with these arguments. Where a loss or an operation takes no such arguments, this function
             raises a TypeError that says how it is called.
-        agreements: :attr:`Agreement.count` as it was before the call. If it is another now, the ranks know of the
-            error, or have gone on, and cannot be told.
+        since: how many exchanges there were before the call. If the ranks that share a head have met since, they know
+            of the error, or have gone on, and cannot be told.
         function: what was called: an operation, or the ``forward`` of the ``loss``.
     """
     wrong = wrong_arguments(function, len(arguments), keywords, loss) if type(error) is TypeError else None
     error = error if wrong is None else TypeError(wrong)
-    head = _shared_head((*arguments, *keywords.values()))
-    if head is not None and Agreement.count == agreements:
-        with suppress(type(error)):
-            meet(head, error)
+    ranks = _shared_ranks((*arguments, *keywords.values()))
+    if ranks is not None and known_of(ranks.group).last <= since:
+        tell(ranks.group, VOCABULARY, error)
     if loss is not None and loss.spans_ranks:
-        tell_slices(loss.group, error)
+        tell(loss.group, SLICES, error)
     if wrong is not None:
         raise error from None
 
 
-def tell_slices(group: dist.ProcessGroup, error: Exception) -> None:
-    """Make all ranks raise that hold other slices of the sequences, unless they know of this error.
-
-    They learn it when they next compare what they compute.
-    """
-    if getattr(error, "ranks_know", False):
-        return
-    error.ranks_know = True  # type: ignore[attr-defined]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, f"{type(error).__name__}: {error}", group=group)
-
-
-def _shared_head(given: Iterable[Any]) -> Any:
-    for value in given:
-        found = _shared_head(value) if isinstance(value, (list, tuple)) else value
-        if getattr(getattr(found, "ranks", None), "tells", False):
+def _shared_ranks(arguments: Iterable[Any]) -> Any:
+    for value in arguments:
+        found = _shared_ranks(value) if isinstance(value, (list, tuple)) else getattr(value, "ranks", None)
+        if getattr(found, "tells", False):
             return found
     return None

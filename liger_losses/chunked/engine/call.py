@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -497,7 +497,7 @@ class _Draft:
                 kind = f"hidden states of {teacher.head.hidden_size}"
             found.values["teacher"] = f"{kind}, {teacher.vocab_size} columns"
             found.values["divergence"] = f"{query.comparison.divergence}, temperature {said(compared.temperature)}"
-        found.checksums["labels"] = self.labels.checksum(made.backend)
+        found.tensors["labels"] = partial(self.labels.checksum, made.backend)
         of_tokens: dict[str, Any] = {}
         if isinstance(compared.temperature, Tensor):
             check_temperature(compared.temperature, self.head.weight.device, self.checked.shapes)
@@ -508,7 +508,7 @@ class _Draft:
             of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
             of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
         for name, value in of_tokens.items():
-            found.add(name, self.labels.masked_values(value))
+            found.add(name, value, self.labels.masked_values)
         found.add("class weights", query.class_weight)
         return found
 

@@ -1,4 +1,4 @@
-"""What a call was given: ranks that share a vocabulary compare it in one exchange, and are told what differs.
+"""What a call was given that all ranks that compute it together must have in common.
 
 Options, shapes and dtypes are compared as text, tensors by a checksum of their entries.
 """
@@ -6,8 +6,8 @@ Options, shapes and dtypes are compared as text, tensors by a checksum of their 
 from __future__ import annotations
 
 import threading
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.kernels.label_rows import place_weights
 
 _BATCHES = " Where each rank has a batch of its own, give all ranks of the group the same one."
+_MOST_TENSORS = 28
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -27,69 +28,69 @@ def checksum(values: Tensor) -> Tensor:
 
 
 class Given:
-    """Named values of a call, and the checksums of its tensors.
+    """Named values of a call, which are compared as text, and its tensors, by checksums that are computed when needed.
 
-    Args:
-        values: what is compared as text.
-        checksums: 0-dim int64 each.
+    Attributes:
+        values: by name.
+        tensors: what computes the checksum of each, 0-dim int64.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None, checksums: Mapping[str, Tensor] | None = None) -> None:
-        self.values, self.checksums = dict(values or {}), dict(checksums or {})
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self.values: dict[str, Any] = dict(values or {})
+        self.tensors: dict[str, Callable[[], Tensor]] = {}
 
-    def add(self, name: str, value: Any) -> None:
-        """Add a number, text or tensor, or a list of such."""
+    def add(self, name: str, value: Any, entries: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Add a number, text or tensor, or a list of such; of a tensor, ``entries(tensor)`` are compared."""
         if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
             for i, part in enumerate(value):
-                self.add(f"{name}[{i}]", part)
+                self.add(f"{name}[{i}]", part, entries)
         elif isinstance(value, Tensor):
             self.values[name] = f"{value.dtype} {list(value.shape)}"
-            self.checksums[name] = checksum(value)
+            self.tensors[name] = lambda: checksum(value if entries is None else entries(value))
         else:
             self.values[name] = value
 
     @property
-    def digest(self) -> int:
-        """Of the values, at least 0."""
-        return zlib.crc32(str(self.values).encode())
+    def text(self) -> str:
+        return "".join([f"{name}\t{value}\n" for name, value in self.values.items()])
 
-    @property
-    def checksum(self) -> Tensor | None:
-        """Of all tensors, 0-dim; ``None`` where there are none."""
-        sums = list(self.checksums.values())
-        return checksum(torch.stack(sums)) if len(sums) > 1 else next(iter(sums), None)
-
-    def described(self) -> tuple[dict[str, str], dict[str, int]]:
-        """Values and checksums as other ranks get them."""
-        return {n: str(value) for n, value in self.values.items()}, {n: int(s) for n, s in self.checksums.items()}
+    def checksums(self) -> list[Tensor]:
+        """Of each tensor; of many, one for the last ones together."""
+        sums = [compute() for compute in self.tensors.values()]
+        if len(sums) > _MOST_TENSORS:
+            sums[_MOST_TENSORS - 1 :] = [checksum(torch.stack(sums[_MOST_TENSORS - 1 :]))]
+        return sums
 
 
-def differences(described: Sequence[tuple[dict[str, str], dict[str, int]]]) -> str:
-    """What differs between the ranks' :meth:`Given.described`: the names, then a line for each rank."""
-    named = dict.fromkeys(name for values, _ in described for name in values)
-    named |= dict.fromkeys(name for _, sums in described for name in sums)
-    (first_values, first_sums), lines = described[0], [list[str]() for _ in described]
-    differ = []
-    for name in named:
-        if any(values.get(name) != first_values.get(name) for values, _ in described):
-            said = [f"{name}: {values.get(name, 'not given')}" for values, _ in described]
-        elif any(sums.get(name) != first_sums.get(name) for _, sums in described):
-            same = [sums.get(name) == first_sums.get(name) for _, sums in described]
-            said = [f"{name}: {'as' if equal else 'not as'} rank 0's" for equal in same]
-        else:
-            continue
-        differ.append(name)
-        for line, text in zip(lines, said, strict=True):
-            line.append(text)
-    listed = "\n".join(f"  rank {rank}: {'; '.join(line)}" for rank, line in enumerate(lines))
-    return f"{', '.join(differ)}.{_BATCHES if 'labels' in differ else ''}\n{listed}"
+def differences(texts: Sequence[Sequence[str]], tensors: Sequence[str], sums: Sequence[Sequence[int]]) -> str:
+    """What differs between ranks: the names, then a line for each rank.
+
+    Args:
+        texts: the lines of each rank's :attr:`Given.text`.
+        tensors: the names of tensors that have checksums.
+        sums: each rank's checksums.
+    """
+    values = [dict([line.split("\t", 1) for line in lines if "\t" in line]) for lines in texts]
+    said: dict[str, list[str]] = {}
+    for name in dict.fromkeys([name for named in values for name in named]):
+        if len({named.get(name) for named in values}) > 1:
+            said[name] = [named.get(name, "not given") for named in values]
+    if len(tensors) > _MOST_TENSORS:
+        tensors = [*tensors[: _MOST_TENSORS - 1], f"{tensors[_MOST_TENSORS - 1]} and later ones"]
+    for name, of_ranks in zip(tensors, zip(*sums, strict=True), strict=False):
+        if len(set(of_ranks)) > 1 and not said.get(name):
+            said[name] = [f"{'as' if each == of_ranks[0] else 'not as'} rank 0's" for each in of_ranks]
+    lines = [f"  rank {r}: {'; '.join([f'{name}: {said[name][r]}' for name in said])}" for r in range(len(texts))]
+    return "\n".join([f"{', '.join(said)}.{_BATCHES if 'labels' in said else ''}", *lines])
 
 
 class _Running(threading.local):
-    """The loss whose call runs, and what it was given that no exchange has compared yet."""
+    """The loss whose call runs, and what it was given that no exchange has compared yet; and how many exchanges there
+    were on this thread."""
 
     loss: Any = None
     noted: tuple[tuple[Tensor | None, int, dict[str, Any]], ...] = ()
+    exchanges: int = 0
 
 
 running = _Running()
@@ -113,8 +114,15 @@ def given_to_loss() -> Given:
     noted, running.noted = running.noted, ()
     for labels, ignore_index, given in noted:
         for name, value in given.items():
-            if labels is not None and isinstance(value, Tensor) and value.shape[: labels.dim()] == labels.shape:
-                active = (labels != ignore_index).view(*labels.shape, *[1] * (value.dim() - labels.dim()))
-                value = torch.where(active, value.detach(), 0)
-            found.add(name, value)
+            if isinstance(value, (int, float)):  # of this call, unlike options: its value is no part of the signature
+                value = torch.tensor(value, dtype=torch.float64, device="cpu")
+            found.add(name, value, partial(_of_active_tokens, labels, ignore_index))
     return found
+
+
+def _of_active_tokens(labels: Tensor | None, ignore_index: int, value: Tensor) -> Tensor:
+    """A tensor's entries, 0 for tokens without loss where it has the shape of the labels."""
+    if labels is None or value.shape[: labels.dim()] != labels.shape:
+        return value
+    active = (labels != ignore_index).view(*labels.shape, *[1] * (value.dim() - labels.dim()))
+    return torch.where(active, value.detach(), 0)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.agreement import Agreement, RankError, raise_on_all_ranks
+from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
 from liger_losses.chunked.engine.arguments import wrong_arguments
 from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.query import Statistics
@@ -87,15 +87,14 @@ def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) ->
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return traced(*arguments, **keywords)
-        agreements = Agreement.count
-        before = running.loss, running.noted
+        since, before = running.exchanges, (running.loss, running.noted)
         if of_loss:
             running.loss, running.noted = arguments[0], ()
         try:
             return function(*arguments, **keywords)
         except (TypeError, ValueError, RankError) as error:
             loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
-            raise_on_all_ranks(error, agreements, function, given, keywords, loss)
+            raise_on_all_ranks(error, since, function, given, keywords, loss)
             raise
         finally:
             if of_loss:

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import Agreement, NoAgreement, all_gather
+from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, NoAgreement, all_gather, known_of
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.given import Given
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26
 _LARGEST_NLL = 20.0
-
-#: Of each group, by the type of device.
-_least_memory: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -188,9 +184,11 @@ class VocabularyRanks(Ranks):
 
     def least_memory(self, own: int, device: torch.device) -> int:
         # Exchanged once per group and type of device, by whichever head comes first.
-        known = _least_memory.setdefault(self.group, {})
+        known = known_of(self.group).least_memory
         if device.type not in known:
-            known[device.type] = min(self.gather(torch.tensor([own], device=device)).flatten().tolist())
+            with self.agreement(device) as agreement:
+                agreement.given, agreement.number = Given({"memory of": device.type}), own
+            known[device.type] = min(agreement.wait())
         return known[device.type]
 
     def check_columns(self, vocab_size: int) -> None:
@@ -228,7 +226,7 @@ class VocabularyRanks(Ranks):
         return dist.all_reduce(values, group=self.group, async_op=True)
 
     def agreement(self, device: torch.device) -> Agreement:
-        return Agreement(self.group, device)
+        return Agreement(self.group, VOCABULARY, device)
 
     def merge_logps_(self, logp: Tensor) -> None:
         logp.copy_(merge_logps(self.gather(logp)))
@@ -385,7 +383,7 @@ def share_vocabulary(
     check_tensor("weight", weight)
     check_group(group, "tp")
     rank = dist.get_rank(group)
-    with Agreement(group, weight.device) as agreement:
+    with Agreement(group, VOCABULARY, weight.device) as agreement:
         kind, hidden_size = str(weight.dtype), weight.shape[-1]
         if quantized is None:
             check_weight(weight, bias)

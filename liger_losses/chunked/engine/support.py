@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import Agreement
 from liger_losses.chunked.engine.checks import check_labels, check_tensor
 from liger_losses.chunked.engine.given import given_to_loss
 from liger_losses.chunked.engine.head import Head, dequantized_bytes, operand_dtype
@@ -191,7 +190,7 @@ def linear_support_statistics(
         # Exchanges that all ranks reach, before checks that one alone may fail.
         local = shard.local(hidden_states)
         shard.least_memory(device_memory(head.weight.device), head.weight.device)
-    agreed = None if shard is None else Agreement(shard.group, head.weight.device)
+    agreed = None if shard is None else shard.agreement(head.weight.device)
     with agreed or nullcontext():
         compute_dtype = check_inputs([local], head, [labels])
         support.check(labels, head.weight)
@@ -215,11 +214,11 @@ def linear_support_statistics(
                 agreed.given = given = given_to_loss()
                 given.values |= {
                     "statistics": names,
-                    "numbers of kept columns": tuple(numbers),
                     "kept columns are scored": str(call),
                     "gradients": f"{sums} ones of hidden states in {local.dtype}: {needs}",
                 }
                 given.add("labels", labels)
+                given.add("numbers of kept columns", torch.tensor(numbers, device="cpu"))
                 given.add("kept columns", support.ids)
                 given.add("offsets of kept columns", support.offsets)
                 if isinstance(call.options.transform.temperature, Tensor):

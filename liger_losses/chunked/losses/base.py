@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
 from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
@@ -23,7 +24,7 @@ from liger_losses.chunked.engine.operators import loss_operator, name_of
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import AnyHead
-from liger_losses.chunked.losses.context_parallel import agree, check_call, check_sliced, sum_over_group
+from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
 

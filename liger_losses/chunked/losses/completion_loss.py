@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
-from liger_losses.chunked.losses.context_parallel import agree, check_call, sum_over_group
+from liger_losses.chunked.losses.context_parallel import check_call, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
 

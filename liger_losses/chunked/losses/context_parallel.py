@@ -76,23 +76,3 @@ def check_call(hidden_states: Any, head: Head, tokens: Tokens, query: Query, opt
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
     make_call(hidden_states, head, tokens, query, options)
-
-
-def agree(group: Any, **facts: Any) -> None:
-    """Raise ValueError on all ranks unless all get here and state the same facts, such as the number of sequences.
-
-    It comes before the sums, which would hang if a rank raised before them, or gave other shapes. So nothing that
-    comes after it may raise on one rank alone: see :func:`check_call`.
-    """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, facts, group=group)
-    wrong = [f"rank {rank}: {fact}" for rank, fact in enumerate(found) if isinstance(fact, str)]
-    if not wrong and any(fact != facts for fact in found):
-        names = dict.fromkeys(name for fact in found for name in fact)
-        differ = [name for name in names if any(fact.get(name) != found[0].get(name) for fact in found)]
-        wrong = [f"rank {r}: " + ", ".join(f"{k} {fact.get(k)}" for k in differ) for r, fact in enumerate(found)]
-        wrong.insert(0, "all ranks must make the same call, each on its slice of the same sequences; they differ")
-    if wrong:
-        error = ValueError(f"the ranks of the loss's group= disagree, or one has wrong inputs: {'; '.join(wrong)}.")
-        error.ranks_know = True  # type: ignore[attr-defined]
-        raise error

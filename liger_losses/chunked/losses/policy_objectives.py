@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import meet, tell_slices
+from liger_losses.chunked.engine.agreement import agree, meet, telling_slices
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import (
     check_alike,
@@ -30,7 +30,7 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.completion_loss import wide_dtype
-from liger_losses.chunked.losses.context_parallel import agree, sum_over_group
+from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.tracing import state
@@ -268,7 +268,7 @@ class PolicyInputs:
         ranks = copies * (1 if group is None else dist.get_world_size(group))
         items = self.tokens
         if normalizer == "items":
-            if head is not None and head.shard is not None and num_items_in_batch is None:
+            if head is not None and num_items_in_batch is None:
                 meet(head)  # a rank whose inputs are wrong does not get to the sum
             items = _items(mask, num_items_in_batch, copies, ranks)
         self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
@@ -410,7 +410,7 @@ def grpo_loss(
     """
     if group is not None:
         check_group(group, "cp")
-    try:
+    with telling_slices(group):
         made = options_of(PolicyOptions, grpo_loss, options)
         check_tensor("logps", logps)
         check_tensor("mask", mask)
@@ -429,10 +429,6 @@ def grpo_loss(
             num_items_in_batch=num_items_in_batch,
             group=group,
         )
-    except (TypeError, ValueError) as error:
-        if group is not None:
-            tell_slices(group, error)
-        raise
     return coupled_loss(logps, inputs, acting)
 
 

@@ -402,7 +402,7 @@ def errors_before_a_call(parts):
     slices = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     _, part = parts.values()
     head = Head(d["weight"][part.rows], group=part.group)
-    told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0: RankError: rank 1 of", 3: "rank 0: ValueError"}[rank]
+    told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0 .* RankError: rank 1", 3: "rank 0 .* ValueError"}[rank]
     with case_named("slices"), pytest.raises((ValueError, RankError), match=f"{told}.*"):
         LigerFusedLinearGRPOLoss(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
     # The others have gone on when a loss of one's own raises: they cannot be told, and are in step afterwards.

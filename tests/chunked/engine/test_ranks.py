@@ -1,5 +1,6 @@
 """Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -34,7 +35,8 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, RankError, known_of
+from liger_losses.chunked.engine.given import Given
 from liger_losses.integrations import nemo_rl, skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
@@ -42,6 +44,7 @@ from tests.chunked.engine.shared_vocabulary import (
     CE,
     CUTS,
     HIDDEN,
+    LENGTH,
     VARIANTS,
     VOCAB,
     WORLD,
@@ -386,6 +389,50 @@ def one_part(parts):
     half_precision(dict(list(parts.items())[:1]))
 
 
+def agreements(parts):
+    """Calls of a new signature are compared; those of a known one by their text alone, and not read on a GPU."""
+    rank, d = dist.get_rank(), batch()
+    group = dist.new_group(range(WORLD))
+    head = Head(d["weight"][parts["four"].rows], group=group)
+    other = d["y"].where(d["y"] < 0, 29 - d["y"]) if rank == 1 else d["y"]  # as many as on the other ranks
+    known, sums, checksums = known_of(group), [], Given.checksums
+
+    def call(labels=d["y"], length=LENGTH):
+        return linear_logps(d["h"][:, :length], head, labels[:, :length])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Given, "checksums", lambda given: sums.extend(given.tensors) or checksums(given))
+        for times in (1, 2):
+            with pytest.raises(ValueError, match=LABELS):  # still unknown
+                call(other)
+            assert len(sums) == times
+        for _ in range(3):
+            torch.testing.assert_close(call(), linear_logps(d["h"], d["weight"], d["y"]))
+        assert len(sums) == 3
+        assert len(known.signatures) == 1
+        call(other)  # no tensor is compared
+        with pytest.raises(ValueError, match=r"labels' shapes.*(?s:.)*rank 1: .*\(4, 5\)"):  # new on one rank alone
+            call(length=LENGTH - (rank == 1))
+        with pytest.raises((TypeError, RankError), match="must be int64" if rank == 1 else "rank 1 .* raised"):
+            call(d["y"].float() if rank == 1 else d["y"])
+        patched.setenv(CHECK_VARIABLE, "1")
+        with pytest.raises(ValueError, match=LABELS):
+            call(other)
+        patched.delenv(CHECK_VARIABLE)
+        patched.setattr(known, "device", torch.device("cuda"))  # whose messages would be waited for
+        patched.setattr(Agreement, "_texts", None)
+        call(other)
+        patched.undo()
+    call()
+    for last, expected in ((35, pytest.raises(ValueError, match="differ in tensor 27 and later ones")), (40, None)):
+        with expected or contextlib.nullcontext():
+            with Agreement(group, VOCABULARY) as agreement:
+                agreement.given = Given({"options": "x" * 9000})
+                for i in range(40):
+                    agreement.given.add(f"tensor {i}", torch.tensor([i, 2 + (i == last and rank == 1)]))
+            agreement.wait()
+
+
 def order_of_names(parts):
     """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
     d, rows = batch(), parts["four"].rows
@@ -410,7 +457,7 @@ def devices(parts):
         for _ in range(2):  # the second time, nothing is exchanged
             logps = linear_logps(d["h"], head, d["y"])
         torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
-        patched.setattr(VocabularyRanks, "gather", lambda shard, values: torch.tensor([[5], [6]]))
+        patched.setattr(Agreement, "wait", lambda agreement: (5, 6))
         memories = [head.shard.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
         assert memories == [0, 5]  # of each type of device
         patched.undo()
@@ -525,6 +572,7 @@ CHECKS = (
     errors_before_a_call,
     order_of_names,
     devices,
+    agreements,
     partial_gradients,
     heads_of_frameworks,
     quantized,

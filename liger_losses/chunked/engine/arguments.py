@@ -32,8 +32,13 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         options = (
             [] if loss is None else [name for name in unknown if name in constructor_signature(type(loss)).parameters]
         )
-        known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, known)}" for name in unknown)
+        documented = [] if loss is None else [name for form in loss.forms for name in form]
+        names = [*known, *documented]
+        known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, names)}" for name in unknown)
         reason = f"it has no {known_or_not}" if unknown else str(error)
+        if {*unknown} & {*documented}:
+            named = ", ".join(f"{name}=" for name in unknown if name in documented)
+            reason = f"{named} beside an argument that is the same one, or that belongs to another form of the call"
         if options:
             named, given = (", ".join(f"{name}={value}" for name in options) for value in ("", "..."))
             verb = "is an option" if len(options) == 1 else "are options"
@@ -49,6 +54,23 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
             )
         return f"{type(loss).__name__}: {reason}; {advice}"
     return None
+
+
+def by_forward_names(loss: Any, count: int, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call's keywords by the names of the parameters of ``forward``, beside so many arguments by position.
+
+    ``loss.forms`` are the documented names by position, of each form of the call. The first form counts that has all
+    those which ``forward`` does not have, and in which nothing is given twice. Without one, the keywords stay as they
+    are, for which :func:`wrong_arguments` has an error.
+    """
+    names = loss.argument_names
+    documented = [name for name in keywords if name not in names and any(name in form for form in loss.forms)]
+    for form in loss.forms if documented else ():
+        if all(name in form for name in documented):
+            renamed = {name: names[form.index(name)] for name in documented}
+            if all(new not in keywords and names.index(new) >= count for new in renamed.values()):
+                return {renamed.get(name, name): value for name, value in keywords.items()}
+    return keywords
 
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:

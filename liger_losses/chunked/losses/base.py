@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
-from liger_losses.chunked.engine.arguments import constructor_signature, named_options
+from liger_losses.chunked.engine.arguments import by_forward_names, constructor_signature, named_options
 from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator, name_of
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.losses.call_forms import AnyHead
+from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -128,12 +128,17 @@ class ChunkedLoss(nn.Module):
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
     settings: Any  # which is one of these
+    #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
+    forms: ClassVar[tuple[tuple[str, ...], ...]] = FORMS["tokens"]
+    argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
     __signature__ = _Signature()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
+        if "forward" in vars(cls):
+            cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 
     @torch.compiler.disable
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -144,6 +149,9 @@ class ChunkedLoss(nn.Module):
         self.settings = settings
         self.check_options()
         self._name_for_operators = name_of(self)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().__call__(*arguments, **by_forward_names(self, len(arguments), keywords))
 
     def __getattr__(self, name: str) -> Any:
         if name in self.options_type.__dataclass_fields__ and "settings" in self.__dict__:

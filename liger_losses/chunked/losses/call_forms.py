@@ -21,6 +21,20 @@ from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teacher
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import record
 
+#: The documented names of a call's arguments by position, in the forms that each kind of loss has. They are keywords,
+#: too, beside the names of liger-kernel, which the parameters of ``forward`` have.
+FORMS = {
+    "tokens": (("head", "hidden_states", "labels"),),
+    "pairs": (("head", "chosen", "rejected"), ("head", "hidden_states", "labels")),
+    "completions": (
+        ("head", "desirable", "undesirable"),
+        ("head", "completions"),
+        ("hidden_states", "head", "labels"),
+    ),
+    "policy": (("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),),
+    "distillation": (("head", "hidden_states", "labels", "teacher"),),
+}
+
 AnyHead = Tensor | nn.Module | Head
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
 

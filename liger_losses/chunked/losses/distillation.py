@@ -20,7 +20,7 @@ from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Comparison, Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.call_forms import AnyTeacher, read_distillation
+from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.divergence_forms import Divergence, finite_logs, terms
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -221,6 +221,7 @@ class DistillationLoss(ChunkedLoss):
             the student's.
     """
 
+    forms = FORMS["distillation"]
     call_forms = "loss(head, hidden_states, labels, Teacher(hidden_states, weight))"
 
     options_type: ClassVar[type[LossOptions]] = DivergenceOptions

@@ -15,7 +15,7 @@ from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
 from liger_losses.chunked.losses.base import LossOptions
-from liger_losses.chunked.losses.call_forms import AnyHead, Completions, read_pairs
+from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, Completions, read_pairs
 from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
@@ -96,6 +96,7 @@ class PreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
+    forms = FORMS["pairs"]
     call_forms = (
         "loss(head, chosen, rejected), each side Completions(hidden_states, labels), or as loss(head, hidden_states, "
         "labels), chosen rows first"

@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
-from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, naming_the_reference
+from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.data_parallel import sum_over_processes
@@ -144,6 +144,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
         "build the loss with beta=0.0 or use_ref_model=False."
     )
+    forms = FORMS["policy"]
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     options_type = GRPOOptions

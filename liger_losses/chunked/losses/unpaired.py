@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses import call_forms
-from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch
+from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch
 from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.data_parallel import sum_over_processes
@@ -201,6 +201,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
+    forms = FORMS["completions"]
     call_forms = (
         "loss(head, desirable, undesirable), each Completions(hidden_states, labels), or loss(head, completions, "
         "preference_labels=...)"

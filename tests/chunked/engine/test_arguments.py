@@ -7,20 +7,44 @@ from liger_losses import (
     ChunkedLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearORPOLoss,
+    Teacher,
     functional,
     linear_logps,
 )
 from tests.reference import problem
 
 CE, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
+GRPO, KTO, MiniLLM = LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss, LigerFusedLinearMiniLLMLoss
+MARKS = torch.tensor([True, False, False, True])
+
+
+class Scaled(ChunkedLoss):
+    """A loss with an argument that others do not have."""
+
+    def loss(self, statistics, mask, scale=1.0):
+        return -scale * statistics.logp.sum()
+
+
 MISTAKES = {
     "logits and labels": (lambda h, w, y: CE()(h @ w.t(), y), r"'target'; call it as loss\(head, hidden_.*no logits"),
-    "labels=": (
-        lambda h, w, y: CE()(w, h, labels=y),
-        "CrossEntropyLoss: it has no labels=; call it as .*_input, target",
+    "targets=": (
+        lambda h, w, y: CE()(w, h, targets=y),
+        r"CrossEntropyLoss: it has no targets= \(did you mean 'target'\?\); call it as .*_input, target",
     ),
+    "a head twice": (
+        lambda h, w, y: CE()(w, h, y, head=w),
+        "head= beside an argument that is the same one.*call it as",
+    ),
+    "a head by two names": (
+        lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y),
+        "head=, hidden_states=, labels= beside an argument that is the same one",
+    ),
+    "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), labels=y), "chosen=, labels= beside .* another form of the"),
     "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'target'.*\(head, chosen, rejected\)"),
     "a loss that derives": (
         lambda h, w, y: LigerFusedLinearORPOLoss()(w, h),
@@ -56,6 +80,89 @@ MISTAKES = {
 }
 
 
+NO_REFERENCE = {"use_ref_model": False}
+#: Losses, a call by position, and the same call by the documented names of the arguments.
+DOCUMENTED = {
+    "cross-entropy": (CE(), lambda f, h, w, y, t: (f(w, h, y), f(head=w, hidden_states=h, labels=y))),
+    "the rest by name": (CE(), lambda f, h, w, y, t: (f(w, h, y), f(w, hidden_states=h, labels=y))),
+    "names of both": (CE(), lambda f, h, w, y, t: (f(w, h, y), f(lin_weight=w, hidden_states=h, target=y))),
+    "pairs": (
+        DPO(**NO_REFERENCE),
+        lambda f, h, w, y, t: (f(w, h, y), f(head=w, chosen=(h[:2], y[:2]), rejected=(h[2:], y[2:]))),
+    ),
+    "stacked pairs": (DPO(**NO_REFERENCE), lambda f, h, w, y, t: (f(w, h, y), f(head=w, hidden_states=h, labels=y))),
+    "two kinds": (
+        KTO(),
+        lambda f, h, w, y, t: (
+            f(w, (h[:2], y[:2]), (h[2:], y[2:]), kl=0.0),
+            f(head=w, desirable=(h[:2], y[:2]), undesirable=(h[2:], y[2:]), kl=0.0),
+        ),
+    ),
+    "marked": (
+        KTO(),
+        lambda f, h, w, y, t: (
+            f(w, (h, y), preference_labels=MARKS, kl=0.0),
+            f(head=w, completions=(h, y), preference_labels=MARKS, kl=0.0),
+        ),
+    ),
+    "marked, as in liger-kernel": (
+        KTO(),
+        lambda f, h, w, y, t: (
+            f(h, w, y, preference_labels=MARKS, kl=0.0),
+            f(hidden_states=h, head=w, labels=y, preference_labels=MARKS, kl=0.0),
+        ),
+    ),
+    "hidden states by position": (
+        KTO(),
+        lambda f, h, w, y, t: (
+            f(h, w, y, preference_labels=MARKS, kl=0.0),
+            f(h, head=w, labels=y, preference_labels=MARKS, kl=0.0),
+        ),
+    ),
+    "policy": (
+        GRPO(beta=0.0),
+        lambda f, h, w, y, t: (
+            f(h, w, y.clamp(min=0), y >= 0, h[:, 0, 0].detach()),
+            f(
+                hidden_states=h,
+                head=w,
+                selected_token_ids=y.clamp(min=0),
+                attention_mask=y >= 0,
+                advantages=h[:, 0, 0].detach(),
+            ),
+        ),
+    ),
+    "distillation": (
+        LigerFusedLinearJSDLoss(),
+        lambda f, h, w, y, t: (f(w, h, y, t), f(head=w, hidden_states=h, labels=y, teacher=t)),
+    ),
+    "MiniLLM": (MiniLLM(), lambda f, h, w, y, t: (f(w, h, y, t), f(head=w, hidden_states=h, labels=y, teacher=t))),
+    "one's own": (
+        Scaled(),
+        lambda f, h, w, y, t: (f(w, h, y, scale=2.0), f(head=w, hidden_states=h, labels=y, scale=2.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_names_are_keywords(name):
+    loss, calls = DOCUMENTED[name]
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    found = calls(loss, hidden, weight, labels, Teacher(hidden.detach() + 1, weight.detach()))
+    expected, by_name = (result[0] if isinstance(result, tuple) else result for result in found)
+    assert torch.equal(by_name, expected)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_documented_names_are_keywords_in_compiled_functions():
+    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
+    for loss in (CE(), Scaled()):
+        function = torch.compile(
+            lambda h, loss=loss: loss(head=weight, hidden_states=h, labels=labels), fullgraph=True, backend="eager"
+        )
+        torch.testing.assert_close(function(hidden), loss(weight, hidden, labels))
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_error_says_how_it_is_called(name):
     call, message = MISTAKES[name]
@@ -65,14 +172,14 @@ def test_the_error_says_how_it_is_called(name):
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("name", ["labels=", "a loss on pairs", "a loss that derives", "one's own", "an operation"])
+@pytest.mark.parametrize("name", ["targets=", "a loss on pairs", "a loss that derives", "one's own", "an operation"])
 def test_a_compiled_function_says_the_same(name):
     call, message = MISTAKES[name]
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    losses = {"labels=": CE, "a loss on pairs": DPO, "a loss that derives": LigerFusedLinearORPOLoss}
+    losses = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": LigerFusedLinearORPOLoss}
     loss = losses.get(name, ChunkedLoss)()
     calls = {
-        "labels=": lambda h: loss(weight, h, labels=labels),
+        "targets=": lambda h: loss(weight, h, targets=labels),
         "an operation": lambda h: call(h, weight, labels),
     }
     function = calls.get(name, lambda h: loss(weight, h))

@@ -34,6 +34,11 @@ FIRST_ROUNDS = 20
 #: The names of the kernels that multiply hidden states by the head begin with these.
 PRODUCTS = ("hopper_", "_exponentials_kernel", "_linear_statistics_kernel")
 
+#: What is read of the device's properties.
+H200 = SimpleNamespace(
+    memory_clock_rate=3_201_000, memory_bus_width=6144, multi_processor_count=132, total_memory=140 * 2**30
+)
+
 Call = Callable[[], object]
 
 
@@ -108,6 +113,7 @@ def without_gpu(packages: Sequence[str]) -> None:
             "current_device": lambda: -1,  # what a tensor on the CPU says
             "current_stream": lambda device=None: None,
             "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: H200,
             "is_current_stream_capturing": lambda: False,
         },
     }

@@ -144,7 +144,9 @@ class Epilogue(NamedTuple):
 
     def columns(self, columns: slice) -> Epilogue:
         """The epilogue of a slice of the vocabulary."""
-        vectors = (None if vector is None else vector[columns] for vector in (self.bias, self.class_weight))
+        if self.bias is None and self.class_weight is None:
+            return self
+        vectors = [None if vector is None else vector[columns] for vector in (self.bias, self.class_weight)]
         return Epilogue(self.transform, *vectors)
 
     def __call__(self, projected: Tensor) -> Tensor:

@@ -13,6 +13,11 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 ALIGNED, MIN_CUT_SIZE = 8, 1024
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: fp32, or fp64 of fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
     """Write ``a @ b`` into ``out``, or add it to ``out``, with the sum taken at least in fp32.
 
@@ -33,7 +38,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     if a.dtype == out.dtype and a.dtype not in HALF_DTYPES:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
-    wide = torch.promote_types(torch.float32, a.dtype)
+    wide = wide_dtype(a.dtype)
     product = torch.mm(a.to(wide), b.to(wide))
     return out.add_(product) if accumulate else out.copy_(product)
 

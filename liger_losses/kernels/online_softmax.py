@@ -10,6 +10,7 @@ can be differentiated, its gradient is a row of the table in :mod:`liger_losses.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +53,15 @@ class Sums(NamedTuple):
     @classmethod
     def needed(cls, names: frozenset[str], class_weight: Tensor | None) -> Sums:
         """The sums that the named statistics need."""
-        weighted = "mean_logp" in names and class_weight is not None
-        logits = "mean_logit" in names or ("mean_logp" in names and class_weight is None)
-        needs = ("entropy" in names, "log_sum_sq_probs" in names, logits, weighted, "argmax" in names)
-        return cls(*(1 if need else None for need in needs))
+        return _needed(names, class_weight is not None)
+
+
+@lru_cache(256)
+def _needed(names: frozenset[str], weighted: bool) -> Sums:
+    logits = "mean_logit" in names or ("mean_logp" in names and not weighted)
+    weights = "mean_logp" in names and weighted
+    needs = ("entropy" in names, "log_sum_sq_probs" in names, logits, weights, "argmax" in names)
+    return Sums(*[1 if need else None for need in needs])
 
 
 def reference_statistics(

@@ -57,11 +57,11 @@ class SoftmaxGradient(NamedTuple):
 
     def rows(self, start: int, stop: int) -> SoftmaxGradient:
         """The coefficients of rows ``start`` to ``stop``."""
-        return SoftmaxGradient(*(None if value is None else value[start:stop] for value in self))
+        return SoftmaxGradient(*[None if value is None else value[start:stop] for value in self])
 
     def contiguous(self) -> SoftmaxGradient:
         """The coefficients as kernels read them."""
-        return SoftmaxGradient(*(None if value is None else value.contiguous() for value in self))
+        return SoftmaxGradient(*[None if value is None else value.contiguous() for value in self])
 
 
 _CLOSED_FORMS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Tensor | None], dict[str, Tensor]]] = {

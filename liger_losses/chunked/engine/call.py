@@ -39,7 +39,7 @@ from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import autocast_dtype, within_transform
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
-from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.tracing import state
 
 
@@ -349,8 +349,7 @@ def _decide(
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     (compute_dtype, vocab_size), shapes = check(hidden, head, labels, query), _shapes_of(labels)
     device, grad = head.weight.device, torch.is_grad_enabled()
-    wide = torch.promote_types(torch.float32, compute_dtype)
-    backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+    backend = choose_backend(options.backend, [(device, wide_dtype(compute_dtype))], dtypes=LOGIT_DTYPES)
     operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
     teacher = None if query.comparison is None else query.comparison.teacher
     heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]

@@ -127,10 +127,12 @@ class HiddenGradients:
 
     def __init__(self, opened: OpenCall, sums_over: Ranks) -> None:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
-        self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
+        dtypes = {part.dtype for part in opened.hidden_states}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
         self.summing: tuple[slice, Tensor, Any] | None = None
         #: Where all tokens are active, every row is written.
-        new = torch.empty if opened.count and all(i is None for i in self.tokens.indices) else torch.zeros
+        whole = opened.count and self.tokens.indices == (None,) * len(self.tokens.indices)
+        new = torch.empty if whole else torch.zeros
         self.results = [
             new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.engine.weights import Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.tracing import is_weight_and_bias, record
 
 #: The default of ``Head(batch_invariant=)``.
@@ -309,5 +309,5 @@ def dequantized_bytes(
     rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
     pairs = zip(heads, rows, strict=True)
     size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
-    row = rows[0] * torch.promote_types(torch.float32, operand).itemsize
+    row = rows[0] * wide_dtype(operand).itemsize
     return size if size and fits_dequantized(size, row, tokens, heads[0].weight.device, workspace, memory) else 0

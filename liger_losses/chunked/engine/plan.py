@@ -17,6 +17,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
+from liger_losses.kernels.matmul import wide_dtype
 from liger_losses.kernels.tracing import record
 
 MiB = 2**20
@@ -148,7 +149,7 @@ class Workload:
     @cached_property
     def logits_dtype(self) -> torch.dtype:
         """fp32, or fp64 for fp64 inputs: logits are never rounded to half precision."""
-        return torch.promote_types(torch.float32, self.operand_dtype)
+        return wide_dtype(self.operand_dtype)
 
     @cached_property
     def tile_hidden_bytes(self) -> int:

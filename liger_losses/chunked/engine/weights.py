@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.matmul import matmul_into, wide_dtype
 
 #: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
@@ -72,14 +72,16 @@ class Dense:
         return Dense(self.trained[part])
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        return self.trained[ids].to(dtype)
+        whole = isinstance(ids, slice) and ids == slice(0, len(self.trained))
+        rows = self.trained if whole else self.trained[ids]
+        return rows if rows.dtype == dtype else rows.to(dtype)
 
     def matrix(self, dtype: torch.dtype) -> Tensor | None:
         return self.trained if self.trained.dtype == dtype and self.trained.stride(1) == 1 else None
 
     def copied_row_bytes(self, dtype: torch.dtype) -> int:
         # A part of grad_weight is computed wide before it is rounded.
-        wide = torch.promote_types(torch.float32, dtype).itemsize
+        wide = wide_dtype(dtype).itemsize
         return 0 if self.trained.dtype == dtype else self.shape[1] * (dtype.itemsize + wide)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
@@ -116,7 +118,7 @@ class Quantized:
         return None
 
     def copied_row_bytes(self, dtype: torch.dtype) -> int:
-        wide = torch.promote_types(torch.float32, dtype).itemsize
+        wide = wide_dtype(dtype).itemsize
         return self.shape[1] * max(self.codes.temporary_bytes, dtype.itemsize + 2 * wide)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
@@ -167,7 +169,7 @@ class Projection:
     def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
         """``out [T, C] = hidden @ rows[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
         for part, rows in self._chunks(start, stop):
-            matmul_into(out[:, part], hidden, rows.t())
+            matmul_into(_columns(out, part), hidden, rows.t())
         return out
 
     def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
@@ -190,5 +192,10 @@ class Projection:
     def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
         """``out [T, H] = grad @ rows[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
         for part, rows in self._chunks(start, start + grad.shape[1]):
-            matmul_into(out, grad[:, part], rows, accumulate=accumulate or part.start > 0)
+            matmul_into(out, _columns(grad, part), rows, accumulate=accumulate or part.start > 0)
         return out
+
+
+def _columns(matrix: Tensor, part: slice) -> Tensor:
+    """Some columns of a matrix; no view is made of all."""
+    return matrix if part == slice(0, matrix.shape[1]) else matrix[:, part]

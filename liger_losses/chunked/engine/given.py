@@ -96,7 +96,7 @@ class _Running(threading.local):
 running = _Running()
 
 
-def note(labels: Tensor | None = None, ignore_index: int = -100, **given: Any) -> None:
+def note(labels: Tensor | None = None, ignore_index: int = -100, /, **given: Any) -> None:
     """Within a loss's call: ranks that share the vocabulary compare these numbers and tensors when it next meets them.
 
     ``None`` is a value too. Of tensors in the shape of the labels, entries of tokens without loss do not matter.

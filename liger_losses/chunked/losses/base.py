@@ -297,8 +297,7 @@ class ChunkedLoss(nn.Module):
                 "leave out group=, and sum over the ranks there."
             )
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
-        if head.shard is not None:
-            note(labels, self.ignore_index, **inputs)
+        note(labels, self.ignore_index, **inputs)
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"

@@ -167,9 +167,8 @@ class CompletionLoss(ChunkedLoss):
         """
         others, options = [] if extra is None else [extra], self.options
         tokens = batch.select(options, [other.labels for other in others])
-        if batch.head.shard is not None:
-            for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
-                note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
+        for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
+            note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         head = batch.at_temperatures(

@@ -245,11 +245,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         hidden = one_each(_input, count) if several else [_input]
         parts = zip(heads, hidden, labels, numbers, weights, strict=True)
         targets = [self._target(*part) for part in parts]
-        if any(head.shard is not None for head in heads):
-            for k, each in enumerate(targets):
-                name = f"token_weights[{k}]" if several else "token_weights"
-                note(each.labels, o.ignore_index, **{name: each.token_weights})
-            note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
+        for k, each in enumerate(targets):
+            name = f"token_weights[{k}]" if several else "token_weights"
+            note(each.labels, o.ignore_index, **{name: each.token_weights})
+        note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         if self.spans_ranks:
             query = Query(*self._names(), token_loss=self._token_loss)
             Targets.of(hidden, heads, labels, self.options).check(query)

@@ -285,11 +285,10 @@ class DistillationLoss(ChunkedLoss):
         head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
         labels = self.labels(labels)
         mask = labels != self.ignore_index
-        if head.shard is not None:
-            note(num_items_in_batch=num_items_in_batch)
-            if isinstance(teacher, TeacherTopK):
-                of_teacher = {"the teacher's columns": teacher.indices, "the teacher's logps": teacher.logps}
-                note(labels, self.ignore_index, **of_teacher)
+        note(num_items_in_batch=num_items_in_batch)
+        if isinstance(teacher, TeacherTopK):
+            of_teacher = {"the teacher's columns": teacher.indices, "the teacher's logps": teacher.logps}
+            note(labels, self.ignore_index, **of_teacher)
         factor: float | Tensor = self.factor
         t: float | Tensor = self.temperature
         if temperature is not None:

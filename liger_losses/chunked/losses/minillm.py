@@ -107,8 +107,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
-        if head.shard is not None:
-            note(labels, self.ignore_index, old_logps=old_logps)
+        note(labels, self.ignore_index, old_logps=old_logps)
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
         tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
         with torch.no_grad():

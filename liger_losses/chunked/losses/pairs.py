@@ -166,8 +166,7 @@ class PreferenceLoss(CompletionLoss):
         nll_labels = chosen_labels = batch.groups(batch.labels)[0]
         extra = None
         if nll_target is not None:
-            if head.shard is not None:
-                note(nll_target=nll_target)
+            note(nll_target=nll_target)
             nll_labels = self.labels(nll_target)
             nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
             if nll_labels.shape != chosen_labels.shape:

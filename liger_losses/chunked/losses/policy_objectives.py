@@ -249,9 +249,8 @@ class PolicyInputs:
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
-        if head is not None and head.shard is not None:
-            note(advantages=self.advantages, is_ratio=self.token_is_ratio, num_items_in_batch=num_items_in_batch)
-            note(old_logps=self.old_logps, ref_logps=self.ref_logps, sampling_logps=self.sampling_logps)
+        note(advantages=self.advantages, is_ratio=self.token_is_ratio, num_items_in_batch=num_items_in_batch)
+        note(old_logps=self.old_logps, ref_logps=self.ref_logps, sampling_logps=self.sampling_logps)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:

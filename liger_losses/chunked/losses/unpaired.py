@@ -287,8 +287,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
-        if head.shard is not None:
-            note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
+        note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size

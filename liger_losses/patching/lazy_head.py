@@ -13,9 +13,8 @@ from torch.nn.utils import parametrize
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
-from liger_losses.patching.lazy.shared_linear import match_shared
 from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
-from liger_losses.patching.linear_forward import LinearForward, match_forward
+from liger_losses.patching.linear_forward import LinearForward, match_forward, match_shared
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import original_class, replacement_of, restore, swap

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
 from liger_losses.chunked.engine.ranks import VocabularyRanks
-from liger_losses.patching.lazy import lazy_linear, lazy_quantized_linear, traced_linear
-from liger_losses.patching.lazy.shared_linear import local_parameters
-from liger_losses.patching.linear_forward import LinearForward
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, traced_linear
+from liger_losses.patching.lazy.tensor import autocast_of
+from liger_losses.patching.linear_forward import LinearForward, local_parameters
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, original_class, replacement_of
 
@@ -227,9 +228,16 @@ _QUANTIZATION_ERROR = 0.05
 
 @torch.compiler.disable
 def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
-    found = find_quantized(module)
-    assert found is not None
-    return lazy_quantized_linear(hidden_states, found, module.bias, getattr(module, "compute_dtype", None))
+    """Lazy logits in the dtype of the hidden states, or autocast's."""
+    autocast, dtype = autocast_of(hidden_states), hidden_states.dtype
+    # The layer may round hidden states before the product; its result has their own dtype then.
+    compute_dtype = getattr(module, "compute_dtype", None)
+    operand = compute_dtype or dtype
+    # A copy: a bias that is trained may have changed by the time that the logits are read.
+    bias = None if module.bias is None else module.bias.to(operand, copy=True)
+    head = Head(find_quantized(module), bias)  # type: ignore[arg-type]
+    deferred = DeferredLogits(hidden_states.to(operand), head, autocast=autocast)
+    return LazyLogits.make(deferred, dtype if compute_dtype is not None else autocast or dtype)
 
 
 class _LazyProducts(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -14,11 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_losses.chunked.engine.ranks import VocabularyRanks, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import is_weight_and_bias
 from liger_losses.patching.lazy import allow_materialization, lazy_linear
+from liger_losses.patching.lazy.linear import linear
 from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.probing import Case, Mismatch, first_match, isolated, observe, random, shape_of, unchanged
+from liger_losses.patching.probing import (
+    Case,
+    Mismatch,
+    check_close,
+    first_match,
+    isolated,
+    observe,
+    random,
+    shape_of,
+    unchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,37 @@ def _cases(module: Any) -> list[Case]:
 
 def _function_of(candidate: LinearForward, parameters: tuple[Tensor, Tensor | None]) -> Callable[[Tensor], Tensor]:
     return lambda hidden_states: candidate.compute(F.linear, hidden_states, *parameters)
+
+
+def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+    """This rank's rows of a linear layer's weight and bias, which are DTensors, differentiable."""
+    weight, bias = module.weight, module.bias
+    rows = local_rows("weight", weight, weight.device_mesh)
+    return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
+
+
+def match_shared(module: Any) -> VocabularyRanks:
+    """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
+
+    All ranks run it together, on the layer's own parameters.
+    """
+    try:
+        weight, bias = local_parameters(module)
+        # Its hidden states are plain tensors.
+        ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, partial_gradients=False)
+    except (TypeError, ValueError) as error:
+        both = module.weight.device_mesh.ndim > 1
+        order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
+        raise Mismatch(order if both else str(error)) from None
+    hidden = random((1, 3, weight.shape[1]), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
+    with isolated():
+        found, (gradient,) = observe(vars(module)["forward"], [hidden])
+        if found.shape != (1, 3, ranks.vocab_size()):
+            raise Mismatch(f"it returns {tuple(found.shape)} and not all logits")
+        expected, (other,) = observe(lambda x: linear(x, weight, bias, ranks=ranks), [hidden])
+    check_close("its output", found, expected, 2e-2)
+    check_close("its gradient", gradient, other, 2e-2)
+    return ranks
 
 
 def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:

@@ -146,7 +146,7 @@ def observe(
         raise Mismatch("it changes its input in place")
     if not output.requires_grad:
         return output, [None] * (len(inputs) + len(others))
-    upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype)
+    upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype).to(output.device)
     grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
     return output.detach(), list(grads)
 

@@ -298,9 +298,9 @@ def other_styles(folder):
     from transformers.distributed import tensor_parallel as split
 
     styles = {
-        "returns Tensor (1, 3, 1": split.ColwiseParallel(),
-        "returns Tensor (1, 6, 31)": split.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        "returns DTensor (1, 3, 31)": split.ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        "returns (1, 3, 1": split.ColwiseParallel(),
+        "returns (1, 6, 31)": split.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "returns a DTensor": split.ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
         "got [Shard(dim=1)]": split.RowwiseParallel(input_layouts=Replicate()),
     }
     for reason, style in styles.items():

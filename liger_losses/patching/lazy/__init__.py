@@ -12,7 +12,6 @@ an optimizer's step has changed the head, reading them is an error (``weights.py
 
 from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.quantized import lazy_quantized_linear
 from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
 from liger_losses.patching.lazy.traced_logits import TracedLogits, is_one_graph, traced_linear
 from liger_losses.patching.lazy.warning import allow_materialization
@@ -24,7 +23,6 @@ __all__ = [
     "allow_materialization",
     "is_one_graph",
     "lazy_linear",
-    "lazy_quantized_linear",
     "traced_linear",
     "true_values",
 ]

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.patching.lazy.quantized_linear import quantized_linear
-from liger_losses.patching.lazy.shared_linear import shared_linear
+from liger_losses.patching.lazy.linear import linear
 from liger_losses.patching.lazy.weights import HeadWeights, version_of
 
 
@@ -104,11 +102,7 @@ class DeferredLogits:
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
         with self.under_forward_autocast():
-            tensors, shard, quantized = self.current().tensors, self.head.shard, self.head.quantized
-            if quantized is not None:
-                logits = quantized_linear(*tensors, quantized, self.autocast)
-            else:
-                logits = F.linear(*tensors) if shard is None else shared_linear(*tensors, shard)
+            logits = linear(*self.current().tensors, self.head.quantized, self.head.shard, self.autocast)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
         logits = logits.log_softmax(-1) if self.normalized else logits

@@ -77,13 +77,13 @@ def patch(
     tiles = tiles_of(tile_mlps)
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
     kinds.append(TokenMLP)
-    if rope:
-        kinds.append(Rotations)
-        calling_methods.cache_clear()
+    kinds += [Rotations] * rope
+    calling_methods.cache_clear()
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
     before = _replaced_in(model)
     entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
+    calling_methods.cache_clear()
     if loss_head:
         left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
         lazy = patched_heads(model)

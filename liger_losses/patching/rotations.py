@@ -197,7 +197,7 @@ class Rotations(Replacement):
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        return _Copies({(file, name): rotation for file, name, rotation in self.functions}).of(replaced)
+        return _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, {})
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -237,105 +237,86 @@ def _methods_of(module: nn.Module) -> dict[str, list[_Found]]:
 def calling_methods(cls: type) -> dict[str, list[_Found]]:
     """The methods of a class that call functions with parameters cos and sin, and these functions.
 
-    Cleared before each model, as somebody may have replaced methods and functions since.
+    Cleared before and after each model, as somebody may have replaced methods and functions since.
     """
-    methods: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] != "torch":
-            methods = {**vars(base), **methods}
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     return {
         name: found
         for name, method in methods.items()
-        if isinstance(method, types.FunctionType) and (found := list(_rotations_in(method)))
+        if isinstance(method, types.FunctionType) and method.__module__.partition(".")[0] != "torch"
+        if (found := list(_rotations_in(method, set())))
     }
 
 
-def _rotations_in(function: types.FunctionType) -> Iterator[_Found]:
-    """The functions with parameters cos and sin that a function calls, itself or through others that are copied."""
-    pending, seen = [function], set()
-    while pending:
-        function = pending.pop()
-        if function not in seen:
-            seen.add(function)
-            for name, value in _globals_of(function).items():
-                if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
-                    yield _file(function), name, value
-                elif _is_helper(value, function):
-                    pending.append(value)
-            pending += _enclosed(function)
+def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Found]:
+    """The functions with parameters cos and sin that a function calls, itself or through others of its file."""
+    seen.add(function)
+    for name, value in _calls(function).items():
+        if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
+            yield str(function.__globals__.get("__name__")), name, value
+    for value in _helpers(function):
+        if value not in seen:
+            yield from _rotations_in(value, seen)
 
 
-def _globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """The functions among the globals that a function reads."""
-    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+def _calls(function: types.FunctionType) -> dict[str, Any]:
+    """The functions among the globals that a function reads; ``kernels`` makes modules of some."""
+    try:
+        read = inspect.getclosurevars(function).globals
+    except ValueError:  # a variable that it encloses has no value yet
+        return {}
     return {
         name: value
-        for name, value in names.items()
+        for name, value in read.items()
         if isinstance(value, types.FunctionType) or hasattr(type(value), "kernel_layer_name")
     }
 
 
-def _file(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__name__"))
+def _helpers(function: types.FunctionType) -> list[types.FunctionType]:
+    """The functions that are copied with a function: of its file, and those that it decorates."""
+    called = [value for value in _calls(function).values() if getattr(value, "__globals__", 0) is function.__globals__]
+    return [*called, *filter(None, map(_enclosed, function.__closure__ or ()))]
 
 
-def _is_helper(value: Any, function: types.FunctionType) -> bool:
-    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-
-
-def _enclosed(function: types.FunctionType) -> list[types.FunctionType]:
-    """The functions that a function holds: those that it decorates."""
-    contents = [_content(cell) for cell in function.__closure__ or ()]
-    return [value for value in contents if isinstance(value, types.FunctionType)]
-
-
-def _content(cell: types.CellType) -> Any:
+def _enclosed(cell: types.CellType) -> types.FunctionType | None:
+    """The function that is in a cell, if there is one."""
     try:
-        return cell.cell_contents
+        return cell.cell_contents if isinstance(cell.cell_contents, types.FunctionType) else None
     except ValueError:  # empty
         return None
 
 
-class _Copies:
-    """Copies of functions that call rotations of their own in place of those of their files."""
+def _copy(function: Any, rotations: dict[tuple[str, str], Rotation], made: dict[Any, Any]) -> Any:
+    """A copy of a function that calls ``rotations`` in place of those of its file; itself if it calls none of them.
 
-    def __init__(self, rotations: dict[tuple[str, str], Rotation]) -> None:
-        self.rotations = rotations
-        self.made: dict[Any, Any] = {}
-
-    def of(self, function: Any) -> Any:
-        """The copy of a function; the function itself if it calls no such rotation."""
-        if not self._is_copied(function):
-            return function
-        if function in self.made:
-            return self.made[function]
-        # torch.compile looks up globals in the Python module that their __name__ names, if there is one; keeps what it
-        # has compiled by code object; and puts names that start with two underscores among the globals.
-        seen = {
-            name: value
-            for name, value in function.__globals__.items()
-            if name != "__name__" and (name.endswith("__") or not name.startswith("__"))
-        }
-        cells = [types.CellType() if self._is_copied(_content(cell)) else cell for cell in function.__closure__ or ()]
-        copy: Any = types.FunctionType(
-            function.__code__.replace(), seen, function.__name__, function.__defaults__, tuple(cells)
-        )
-        self.made[function] = functools.update_wrapper(copy, function)  # first, as those that it calls may call it
-        copy.__kwdefaults__ = function.__kwdefaults__
-        del copy.__wrapped__
-        if hasattr(function, "__wrapped__"):
-            copy.__wrapped__ = self.of(function.__wrapped__)
-        for name, value in _globals_of(function).items():
-            rotation = self.rotations.get((_file(function), name))
-            if rotation is not None:
-                seen[name] = _wrapper(value, rotation)
-            elif _is_helper(value, function):
-                seen[name] = self.of(value)
-        for cell, original in zip(cells, function.__closure__ or (), strict=True):
-            if cell is not original:
-                cell.cell_contents = self.of(original.cell_contents)
-        return copy
-
-    def _is_copied(self, function: Any) -> bool:
-        is_function = isinstance(function, types.FunctionType)
-        return is_function and any(found[:2] in self.rotations for found in _rotations_in(function))
+    ``made`` are the copies so far.
+    """
+    if function in made or not any(found[:2] in rotations for found in _rotations_in(function, set())):
+        return made.get(function, function)
+    # torch.compile looks up globals in the Python module that their __name__ names, if there is one; keeps what it
+    # has compiled by code object; and puts names that start with two underscores among the globals.
+    seen = {
+        name: value
+        for name, value in function.__globals__.items()
+        if name != "__name__" and (name.endswith("__") or not name.startswith("__"))
+    }
+    cells = function.__closure__ or ()
+    new_cells = tuple(cell if _enclosed(cell) is None else types.CellType() for cell in cells)
+    copy: Any = types.FunctionType(
+        function.__code__.replace(), seen, function.__name__, function.__defaults__, new_cells
+    )
+    made[function] = functools.update_wrapper(copy, function)  # first, as those that it calls may call it
+    copy.__kwdefaults__ = function.__kwdefaults__
+    del copy.__wrapped__
+    if hasattr(function, "__wrapped__"):
+        copy.__wrapped__ = _copy(function.__wrapped__, rotations, made)
+    for name, value in _calls(function).items():
+        rotation = rotations.get((str(function.__globals__.get("__name__")), name))
+        if rotation is not None:
+            seen[name] = _wrapper(value, rotation)
+        elif getattr(value, "__globals__", 0) is function.__globals__:
+            seen[name] = _copy(value, rotations, made)
+    for cell, new_cell in zip(cells, new_cells, strict=True):
+        if new_cell is not cell:
+            new_cell.cell_contents = _copy(cell.cell_contents, rotations, made)
+    return copy

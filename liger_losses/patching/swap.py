@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -84,7 +85,8 @@ def restore(module: nn.Module) -> None:
 def _is_unit(changed: type) -> bool:
     """Whether ``fully_shard`` has derived a class from that of a swapped module."""
     first, *others = changed.__bases__
-    return first.__name__ == "FSDPModule" and len(others) == 1 and "_liger_original" in vars(others[0])
+    is_fsdp = hasattr(first, "set_reshard_after_forward") and not issubclass(first, nn.Module)
+    return is_fsdp and len(others) == 1 and "_liger_original" in vars(others[0])
 
 
 def reason_not_to_restore(module: nn.Module) -> str | None:
@@ -140,11 +142,18 @@ def reason_not_to_swap(
 def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
     """The class with methods replaced; there is one for each class, its methods and replacement."""
     replaced = tuple([getattr(original, name) for name in replacement.methods])
-    return _made_subclass(original, replacement, replaced)  # type: ignore[arg-type]
+    key = original, replacement, replaced
+    found = _subclasses.get(key)
+    if found is None:
+        found = _subclasses[key] = _make_subclass(*key)
+    return found
 
 
-@functools.cache
-def _made_subclass(original: type[nn.Module], replacement: Any, replaced: tuple[Any, ...]) -> type[nn.Module]:
+#: The classes with methods replaced, as long as a module has them.
+_subclasses: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def _make_subclass(original: type[nn.Module], replacement: Any, replaced: tuple[Any, ...]) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)

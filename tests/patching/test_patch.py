@@ -1,9 +1,11 @@
 """Patched models: they compute what they did, and everything else about them stays."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -334,3 +336,25 @@ def test_what_is_no_model_is_refused():
             function("meta-llama/Llama-3.2-1B")
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoLigerModelForCausalLM()
+
+
+def test_nothing_of_the_process_outlives_a_patched_model(llama):
+    """Neither a class of the model's nor one that was made for it is kept by a table."""
+
+    class Own(MLP):
+        pass
+
+    model = nn.ModuleList([Own(size=64), copy.deepcopy(llama.model.layers[0].self_attn), llama.model.norm])
+    hooks = [dict(vars(torch.nn.modules.module)[name]) for name in GLOBAL_HOOKS]
+    patch(model)
+    kinds_of = [weakref.ref(type(module)) for module in model] + [weakref.ref(Own)]
+    model[0](torch.randn(2, model[0].down_proj.out_features)).sum().backward()
+    unpatch(llama)
+    del model, Own
+    gc.collect()  # what was made of a class is deleted first
+    gc.collect()
+    assert [kind() for kind in kinds_of] == [None] * 4
+    assert [vars(torch.nn.modules.module)[name] for name in GLOBAL_HOOKS] == hooks
+
+
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")

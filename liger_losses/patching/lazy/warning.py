@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -37,13 +37,13 @@ def warn_materialized(operation: str, lazy: Any) -> None:
     few = not training and weights is not None and tokens * 8 <= weights.tokens
     if _ALLOWED.get() or few:
         return
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "liger_losses.", "contextlib")) and module != "torch":
-            break
-        frame = frame.f_back
-    caller = f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    caller = next(
+        f"{name}:{line}"
+        for frame, line in traceback.walk_stack(None)
+        if not ((name := frame.f_globals.get("__name__", "?")) + ".").startswith(
+            ("torch.", "liger_losses.", "contextlib.")
+        )
+    )
     key = (operation, caller) if training else ("evaluation", "")
     if key not in _WARNED:
         _WARNED.add(key)

@@ -21,14 +21,13 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
+from liger_losses.kernels.given_columns import GivenCall, GivenColumns, evaluate, with_gradients
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
-from liger_losses.kernels.support_columns import KeptIds, find_columns
-from liger_losses.kernels.support_logps import SupportOptions, support_statistics
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256
@@ -129,10 +128,10 @@ def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform =
     ids, offsets = tensor(TOKENS, 64, dtype=torch.long), None
     if ragged:
         ids, offsets = tensor(TOKENS * 64, dtype=torch.int32), tensor(TOKENS + 1, dtype=torch.long)
-    kept = KeptIds(ids, offsets, labels, -100, VOCAB, 0, VOCAB, int(ragged), ragged, 0, 1000)
-    columns, _ = find_columns(kept, backend="triton")
-    options = SupportOptions(transform, "triton")
-    backward(*support_statistics(hidden, weight, bias_of(weight) if ragged else None, columns, options))
+    shift = int(ragged)
+    given = GivenColumns.of(ids, offsets, labels, -100, range(VOCAB), VOCAB, shift=shift, add_label=ragged)
+    call, inputs = GivenCall(given, transform, backend="triton"), (bias_of(weight) if ragged else None, hidden, weight)
+    backward(*with_gradients(call, evaluate(call, *inputs), *inputs))
 
 
 def heads() -> dict[str, Callable[[], None]]:

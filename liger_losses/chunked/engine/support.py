@@ -1,31 +1,40 @@
 """Kept columns: log-probabilities over the columns that a sampler's cut of the vocabulary has kept for each token.
 
-T tokens, N of them active with kept columns, H hidden size, V vocabulary size, K kept columns of a token.
+Each token and each of its columns is a pair of :mod:`liger_losses.kernels.given_columns`, which reads these rows of the
+head alone. Of tokens without a cut, the softmax is over the whole vocabulary: :func:`liger_losses.linear_statistics`.
+
+T tokens, H hidden size, V vocabulary size, K kept columns of a token, P pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_labels, check_tensor
-from liger_losses.chunked.engine.given import given_to_loss
-from liger_losses.chunked.engine.head import Head, dequantized_bytes, operand_dtype
+from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.chunked.engine.given import Given, given_to_loss
+from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.query import Statistics
-from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
-from liger_losses.chunked.engine.weights import weights_of
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
-from liger_losses.kernels.support_columns import Facts, KeptIds, TokenColumns, find_columns
-from liger_losses.kernels.support_logps import NO_COLUMNS, Exchange, SupportOptions, support_statistics
-from liger_losses.kernels.support_products import Products
+from liger_losses.kernels.given_columns import (
+    NO_COLUMNS,
+    Facts,
+    GivenCall,
+    GivenColumns,
+    evaluate,
+    with_gradients,
+)
 from liger_losses.kernels.tracing import record, state
 
 #: What can be asked about kept columns.
@@ -35,7 +44,6 @@ SUPPORT_STATISTICS = ("logp", "entropy", "lse")
 #: columns each of 128256, H 4096: 40.3 and 19.0 ms by rows, 37.2 and 14.9 by products); on other devices, from those of
 #: fp32 on two cores.
 _COST = {"cuda": (160, 190), "cpu": (300, 300)}
-_NO_LIMIT = 2**31 - 1
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -110,39 +118,6 @@ class TokenSupport:
             )
 
 
-def check_support_head(head: Head) -> None:
-    """Raise TypeError for quantized weights and adapters of a vocabulary that ranks share, whose rows are not read."""
-    if head.shard is not None and (head.quantized is not None or head.adapters):
-        raise TypeError(
-            "support= takes a head with one floating-point weight where ranks share the vocabulary, not a quantized "
-            "one, or one with adapters; leave support out, or pass Head(dequantized_weight, group=group)."
-        )
-
-
-def _readable(hidden_states: Tensor, head: Head, tokens: int, options: EngineOptions) -> tuple[Tensor, Head]:
-    """Hidden states and a head whose rows can be read: adapters become columns of it, and a quantized weight exists in
-    floating point until backward.
-
-    Raises:
-        ValueError: a quantized weight that takes more than half of the workspace.
-    """
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
-    if head.quantized is None or state.shapes_only:
-        return hidden_states, head
-    operand = autocast_dtype(hidden_states.device) or hidden_states.dtype
-    if not dequantized_bytes([head], tokens, operand, options.workspace, None):
-        size = head.vocab_size * head.hidden_size * operand.itemsize
-        raise ValueError(
-            f"support= reads single rows of the head, so that a quantized weight is dequantized as a whole, {size} "
-            "bytes, and that takes at most half of the workspace: give a larger workspace=, or leave support out."
-        )
-    beside = head.weight.to(operand)
-    rows = weights_of(head.weight[:, :0], head.quantized).dequantized(operand).trained
-    weight = torch.cat([rows, beside], 1) if beside.shape[1] else rows
-    return hidden_states, head.with_fields(weight=weight, quantized=None)
-
-
 def linear_support_statistics(
     hidden_states: Tensor,
     head: Head,
@@ -162,7 +137,8 @@ def linear_support_statistics(
         labels: ``[...]`` int64, not yet shifted.
         support: the kept columns.
         names: of :data:`SUPPORT_STATISTICS`.
-        options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns.
+        options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns,
+            and the rows that are dequantized at a time.
         whole: :func:`liger_losses.linear_statistics`, for tokens without a cut.
         shift: position ``t`` predicts the label at ``t + shift``.
 
@@ -170,90 +146,67 @@ def linear_support_statistics(
         :class:`Statistics` in the labels' shape, fp32 or fp64; 0 for tokens without loss.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label;
-            ``compact=False``; a sparse gradient in a compiled function, or of a weight that is no parameter.
+        TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label; a
+            sparse gradient in a compiled function, or of a weight that is no parameter.
         RuntimeError: another rank that shares the vocabulary has raised; a CUDA graph is being captured.
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    check_support_head(head)
-    if not options.compact:
-        raise ValueError("support= finds on the host which tokens have kept columns; leave compact at True.")
     if support.sparse_grad and (state.shapes_only or state.recorded is not None):
         raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
-    given_pair = hidden_states, head
-    if head.adapters or head.quantized is not None:
-        check_labels(labels)
-        hidden_states, head = _readable(hidden_states, head, labels.numel(), options)
-    shard, local = head.shard, hidden_states
-    if shard is not None:
-        # Exchanges that all ranks reach, before checks that one alone may fail.
-        local = shard.local(hidden_states)
-        shard.least_memory(device_memory(head.weight.device), head.weight.device)
-    agreed = None if shard is None else shard.agreement(head.weight.device)
-    with agreed or nullcontext():
+    device = head.weight.device
+    # Exchanges that all ranks reach, before checks that one alone may fail.
+    local = head.ranks.local(hidden_states)
+    head.ranks.least_memory(device_memory(device), device)
+    with head.ranks.agreement(device) as agreement:
         compute_dtype = check_inputs([local], head, [labels])
         support.check(labels, head.weight)
         if isinstance(head.transform.temperature, Tensor):
-            check_temperature(head.transform.temperature, head.weight.device, [labels.shape])
-        wide = torch.promote_types(torch.float32, compute_dtype)
-        if not state.shapes_only:
+            check_temperature(head.transform.temperature, device, [labels.shape])
+        if state.shapes_only:
+            wide = torch.promote_types(torch.float32, compute_dtype)
+            values = {name: local.new_empty(labels.shape, dtype=wide) for name in names}
+        else:
             labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
-            backend = choose_backend(options.backend, [(head.weight.device, wide)], dtypes=LOGIT_DTYPES)
-            call = _Call.of(local, head, labels, support, shift, backend, options.ignore_index, compute_dtype)
-            columns, facts = find_columns(call.kept, backend=backend)
-            read, narrow = _start_reading(facts.sum(1)), None
-            if shard is None and facts.is_cuda:
-                narrow = call.statistics(columns)  # before the host knows: what errors there are is no harm to it
-            numbers = Facts(*read())
-            call.check(facts, numbers)
-            most_columns = call.of_many_columns(facts, numbers) if numbers.wide else None
-            if agreed is not None and shard is not None:
-                needs = torch.is_grad_enabled() and local.requires_grad
-                sums = "partial" if shard.partial_gradients else "whole"
-                agreed.given = given = given_to_loss()
-                given.values |= {
-                    "statistics": names,
-                    "kept columns are scored": str(call),
-                    "gradients": f"{sums} ones of hidden states in {local.dtype}: {needs}",
-                }
-                given.add("labels", labels)
-                given.add("numbers of kept columns", torch.tensor(numbers, device="cpu"))
-                given.add("kept columns", support.ids)
-                given.add("offsets of kept columns", support.offsets)
-                if isinstance(call.options.transform.temperature, Tensor):
-                    given.add("temperatures", call.options.transform.temperature.float())
-    if agreed is not None:
-        agreed.wait()
+            kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
+            found = evaluate(kept.call, head.bias, *kept.factors)
+            numbers = kept.numbers(found.facts)
+            if head.ranks.size > 1:
+                agreement.given = kept.given(names, labels, numbers)
+    agreement.wait()
     if state.shapes_only:
-        return Statistics(**{name: local.new_empty(labels.shape, dtype=wide) for name in names})
+        return Statistics(**values)
     parts = []
-    if numbers.uncut:  # of the head as it was given, which may be streamed
-        uncut = labels.masked_fill(facts[Facts._fields.index("uncut")].view(labels.shape) == 0, options.ignore_index)
+    if numbers.uncut:
+        uncut = labels.masked_fill(Facts(*found.facts).uncut.view(labels.shape) == 0, options.ignore_index)
         # The backward of a compiled function repeats this call: it takes nothing from what other calls have recorded.
         before = state.recorded, state.known
         state.recorded = state.known = None
         try:
-            found = whole(*given_pair, uncut, names, options=options)
+            parts.append(whole(hidden_states, head, uncut, names, options=options))
         finally:
             state.recorded, state.known = before
-        parts.append({name: getattr(found, name) for name in names})
-    if most_columns is not None:
-        parts.append(call.by_products(*most_columns, options.workspace))
-    if numbers.pairs or not parts:
-        parts.append(narrow or call.statistics(columns))
-    return Statistics(**{name: sum_of([part[name].view(labels.shape) for part in parts]) for name in names})
+    if numbers.cut or not parts:
+        if head.ranks.size > 1:
+            head.ranks.merge_(kept.call.given.labels, {name: getattr(found, name) for name in SUPPORT_STATISTICS})
+            nothing = found.lse < NO_COLUMNS / 2  # no rank has a column
+            for name in SUPPORT_STATISTICS:
+                getattr(found, name).masked_fill_(nothing, 0.0)
+        values = with_gradients(kept.call, found, head.bias, *kept.factors)
+        parts.append(Statistics(*[value.view(labels.shape) for value in values]))
+    if len(parts) == 1:
+        return parts[0]._replace(**dict.fromkeys(set(SUPPORT_STATISTICS) - {*names}))
+    return Statistics(**{name: getattr(parts[0], name) + getattr(parts[1], name) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _Kept:
     """One call's inputs, of all tokens."""
 
-    hidden: Tensor  # [T, H]
-    head: Head
-    kept: KeptIds
-    options: SupportOptions
-    operand_dtype: torch.dtype
+    support: TokenSupport
+    shift: int
+    call: GivenCall
+    factors: tuple[Tensor | None, ...]  # hidden states [T, H] and rows [V, H], one pair after another
 
     @classmethod
     def of(
@@ -263,140 +216,150 @@ class _Call:
         labels: Tensor,
         support: TokenSupport,
         shift: int,
-        backend: str,
-        ignore_index: int,
+        options: EngineOptions,
         compute_dtype: torch.dtype,
-    ) -> _Call:
-        hidden, flat = hidden_states.reshape(-1, hidden_states.shape[-1]), labels.reshape(-1).contiguous()
-        ids, device, size = support.ids, head.weight.device, head.vocab_size
-        operand = operand_dtype(compute_dtype, device, backend)
-        tensors = (hidden_states, head.weight, *([] if head.bias is None else [head.bias]))
-        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        cost = _COST["cuda" if device.type == "cuda" else "cpu"][0 if grad else 1]
-        most = _NO_LIMIT if support.sparse_grad else max(1, size // cost)
-        first = 0 if head.shard is None else head.shard.first_column
-        kept = KeptIds(
-            ids.flatten(0, -2) if support.offsets is None else ids,
-            support.offsets, flat, ignore_index, size, first, first + len(head.weight), shift, support.add_label,
-            fewest=0, most=most,
-        )  # fmt: skip
-        transform = head.transform
+    ) -> _Kept:
+        device, ranks, size, transform = head.weight.device, head.ranks, head.vocab_size, head.transform
+        wide = torch.promote_types(torch.float32, compute_dtype)
+        backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
+        flat, block_bytes = labels.reshape(-1).contiguous(), options.workspace or default_bound()
+        block_bytes = block_bytes or default_workspace(size, 4, device)
         if isinstance(transform.temperature, Tensor):
-            own = transform.temperature.detach().reshape(-1).to(torch.promote_types(torch.float32, compute_dtype))
-            transform = replace(transform, temperature=checked_temperatures(own.where(flat != ignore_index, 1.0)))
-        return cls(hidden, head, kept, SupportOptions(transform, backend, support.sparse_grad), operand)
-
-    def __str__(self) -> str:
-        options = self.options
-        return (
-            f"{options.transform.said}, {options.backend}, sparse gradient: {options.sparse_grad}, products of "
-            f"{self.operand_dtype} above {self.kept.most} columns"
+            each = transform.temperature.detach().reshape(-1).to(wide).where(flat != options.ignore_index, 1.0)
+            transform = replace(transform, temperature=checked_temperatures(each))
+        factors, slabs = _factors(hidden_states.reshape(-1, hidden_states.shape[-1]), head, block_bytes)
+        trained = [t for t in (head.bias, *factors) if t is not None and t.requires_grad]
+        cost = _COST["cuda" if device.type == "cuda" else "cpu"][0 if trained and torch.is_grad_enabled() else 1]
+        sums_over = ranks.of_gradients
+        given = GivenColumns.of(
+            support.ids.flatten(0, -2) if support.offsets is None else support.ids,
+            support.offsets,
+            flat,
+            options.ignore_index,
+            range(size)[ranks.columns(size)],
+            size,
+            shift=shift,
+            add_label=support.add_label,
+            most=None if support.sparse_grad or head.batch_invariant else max(1, size // cost),
         )
+        call = GivenCall(
+            given,
+            transform,
+            slabs,
+            backend,
+            support.sparse_grad,
+            NO_COLUMNS if ranks.size > 1 else 0.0,
+            sums_over.start_sum_ if sums_over.size > 1 else None,
+            operand_dtype(compute_dtype, device, backend),
+            block_bytes,
+        )
+        return cls(support, shift, call, factors)
 
-    def statistics(self, columns: TokenColumns) -> dict[str, Tensor]:
-        """Statistics ``[T]`` by reading the rows of each token's columns."""
-        options = self.options._replace(exchange=_exchange(self.head.shard, self.kept.labels))
-        found = support_statistics(self.hidden, self.head.weight, self.head.bias, columns, options)
-        return dict(zip(SUPPORT_STATISTICS, found, strict=True))
+    def given(self, names: tuple[str, ...], labels: Tensor, numbers: Facts) -> Given:
+        """What all ranks that share the vocabulary must have in common."""
+        call, hidden, found = self.call, self.factors[0], given_to_loss()
+        assert hidden is not None
+        sums, needs = "whole" if call.start_sum_ else "partial", torch.is_grad_enabled() and hidden.requires_grad
+        found.values |= {
+            "statistics": names,
+            "kept columns are scored": f"{call.transform.said}, {call.backend}, sparse gradient: {call.sparse_grad}, "
+            f"products of {call.product_dtype}",
+            "gradients": f"{sums} ones of hidden states in {hidden.dtype}: {needs}",
+        }
+        wide = 0 if call.given.wide is None else len(call.given.wide)
+        found.add("labels", labels)
+        found.add("numbers of kept columns", torch.tensor([*numbers, wide], device="cpu"))
+        found.add("kept columns", self.support.ids)
+        found.add("offsets of kept columns", self.support.offsets)
+        if isinstance(call.transform.temperature, Tensor):
+            found.add("temperatures", call.transform.temperature)
+        return found
 
-    def of_many_columns(self, facts: Tensor, numbers: Facts) -> tuple[Tensor, TokenColumns]:
-        """The tokens ``[N]`` with more columns than rows are read for, and these columns."""
-        flags = facts[Facts._fields.index("wide")] > 0
-        tokens = torch.nonzero_static(flags, size=int(numbers.wide)).squeeze(-1)
-        kept = self.kept._replace(fewest=self.kept.most, most=_NO_LIMIT)
-        columns = find_columns(kept, backend=self.options.backend)[0].compacted(tokens)
-        ordered, order = columns.sorted
-        owners = columns.tokens[order]
-        twice = (ordered[1:] == ordered[:-1]) & (owners[1:] == owners[:-1])
-        if twice.any():
-            raise self._twice(int(tokens[owners[1:][twice][0]]))
-        return tokens, columns
+    def numbers(self, facts: Tensor) -> Facts:
+        """How many tokens are cut and uncut, once the host knows that all is right.
 
-    def by_products(self, tokens: Tensor, columns: TokenColumns, workspace: int | None) -> dict[str, Tensor]:
-        """Statistics ``[T]`` of these tokens by products with the whole head."""
-        size, labels, count = self.kept.vocab_size, self.kept.labels, len(self.hidden)
-        everything = len(tokens) == count
-        hidden = self.hidden if everything else self.hidden.index_select(0, tokens)
-        block_bytes = workspace or default_bound() or default_workspace(size, 4, hidden.device)
-        exchange = _exchange(self.head.shard, labels[tokens])
-        transform, products = self.options.transform.rows(tokens), Products(self.operand_dtype, block_bytes)
-        options = self.options._replace(transform=transform, exchange=exchange, products=products)
-        found = support_statistics(hidden, self.head.weight, self.head.bias, columns, options)
-        values = dict(zip(SUPPORT_STATISTICS, found, strict=True))
-        if everything:
-            return values
-        return {name: value.new_zeros(count).index_copy(0, tokens, value) for name, value in values.items()}
+        Raises:
+            ValueError: labels, offsets or ids that are wrong; names the first token.
+        """
+        given, ids, offsets, sums = self.call.given, self.support.ids, self.support.offsets, facts.sum(1)
+        if offsets is not None:
+            wrong = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
+            sums = torch.cat([sums, wrong.view(1)])
+        read = _start_reading(sums)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.factors[1::2]):
+            _ = given.sorted  # which backward needs: the GPU sorts while the host waits
+        *counts, wrong_offsets = [*read(), 0][: len(facts) + 1]
+        numbers, size = Facts(*counts), given.vocab_size
 
-    def check(self, facts: Tensor, numbers: Facts) -> None:
-        """Raise ValueError for ids, offsets and labels that are wrong, and name the first token."""
-        kept, first = self.kept, {}
-        for name, row, number in zip(Facts._fields, facts, numbers, strict=True):
-            if name in _ERRORS and number:
-                first[name] = int(row.nonzero()[0])
-        if "no_labels" in first:
+        def first(fact: str) -> int:
+            return int(getattr(Facts(*facts), fact).nonzero()[0])
+
+        def ids_of(token: int) -> Tensor:
+            row = token + self.shift
+            return ids.flatten(0, -2)[row] if offsets is None else ids[int(offsets[row]) : int(offsets[row + 1])]
+
+        if numbers.no_labels:
             raise ValueError(
-                f"labels must be in [0, {kept.vocab_size}), the rows of the weight, or ignore_index="
-                f"{kept.ignore_index}; found the label {int(kept.labels[first['no_labels']])}. Mask padding with "
-                "ignore_index, and check that the tokenizer and the weight have the same vocabulary."
+                f"labels must be in [0, {size}), the rows of the weight, or ignore_index={given.ignore_index}; found "
+                f"the label {int(given.labels[first('no_labels')])}. Mask padding with ignore_index, and check that "
+                "the tokenizer and the weight have the same vocabulary."
             )
-        if "no_offsets" in first:
-            assert kept.offsets is not None
+        if wrong_offsets and offsets is not None:
             raise ValueError(
-                f"TokenSupport's offsets must rise from 0 to {len(kept.ids)}, the number of ids; they go from "
-                f"{int(kept.offsets[0])} to {int(kept.offsets[-1])}, by {int(kept.offsets.diff().amin())} or more."
+                f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from "
+                f"{int(offsets[0])} to {int(offsets[-1])}, by {int(offsets.diff().amin())} or more."
             )
-        if "no_columns" in first:
-            padding = ", or -1 for padding" if kept.offsets is None else ""
-            token = first["no_columns"]
-            ids = self._ids_of(token)
+        if numbers.no_columns:
+            token, padding = first("no_columns"), ", or -1 for padding" if offsets is None else ""
             raise ValueError(
-                f"TokenSupport's ids must be in [0, {kept.vocab_size}), the rows of the weight{padding}; token "
-                f"{token + kept.shift} of the flattened labels has ids from {int(ids.amin())} to {int(ids.amax())}."
+                f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; token "
+                f"{token + self.shift} of the flattened labels has ids from {int(ids_of(token).amin())} to "
+                f"{int(ids_of(token).amax())}."
             )
-        if "twice" in first:
-            raise self._twice(first["twice"])
-        if "lacking" in first and not kept.add_label:
-            token = first["lacking"]
+        if numbers.twice:
+            token = first("twice")
+            again, counts = ids_of(token).unique(return_counts=True)
+            raise ValueError(
+                f"TokenSupport has ids twice: token {token + self.shift} of the flattened labels has "
+                f"{again[(counts > 1) & (again >= 0)].tolist()[0]} more than once; give each once, and pad with -1."
+            )
+        if numbers.lacking:
+            token = first("lacking")
             raise ValueError(
                 f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so that its probability "
-                f"is 0 (the first: label {int(kept.labels[token])} of token {token + kept.shift} of the flattened "
+                f"is 0 (the first: label {int(given.labels[token])} of token {token + self.shift} of the flattened "
                 "labels). Check that ids and labels are those of the same tokens; or add labels to the kept columns: "
                 "TokenSupport(..., add_label=True)."
             )
-
-    def _ids_of(self, token: int) -> Tensor:
-        row, offsets = token + self.kept.shift, self.kept.offsets
-        return self.kept.ids[row] if offsets is None else self.kept.ids[int(offsets[row]) : int(offsets[row + 1])]
-
-    def _twice(self, token: int) -> ValueError:
-        ids, counts = self._ids_of(token).unique(return_counts=True)
-        again = ids[(counts > 1) & (ids >= 0)].tolist()
-        return ValueError(
-            f"TokenSupport has ids twice: token {token + self.kept.shift} of the flattened labels has {again[0]} more "
-            "than once; give each once, and pad with -1."
-        )
+        return numbers
 
 
-_ERRORS = ("lacking", "no_columns", "twice", "no_labels", "no_offsets")
+def _factors(hidden: Tensor, head: Head, block_bytes: int) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """Hidden states ``[T, H]`` and rows ``[V, H]`` whose products are added: of the head, and of each adapter.
+
+    Rows of a quantized weight are ``None``, beside what yields those that are dequantized at a time.
+    """
+    factors, slabs, size = list[Tensor | None](), list[Any](), 0
+    if head.quantized is not None:
+        size, dtype = head.quantized.shape[1], autocast_dtype(hidden.device) or hidden.dtype
+        factors += [hidden[:, :size], None]
+        slabs.append(partial(_dequantized, head.quantized, dtype, block_bytes))
+    if head.weight.shape[1]:
+        factors += [hidden[:, size:] if size else hidden, head.weight]
+        slabs.append(None)
+    for adapter in head.adapters:
+        dropped = F.dropout(hidden, adapter.dropout) if adapter.dropout else hidden
+        factors += [F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale, adapter.b]
+        slabs.append(None)
+    return tuple(factors), tuple(slabs)
 
 
-def sum_of(values: list[Tensor]) -> Tensor:
-    """The sum, of one value that value itself."""
-    return values[0] if len(values) == 1 else torch.stack(values).sum(0)
-
-
-def _exchange(shard: VocabularyRanks | None, labels: Tensor) -> Exchange | None:
-    """What ranks that share the vocabulary exchange about tokens with these labels."""
-    if shard is None:
-        return None
-
-    def merge_(logp: Tensor, entropy: Tensor, lse: Tensor) -> None:
-        shard.merge_(labels, {"logp": logp, "entropy": entropy, "lse": lse})
-        nothing = lse < NO_COLUMNS / 2  # no rank has a column
-        for value in (logp, entropy, lse):
-            value.masked_fill_(nothing, 0.0)
-
-    return Exchange(merge_, None if shard.partial_gradients else shard.start_sum_)
+def _dequantized(weight: QuantizedWeight, dtype: torch.dtype, block_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """The first column and the rows of one part of a weight after another, each within ``block_bytes``."""
+    count, size = weight.shape
+    step = max(1, block_bytes // (size * (weight.temporary_bytes + dtype.itemsize)))
+    for first in range(0, count, step):
+        yield first, weight.rows(first, min(first + step, count)).to(dtype)
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:

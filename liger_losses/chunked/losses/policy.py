@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from liger_losses.chunked.engine.checks import check_device, check_range, check_
 from liger_losses.chunked.engine.given import checksum
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.support import TokenSupport, check_support_head, linear_support_statistics
+from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
@@ -226,16 +225,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             objectives.per_token(name, value, mask, column=name in of_completions)
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         refs = None if ref_input is None else [ref_input]
-        if support is not None and self.group is not None:
-            raise ValueError("support= takes whole completions, not the slices of a loss with group=; leave one out.")
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        if support is not None:  # before the reference runs
-            check_support_head(head)
         # Over kept columns no tokens are selected, for which the host would wait.
         tokens: Any = batch.select(options) if support is None else None
-        if self.group is not None:
+        if self.group is not None and support is None:
             check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
@@ -250,6 +245,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
         elif self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
+        # The ranks of a group first meet in PolicyInputs: nothing that one of them alone may refuse comes after it.
+        early = support is not None and self.group is not None
+        found = statistics(_input, head, *self._names()) if early else None
         inputs = PolicyInputs(
             self.settings,
             mask,
@@ -266,7 +264,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
-            loss, logps = self._two_passes(head, _input, inputs, statistics)
+            found = statistics(_input, head, *self._names()) if found is None else found
+            loss, logps = self._two_passes(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         clip_ratio, ratio = clip_fraction(logps, inputs)
         if not self.beta:
@@ -334,14 +333,11 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             loss = self.total(loss)
         return loss, found.logp
 
-    def _two_passes(
-        self, head: Head, hidden: Tensor, inputs: PolicyInputs, statistics: Callable[..., Statistics]
-    ) -> tuple[Tensor, Tensor]:
-        """The same from all tokens' statistics."""
+    def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:
+        """The same from all tokens' statistics, of which there are so many copies."""
         coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
-        found = statistics(hidden, head, *self._names())
         if share < 1.0:
-            acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=head.vocabulary_ranks)
+            acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=copies)
         loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
             total, count = (found.entropy * acting).sum(), acting.sum()

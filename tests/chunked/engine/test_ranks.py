@@ -523,7 +523,10 @@ def quantized(parts):
         )
         teacher = Teacher(d["other"], Head(other, group=group))
         divergence = linear_divergence(hidden, Head(weight, group=group), d["y"], teacher, Divergence.reverse_kl())
-        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum()
+        kept = linear_logps(
+            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], support=support(d), workspace=3000
+        )
+        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum() + kept.sum()
         return value.detach(), *torch.autograd.grad(value, (hidden, a, b))
 
     for name, part in parts.items():

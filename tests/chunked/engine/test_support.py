@@ -17,9 +17,9 @@ from liger_losses import (
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.tokens import Tokens
-from liger_losses.kernels import row_sums, support_logps
+from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.support_columns import KeptIds, find_columns
+from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, evaluate
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
@@ -123,8 +123,8 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
 def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(row_sums, "_PART", 4)  # long sums are taken in parts
-    monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)  # several slices
+    monkeypatch.setattr(given_columns, "_PART", 4)  # long sums are taken in parts
+    monkeypatch.setattr(given_columns, "GATHERED_BYTES", 3000)  # several slices
     # The interpreter is slow. Tokens without a cut take kernels of their own.
     shape, h, v, k, uncut = ((2, 6), 37, 29, 7, (4, 11)) if backend == "torch" else ((2, 3), 37, 11, 5, ())
     hidden, weight, labels, bias = problem(0, h, v, shape=shape, dtype=getattr(torch, dtype), bias=True)
@@ -151,10 +151,10 @@ def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch
     ids[1, :3, 3:] = torch.where(ids[1, :3, 3:] == labels[1, :3, None], ids[1, :3, 3:], -1)
     support = TokenSupport(ids) if form == "padded" else ragged(ids)
     seen = []
-    for function in ("project_by_products", "gradients_by_products"):
-        original = getattr(support_logps, function)
+    for function in ("_project_far_", "_dense"):
+        original = getattr(given_columns, function)
         monkeypatch.setattr(
-            support_logps, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
+            given_columns, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
         )
     costs = ((v // 6, 2), (v, 2), (v // 12, 0))  # some tokens take products; all that have more than one column; none
     for cost, products in costs[: 1 if backend == "triton" else 3]:
@@ -162,7 +162,7 @@ def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch
         seen.clear()
         with workspace(30_000):  # several blocks of the vocabulary
             compare((hidden, weight, bias), labels, ids, support, backend)
-        assert len(seen) == products
+        assert len({*seen}) == products
     choose_above(monkeypatch, v)
     twice = torch.cat([ids, ids[..., :1]], -1)
     with pytest.raises(ValueError, match="twice: token .* has .* more than once"):
@@ -193,10 +193,19 @@ def test_sparse_gradients(backend, uncut, monkeypatch):
         assert torch.equal(a.to_dense(), b)
 
 
-@pytest.mark.parametrize("uncut", [(), (2, 5)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["adapters", "quantized", "quantized with adapters"])
-def test_heads_whose_rows_are_computed(kind, dtype, uncut):
+@pytest.mark.parametrize(
+    ("dtype", "uncut", "options", "cost"),
+    [
+        (torch.float64, (), {}, 1),
+        (torch.float32, (2, 5), {"workspace": 10_000}, 1),  # some rows are dequantized at a time
+        (torch.float64, (2, 5), {"workspace": 10_000}, 20),  # some tokens take products
+        (torch.float32, (2,), {"compact": False}, 1),
+        pytest.param(torch.float32, (), {"backend": "triton", "workspace": 10_000}, 20, marks=NEEDS_TRITON),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dense", "adapters", "quantized", "quantized with adapters"])
+def test_heads(kind, dtype, uncut, options, cost, monkeypatch):
+    choose_above(monkeypatch, cost)
     hidden, weight, labels, bias = problem(20, 24, 61, dtype=dtype, bias=True)
     ids = kept(labels, 61, 6, uncut=uncut)
     g = torch.Generator().manual_seed(3)
@@ -211,7 +220,7 @@ def test_heads_whose_rows_are_computed(kind, dtype, uncut):
     if "adapters" in kind:
         head, dense = head.with_fields(adapters=(LowRank(a, b, 0.5),)), dense + 0.5 * b @ a
         trained += [a, b]
-    found = linear_logps(hidden, head, labels, support=TokenSupport(ids), entropy=True, lse=True)
+    found = linear_logps(hidden, head, labels, support=TokenSupport(ids), entropy=True, lse=True, **options)
     expected = plain(hidden, dense, labels, ids, bias)
     size = 1e-10 if dtype == torch.float64 else 2e-5
     for name in NAMES:
@@ -233,8 +242,9 @@ def test_sparse_gradients_that_cannot_be():
 
 
 @NEEDS_TRITON
-def test_the_kernel_finds_the_same_columns_as_the_reference():
+def test_the_kernel_finds_the_same_as_the_reference():
     g = torch.Generator().manual_seed(0)
+    hidden, weight, *_ = problem(7, 4, 50, masked=0.0)
     for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 2))):
         count, width, size = 7, (3, 3, 40, 3)[case % 4], 50
         labels = torch.randint(-1, size + 1, (count,), generator=g)
@@ -248,31 +258,20 @@ def test_the_kernel_finds_the_same_columns_as_the_reference():
             lengths[0] = 2
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
             ids = ids.flatten()[: int(offsets[-1])].int()
-        limits = ((0, size, 0, 2**31 - 1), (7, 30, 0, width // 2), (0, size, width // 2, 99))[case % 3]
-        given = KeptIds(ids, offsets, labels, -100, size, *limits[:2], shift, add_label, *limits[2:])
-        (a, a_facts), (b, b_facts) = find_columns(given), find_columns(given, backend="triton")
-        assert torch.equal(a.columns, b.columns)
-        assert torch.equal(a.labels, b.labels)
-        assert (a.width, a.vocab_size) == (b.width, b.vocab_size)
-        # How many pairs are the same may differ, whether there are any may not.
-        assert torch.equal(a_facts[:5], b_facts[:5])
-        assert torch.equal(a_facts > 0, b_facts > 0)
-        assert a_facts[6].any()
-        if offsets is not None:
-            counts = a.columns >= 0
-            assert torch.equal(a.starts, b.starts)
-            assert torch.equal(a.owners[counts], b.owners[counts])
-        if case == 0:
-            row = torch.arange(40)[None]
-            row[0, 34], row[0, 35:] = row[0, 20], -1
-            one = given._replace(ids=row, labels=row[0, :1].clone())
-            assert [find_columns(one, backend=backend)[1][5].item() for backend in ("torch", "triton")] == [1, 1]
-        if offsets is not None:
-            for place, value in ((3, -1), (0, 1), (-1, 10**6)):
-                wrong = offsets.clone()
-                wrong[place] = value
-                for backend in ("torch", "triton")[: 1 + (case == 5)]:
-                    assert find_columns(given._replace(offsets=wrong), backend=backend)[1][7].any()
+        columns = range(*((0, size), (7, 30))[case % 2])
+        given = GivenColumns.of(ids, offsets, labels, -100, columns, size, shift=shift, add_label=add_label)
+        found = [
+            evaluate(GivenCall(given, backend=backend), None, hidden, weight[columns.start : columns.stop])
+            for backend in ("torch", "triton")
+        ]
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        facts = Facts(*found[0].facts)
+        assert facts.no_labels.any()
+        assert facts.cut.any()
+        assert not (facts.cut & facts.uncut).any()
+        if case == 2:
+            assert facts.twice.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -302,7 +301,7 @@ def test_the_whole_vocabulary(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
-    monkeypatch.setattr(row_sums, "_PART", 4)
+    monkeypatch.setattr(given_columns, "_PART", 4)
     hidden, weight, labels, _ = problem(6, 20, 5, dtype=torch.bfloat16, masked=0.0)
     support, runs = TokenSupport(kept(labels, 5, 4)), []
     for _ in range(2):
@@ -393,7 +392,7 @@ def test_memory_is_that_of_the_pairs():
         found[:] = gradients(linear_logps(hidden, weight, labels, support=support).sum(), (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_sums, "GATHERED_BYTES", 2**17)
+        patch.setattr(given_columns, "GATHERED_BYTES", 2**17)
         assert peak_bytes(call) < weight.numel() * 4 + 4 * size + 2**21  # all rows would be 16 x size, logits 7 MB
     assert len(found) == 2
 
@@ -435,8 +434,6 @@ def test_errors_say_what_to_do():
         call(ids)
     with pytest.raises(ValueError, match=r"labels must be in \[0, 20\).*found the label 20"):
         linear_logps(hidden, weight, labels.masked_fill(labels == labels[0], 20), support=TokenSupport(ids))
-    with pytest.raises(ValueError, match="leave compact at True"):
-        call(TokenSupport(ids), compact=False)
 
 
 @pytest.mark.parametrize(

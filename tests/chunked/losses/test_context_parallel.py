@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import liger_losses
-from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, functional
+from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, TokenSupport, functional
 from liger_losses.chunked.engine.agreement import RankError, agree
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
@@ -132,6 +132,14 @@ def policy_per_sequence(loss, p):
     return policy(loss, p, vllm_is_ratio=p.sums.exp())
 
 
+def policy_over_kept_columns(loss, p):
+    """Some tokens have no cut."""
+    ids = (p.labels.clamp(min=0)[..., None] + torch.tensor([0, 3, 7])) % VOCAB
+    ids[2, :, 2:], ids[1, -1], ids[0, 0] = -1, -1, -1
+    options = {"ref_per_token_logps": None, "ref_input": p.ref_hidden, "ref_weight": p.ref_weight}
+    return policy(loss, p, **options, support=TokenSupport(ids))
+
+
 def policy_observed(loss, p):
     found, metrics = policy(loss, p)
     loss.entropy_coef.step()
@@ -212,6 +220,11 @@ CASES = {
     ),
     "GRPO, a reference": (build("GRPO"), policy_with_reference),
     "GRPO, no KL": (build("GRPO", beta=0.0), policy),
+    "GRPO, kept columns": (build("GRPO"), policy_over_kept_columns),
+    "GRPO, kept columns, sequences": (
+        build("GRPO", importance_sampling_level="sequence", top_entropy_quantile=0.6, entropy_coef=0.1),
+        policy_over_kept_columns,
+    ),
     "GRPO, vespo of completions": (build("GRPO", loss_type="vespo"), policy_per_sequence),
     "GRPO, off-policy mask": (build("GRPO", off_policy_mask_threshold=0.3), policy_per_token),
     "GRPO, high entropy": (build("GRPO", top_entropy_quantile=0.5, entropy_coef=0.1), policy),
@@ -399,6 +412,10 @@ def check_workspaces(rank):
     ):
         with pytest.raises(ValueError, match=words):
             call()
+    wrong = TokenSupport(torch.full((*p.labels.shape, 1), VOCAB if rank else -1))
+    words = "ids must be in" if rank else "rank 1 .* ValueError: .*ids must be in"
+    with pytest.raises(ValueError, match=words):
+        policy(build("GRPO", group=dist.group.WORLD)(), p, support=wrong)
     p.token_weights = p.token_weights.to("meta") if rank else p.token_weights
     with pytest.raises(ValueError, match="token_weights is on meta"):
         weighted_tokens(build("CrossEntropy", group=dist.group.WORLD)(), p)

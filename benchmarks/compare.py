@@ -158,6 +158,8 @@ def cases() -> Iterator[tuple[str, Make]]:
             yield f"{name} {tokens} x {hidden_size} x {vocab_size}{limit}", distill
         del hidden, weight, teacher, labels, given, leaves
 
+    yield from other_heads()
+
     x, gate, up = (tensor(16384, size, scale=1.0) for size in (4096, 14336, 14336))
     vector, heads = tensor(4096, scale=1.0), [tensor(4, n, 4096, 128, scale=1.0) for n in (32, 8)]
     angles = [tensor(1, 4096, 128, scale=1.0, grad=False) for _ in range(2)]
@@ -181,6 +183,36 @@ def cases() -> Iterator[tuple[str, Make]]:
             return call
 
         yield name, kernel
+
+
+def other_heads() -> Iterator[tuple[str, Make]]:
+    """Quantized heads, kept columns, and several heads."""
+    hidden, weight = tensor(8192, 4096, scale=1.0), tensor(128256, 4096)
+    frozen, labels = weight.detach(), labels_of(8192, vocab_size=128256, masked=0.0)
+    codes, size = (frozen * 1e3).round().clamp(-127, 127).to(torch.int8), "8192 x 4096 x 128256"
+    ids = torch.randint(128256 - 64, (8192, 1), device="cuda") + torch.randperm(64, device="cuda")
+
+    def quantized(load: Any, workspace: int | None) -> Call:
+        class Int8(load(":QuantizedWeight")):  # type: ignore[misc]
+            def rows(self, start: int, stop: int) -> Tensor:
+                return codes[start:stop] * 1e-3
+
+        head = load(":Head")(Int8(tuple(frozen.shape), torch.bfloat16, frozen.device))
+        loss = load(":LigerFusedLinearCrossEntropyLoss")(workspace=workspace)
+        return loss_call(loss, (head, hidden, labels), (hidden,))
+
+    def kept(load: Any) -> Call:
+        support, function = load(":TokenSupport")(ids, add_label=True), load(":linear_logps")
+        return loss_call(lambda *given: function(*given, support=support), (hidden, weight, labels), (hidden, weight))
+
+    def many(load: Any) -> Call:
+        loss = load(":LigerFusedLinearCrossEntropyLoss")()
+        return loss_call(loss, ([weight, frozen], [hidden, hidden], labels), (hidden, weight))
+
+    yield f"cross-entropy of an int8 head {size}", lambda load: quantized(load, None)
+    yield f"cross-entropy of an int8 head {size}, 300 MiB", lambda load: quantized(load, 300 * MiB)
+    yield f"log-probs over 64 kept columns {size}", kept
+    yield f"cross-entropy of two heads {size}", many
 
 
 def compare(make: Make, packages: tuple[str, str], rounds: int) -> dict[str, Any]:

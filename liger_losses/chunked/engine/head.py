@@ -216,6 +216,18 @@ class Head:
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
 
+    @torch.no_grad()
+    def merged(self) -> Head:
+        """The same head as one floating-point weight: dequantized, with its adapters added, of all ranks; a constant.
+
+        Ranks that share the vocabulary call it together.
+        """
+        weight = self.weights.dequantized(self.weight.dtype if self.quantized is None else self.quantized.dtype).trained
+        for adapter in self.adapters:
+            weight = (weight.float() + adapter.scale * adapter.b.float() @ adapter.a.float()).to(weight.dtype)
+        bias = None if self.bias is None else self.ranks.whole(self.bias)
+        return Head(self.ranks.whole(weight.detach()), bias, self.transform, batch_invariant=self.batch_invariant)
+
     def detach(self) -> Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()

@@ -102,6 +102,10 @@ class Ranks:
     def start_sum_(self, values: Tensor) -> Any:
         """As :meth:`sum_`, beside other work: the values are valid after ``wait()`` of what is returned."""
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """``[V, ...]``: the rows of all ranks."""
+        return rows
+
 
 #: One process.
 ALONE = Ranks()
@@ -224,6 +228,12 @@ class VocabularyRanks(Ranks):
 
     def start_sum_(self, values: Tensor) -> Any:
         return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = self.gather(padded)
+        return torch.cat([part[:size] for part, size in zip(gathered, self.sizes, strict=True)])
 
     def agreement(self, device: torch.device) -> Agreement:
         return Agreement(self.group, VOCABULARY, device)

@@ -38,13 +38,13 @@ class TeacherWriter:
     Args:
         folder: made if it does not exist. Batches that are in it are kept; its head is replaced.
         head: the teacher's: a weight ``[Vt, Ht]``, a linear layer, or a :class:`liger_losses.Head`. Written at once, in
-            its own dtype.
+            its dtype, as one weight: dequantized, and with its adapters added. Ranks that share its vocabulary make
+            the writer together.
         dtype: of the hidden states in the files: bf16, fp16, fp32 or fp64. A teacher that runs in bf16 loses nothing
             with the default.
 
     Raises:
-        TypeError, ValueError: another dtype; what makes no head, or one that cannot be written: quantized, with
-            adapters, shared by ranks, or with a temperature.
+        TypeError, ValueError: another dtype; what makes no head, or one with a temperature.
     """
 
     def __init__(
@@ -52,12 +52,7 @@ class TeacherWriter:
     ) -> None:
         if dtype not in _DTYPES:
             raise TypeError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype}.")
-        self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).detach()
-        if head.quantized is not None or head.adapters or head.shard is not None:
-            raise TypeError(
-                "a TeacherWriter takes a head with one floating-point weight, not one that is quantized, has adapters "
-                "or is shared by ranks; pass the whole weight, dequantized and merged."
-            )
+        self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).merged()
         temperature = head.transform.temperature
         if isinstance(temperature, Tensor) or temperature != 1.0:
             raise ValueError(

@@ -55,20 +55,24 @@ class Teacher:
     columns_correspond: bool = False
 
     @cached_property
-    def head(self) -> Head:
-        """The teacher's head, checked when it is first read."""
+    def _parts(self) -> tuple[Tensor, Head]:
+        """Hidden states and head, checked when they are first read; adapters are columns of both."""
         try:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
-            if head.adapters:
-                raise TypeError("it has adapters; merge them, or disable them for a teacher without them.")
-            return head
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
+        hidden_states = head.ranks.local(self.hidden_states)
+        with torch.no_grad():
+            return head.expand(hidden_states) if head.adapters else (hidden_states, head)
 
-    @cached_property
+    @property
+    def head(self) -> Head:
+        return self._parts[1]
+
+    @property
     def local_hidden_states(self) -> Tensor:
         """The hidden states; of a DTensor, those of all tokens on this rank."""
-        return self.head.ranks.local(self.hidden_states)
+        return self._parts[0]
 
     @property
     def vocab_size(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from liger_losses import Head, LigerFusedLinearJSDLoss, LogitTransform, Teacher, TeacherFiles, TeacherWriter
+from liger_losses.chunked.engine.adapters import LowRank
 from tests.quantized_layers import Int8Weight
 from tests.reference import problem
 
@@ -165,10 +166,29 @@ def test_what_is_refused(tmp_path):
     for name in ("../other", ""):
         with pytest.raises(ValueError, match="the name of a batch has letters"):
             writer.write(name, states)
-    with pytest.raises(TypeError, match="one floating-point weight"):
-        TeacherWriter(tmp_path / "other", Int8Weight(torch.randn(V, WIDE)))
     for temperature in (0.7, torch.ones(T)):
         with pytest.raises(ValueError, match="the teacher's head has temperature .*, which must be 1"):
             TeacherWriter(tmp_path / "other", Head(head.weight, transform=LogitTransform(temperature)))
     with pytest.raises(FileNotFoundError, match="no head"):
         TeacherFiles(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", ["adapters", "quantized", "quantized and adapters"])
+def test_heads_of_any_kind(kind, tmp_path):
+    """A teacher beside the student, and one from files, as with one merged weight."""
+    hidden, weight, labels, states, head = models()
+    g = torch.Generator().manual_seed(5)
+    rows, quantized = head.weight.detach(), None
+    if "quantized" in kind:
+        quantized = Int8Weight(rows)
+        rows = quantized.rows(0, V)
+    adapters, merged = (), rows
+    if "adapters" in kind:
+        a, b = torch.randn(3, WIDE, generator=g), torch.randn(V, 3, generator=g) / 4
+        adapters, merged = (LowRank(a, b, 0.7),), rows + 0.7 * b @ a
+    given = Head(rows if quantized is None else quantized, head.bias, head.transform, adapters=adapters)
+    expected = loss_and_gradients(hidden, weight, labels, Teacher(states, Head(merged, head.bias, head.transform)))
+    TeacherWriter(tmp_path, given, dtype=torch.float32).write(0, states)
+    for teacher in (Teacher(states, given), TeacherFiles(tmp_path).teacher(0)):
+        for found, right in zip(loss_and_gradients(hidden, weight, labels, teacher), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@
 # make test-newest  the tests of `make test` on the newest torch
 # make test-oldest  the same on the oldest torch that is supported
 # make test-zero    the tests of DeepSpeed's ZeRO-3
+# make test-trl     TRL's trainers on several versions of TRL
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
@@ -11,7 +12,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero notebook docs lint dist clean
+.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero test-trl notebook docs lint dist clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -65,6 +66,16 @@ zero: .venv/zero/ready
 	.venv/test/bin/python -m pip --python .venv/zero/bin/python install --quiet --disable-pip-version-check \
 		-c requirements-tested.txt --no-build-isolation deepspeed
 	touch $@
+
+# Each version in a folder of its own, before the environment's. Without a number it is the newest.
+TRL_VERSIONS ?= trl==1.14.2 trl==1.15.0 trl
+test-trl: .venv/test/ready
+	set -e; for version in $(TRL_VERSIONS); do \
+		.venv/test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+			--target .venv/$$version $$version; \
+		PYTHONPATH=$$PWD/.venv/$$version OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m "not slow" \
+			tests/trl/test_trainers.py $(ARGS); \
+	done
 
 notebook: .venv/test/ready
 	.venv/test/bin/python -m tests.project.test_notebook

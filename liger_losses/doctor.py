@@ -28,7 +28,7 @@ from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED, triton
 from liger_losses.patching.report import PatchReport
 
 PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
-#: What :func:`trl_patch_points` says first if all is well.
+#: What :func:`trl_features` says first if all is well.
 WILL_WORK = "will work"
 
 
@@ -73,33 +73,26 @@ def _kernels(device: torch.device) -> str:
     return f"Triton kernels, {where}" + (f"; tensor memory accelerator: {tma}" if device.type == "cuda" else "")
 
 
-def trl_patch_points() -> Iterator[str]:
-    """Whether ``liger_losses.trl.enable()`` will work, and which of its attributes TRL has; patches nothing."""
-    from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent
+def trl_features() -> Iterator[str]:
+    """Which features of :mod:`liger_losses.trl` the installed TRL has the places for; replaces nothing."""
+    from liger_losses.places import Missing
+    from liger_losses.trl.features import FEATURES, TESTED, find
 
     try:
         importlib.import_module("trl")
     except ImportError as error:
         yield f'not usable ({error}); pip install "trl>={TESTED[0]}"'
         return
-    targets = [(point, point.find()) for point in PATCH_POINTS]
-    found = [point.feature for point, target in targets if not isinstance(target, Absent)]
-    absent: dict[str, list[str]] = {}
-    missing: list[str] = []
-    for point, target in targets:
-        if isinstance(target, Absent):
-            (missing if target.needed else absent.setdefault(point.feature, [])).append(target.reason)
-    if missing:
+    found = find(FEATURES)
+    missing = {name: places for name, places in found.items() if isinstance(places, Missing)}
+    works = [name for name in found if name not in missing]
+    if not works:
         yield f"liger_losses.trl.enable() will refuse this version; it is tested with {', '.join(TESTED)}"
     else:
-        less = [
-            f"; {len(reasons)} attributes for {feature} are missing, and not needed ({reasons[0].rpartition(': ')[2]})"
-            for feature, reasons in absent.items()
-        ]
-        yield f"liger_losses.trl.enable() {WILL_WORK}{''.join(less)}"
-    count = f"{len(found)} of the {len(PATCH_POINTS)} attributes that it replaces"
-    yield f"{count} are there: {', '.join(dict.fromkeys(found))}"
-    yield from (f"MISSING: {line}" for line in missing)
+        yield f"liger_losses.trl.enable() {WILL_WORK} for {len(works)} of {len(found)} features"
+        yield f"features: {', '.join(works)}"
+    for name, reason in missing.items():
+        yield f"{f'NEEDS {reason.package}' if reason.package else 'LEFT OUT'}: {name}: {reason}"
 
 
 def patch_report(name: str) -> tuple[str, PatchReport]:
@@ -159,14 +152,14 @@ def kernels_advice() -> str:
 
 
 def trl_advice(lines: Sequence[str]) -> str:
-    """What to do about TRL, given the lines of :func:`trl_patch_points`."""
-    if WILL_WORK in lines[0]:
-        return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
-    from liger_losses.trl.patch_points import TESTED
+    """What to do about TRL, given the lines of :func:`trl_features`."""
+    from liger_losses.trl.features import TESTED
 
-    if len(lines) == 1:
+    if len(lines) == 1 and WILL_WORK not in lines[0]:
         return f'For trainers of TRL, pip install "trl>={TESTED[0]}"; without it, use losses and patch().'
-    return f"Install trl=={TESTED[-1]}.*: this version lacks what is patched." + see("trl")
+    if any(line.startswith("LEFT OUT") for line in lines):
+        return f"For the features that are left out, install trl=={TESTED[-1]}.*." + see("trl")
+    return "Before you build a trainer of TRL, call liger_losses.trl.enable(kernels=True)."
 
 
 def model_advice(report: PatchReport | None) -> str:
@@ -205,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             takes = "Give the id or folder of a causal language model that AutoModelForCausalLM.from_pretrained takes"
             print(f"{args.model} cannot be built: {error}\n{takes}, or its config.json.", file=sys.stderr, flush=True)
             wrong = True
-    points = list(trl_patch_points())
+    points = list(trl_features())
     for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", points)):
         show(title, lines)
     if wrong:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
     if given.trl and importlib.util.find_spec("trl") is None:
-        parser.error('--trl needs TRL: pip install "trl>=1.16"')
+        parser.error('--trl needs TRL: pip install "trl>=1.15"')
     install = ("liger",) * given.liger + tuple(given.install)
     Preparation(install, given.trl, patch=None if given.no_patch else {}).apply()
     sys.argv = [given.script, *given.rest]

@@ -91,39 +91,38 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, capsys)
     assert "Give the id or folder" in message
 
 
-def test_missing_patch_points_are_named(monkeypatch):
+def test_features_of_the_installed_trl_are_named(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
     import trl.trainer.dpo_trainer as module
 
-    assert next(doctor.trl_patch_points()) == "liger_losses.trl.enable() will work"
-    original = module.add_fused_lm_head
-    monkeypatch.setattr(module, "add_fused_lm_head", lambda model: None)
-    lines = list(doctor.trl_patch_points())
-    assert any("MISSING" in line and "(DPO) takes no temperature" in line for line in lines)
-    assert "will refuse this version" in lines[0]
-    assert "Install trl==1.16.*" in doctor.trl_advice(lines)
-    monkeypatch.delattr(module, "add_fused_lm_head")
-    assert any("(DPO) is not there" in line for line in doctor.trl_patch_points())
-    monkeypatch.undo()
-    assert module.add_fused_lm_head is original
+    from liger_losses.trl.features import FEATURES
+
+    lines = list(doctor.trl_features())
+    count = len(FEATURES)
+    assert lines[0] == f"liger_losses.trl.enable() will work for {count} of {count} features"
+    assert lines[1] == f"features: {', '.join(feature.name for feature in FEATURES)}"
+    assert "call liger_losses.trl.enable(kernels=True)" in doctor.trl_advice(lines)
+    monkeypatch.setattr(module, "add_fused_lm_head", lambda model, scale: None)
+    lines = list(doctor.trl_features())
+    assert lines[0] == f"liger_losses.trl.enable() will work for {count - 2} of {count} features"
+    missing = "trl.trainer.dpo_trainer.add_fused_lm_head has an unknown parameter scale"
+    assert lines[2:] == [f"LEFT OUT: DPO: {missing}", "LEFT OUT: adapters on the head in DPO: DPO is missing"]
+    assert "install trl==1.16.*" in doctor.trl_advice(lines)
 
 
-def test_what_is_not_needed_is_said_after_what_works(monkeypatch):
+def test_what_needs_another_package_is_said(monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed")
-    for trainer in ("dpo", "kto"):
-        monkeypatch.delattr(f"trl.trainer.{trainer}_trainer.BaseTunerLayer", raising=False)
-    lines = list(doctor.trl_patch_points())
-    missing = "2 attributes for adapters on the head are missing, and not needed (PEFT is not installed)"
-    assert lines[0] == f"liger_losses.trl.enable() will work; {missing}"
-    assert lines[1].startswith("51 of the 53 attributes that it replaces are there")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = list(doctor.trl_features())
+    assert lines[2] == "NEEDS peft: adapters on the head in SFT: peft is not installed"
     assert "call liger_losses.trl.enable(kernels=True)" in doctor.trl_advice(lines)
 
 
 def test_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    (line,) = doctor.trl_patch_points()
+    (line,) = doctor.trl_features()
     assert "not usable" in line
-    assert 'pip install "trl>=1.16"' in doctor.trl_advice([line])
+    assert 'pip install "trl>=1.15"' in doctor.trl_advice([line])
 
 
 def test_the_environment_decides(monkeypatch):

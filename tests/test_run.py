@@ -105,4 +105,4 @@ def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, 
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SystemExit):
         main(["--trl", "script.py"])
-    assert '--trl needs TRL: pip install "trl>=1.16"' in capfd.readouterr().err
+    assert '--trl needs TRL: pip install "trl>=1.15"' in capfd.readouterr().err

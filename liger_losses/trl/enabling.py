@@ -1,13 +1,11 @@
-"""Replace TRL's attributes (:data:`~liger_losses.trl.patch_points.PATCH_POINTS`), and put them back."""
+"""Replace the places of TRL's :data:`~liger_losses.trl.features.FEATURES`, and put them back."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,10 +13,90 @@ from torch import nn
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
-from liger_losses.trl.patch_points import PATCH_POINTS, TESTED, Absent, PatchPoint, Replacement, Target
+from liger_losses.places import Missing, Place, Replaced
+from liger_losses.trl.features import FEATURES, TESTED, Feature, find
 
-#: What is replaced now, in the order of the replacements.
-_replaced: list[tuple[PatchPoint, Target]] = []
+_BASE = "trl.trainer.base_trainer"
+_replaced = Replaced()
+#: The features that are enabled now.
+_enabled: list[Feature] = []
+
+
+def enable(*, kernels: bool = False) -> None:
+    """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
+
+    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
+    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
+    ``lm_head`` works. Where the installed TRL lacks a name that one of these features replaces, that feature is left
+    out with a warning, and TRL's own code runs for it. A second call adds the kernels if it is the first to ask for
+    them, and changes nothing else. A trainer that was built before keeps TRL's head, and warns when it trains.
+
+    Args:
+        kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
+            less for backward. The models stay patched; :func:`~liger_losses.unpatch` restores them.
+
+    Raises:
+        ImportError: TRL is not installed.
+        RuntimeError: this TRL version lacks names of every feature; the error lists them, and nothing is changed.
+    """
+    if not isinstance(kernels, bool):
+        raise TypeError(f"kernels must be True or False, got {kernels!r}.")
+    try:
+        import trl
+    except ImportError as error:
+        raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.15".') from error
+    version = getattr(trl, "__version__", "of unknown version")
+    if not _enabled:
+        _add((*FEATURES, BUILT_EARLY), version)
+    if kernels and all(feature.name != "kernels" for feature in _enabled):
+        heads = [place for feature in _enabled for place in feature.places if place.name == "add_fused_lm_head"]
+        # A trainer loads models itself, and gives them their head.
+        _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, _with_kernels) for p in heads))),), version)
+
+
+def _add(features: Sequence[Feature], version: str) -> None:
+    found = find(features)
+    missing = {name: places for name, places in found.items() if isinstance(places, Missing) and not places.package}
+    lacks = (
+        f"TRL {version} lacks names that features of liger_losses.trl replace (tested with TRL {', '.join(TESTED)}): "
+        + "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+    )
+    works = [feature for feature in features if not isinstance(found[feature.name], Missing)]
+    if not any(feature is not BUILT_EARLY for feature in works) and len(features) > 1:
+        raise RuntimeError(f"{lacks}. Nothing was changed." + see("trl"))
+    if missing:
+        warnings.warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"), stacklevel=4)
+    for feature in works:
+        places = found[feature.name]
+        assert not isinstance(places, Missing)
+        _replaced.add(places)
+        _enabled.append(feature)
+
+
+def is_enabled() -> bool:
+    """Whether trainers that are built now get this library's loss heads."""
+    return bool(_enabled)
+
+
+def disable() -> None:
+    """Restore TRL. Trainers that were built in between keep their heads."""
+    _restore(0, 0)
+
+
+@contextlib.contextmanager
+def enabled(*, kernels: bool = False) -> Iterator[None]:
+    """:func:`enable` for the duration of a ``with`` block."""
+    before = len(_replaced), len(_enabled)
+    enable(kernels=kernels)
+    try:
+        yield
+    finally:
+        _restore(*before)
+
+
+def _restore(replaced: int, features: int) -> None:
+    _replaced.restore(replaced)
+    del _enabled[features:]
 
 
 def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
@@ -40,109 +118,25 @@ def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-#: Replaced besides, where the models are to have the kernels: the constructor of all trainers, and our fused heads.
-KERNELS = PatchPoint("kernels", "trl.trainer.base_trainer", "_BaseTrainer.__init__", Replacement(_with_kernels))
-_HEADS = [replace(p, replacement=KERNELS.replacement) for p in PATCH_POINTS if p.name == "add_fused_lm_head"]
+def _warns_if_built_early(train: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer's ``train`` that warns where its head was made, when it was built, before ``enable``."""
 
-
-def enable(*, kernels: bool = False) -> None:
-    """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
-
-    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
-    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
-    ``lm_head`` works. A second call adds the kernels if it is the first to ask for them, and changes nothing else.
-    Trainers that exist already and keep TRL's heads are named in a warning.
-
-    Args:
-        kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
-            less for backward. The models stay patched; :func:`~liger_losses.unpatch` restores them.
-
-    Raises:
-        ImportError: TRL is not installed.
-        RuntimeError: this TRL version lacks an attribute that we patch; the error lists them, and nothing is changed.
-    """
-    if not isinstance(kernels, bool):
-        raise TypeError(f"kernels must be True or False, got {kernels!r}.")
-    try:
-        import trl
-    except ImportError as error:
-        raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.16".') from error
-    before = len(_replaced)
-    if not _replaced:
-        _warn_of_trainers()
-    add_kernels = kernels and all(point is not KERNELS for point, _ in _replaced)
-    for points in ([] if _replaced else PATCH_POINTS, [KERNELS, *_HEADS] if add_kernels else []):
-        found = [(point, point.find()) for point in points]
-        missing = [target.reason for _, target in found if isinstance(target, Absent) and target.needed]
-        if missing:
-            _restore(before)
-            raise RuntimeError(
-                f"TRL {getattr(trl, '__version__', 'of unknown version')} lacks attributes that liger_losses patches "
-                f"(tested with TRL {', '.join(TESTED)}): {'; '.join(missing)}. Nothing was changed." + see("trl")
+    @functools.wraps(train)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        places = (place for feature in _enabled if feature in FEATURES for place in feature.places)
+        made_early = {p.module for p in places if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
+        ours = any(map(is_lazy_layer, self.model.modules()))
+        if not ours and made_early.intersection(cls.__module__ for cls in type(self).__mro__):
+            warnings.warn(
+                f"this {type(self).__name__} was built before liger_losses.trl.enable(), and keeps TRL's own head. "
+                "Build it again to train with this library's." + see("trl"),
+                stacklevel=2,
             )
-        for point, target in found:
-            if isinstance(target, Target):
-                setattr(target.owner, target.name, target.replacement)
-                _replaced.append((point, target))
+        return train(self, *args, **kwargs)
+
+    return wrapped
 
 
-def is_enabled() -> bool:
-    """Whether trainers that are built now get this library's loss heads."""
-    return bool(_replaced)
-
-
-def disable() -> None:
-    """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0)
-
-
-@contextlib.contextmanager
-def enabled(*, kernels: bool = False) -> Iterator[None]:
-    """:func:`enable` for the duration of a ``with`` block."""
-    before = len(_replaced)
-    enable(kernels=kernels)
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
-def _restore(count: int) -> None:
-    """Put back what was replaced, the last first, except for the first ``count`` attributes."""
-    while len(_replaced) > count:
-        _, target = _replaced.pop()
-        setattr(target.owner, target.name, target.original)
-
-
-def _warn_of_trainers() -> None:
-    """Warn of trainers that were built too early: their heads are made when they are built."""
-    names = _trainers_with_own_heads()
-    if names:
-        gc.collect()
-        names = _trainers_with_own_heads()
-    if names:
-        warnings.warn(
-            "liger_losses.trl.enable() was called after these trainers were built, which keep TRL's own heads: "
-            f"{', '.join(sorted(names))}. Build them again now." + see("trl"),
-            stacklevel=3,
-        )
-
-
-def _trainers_with_own_heads() -> set[str]:
-    """The classes of trainers that have not trained yet, and whose models have none of our heads."""
-    from trl.trainer.base_trainer import _BaseTrainer
-
-    made_early = {p.module for p in PATCH_POINTS if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
-    names = set()
-    for trainer in gc.get_referrers(*_subclasses(_BaseTrainer)):
-        if isinstance(trainer, _BaseTrainer) and made_early.intersection(
-            cls.__module__ for cls in type(trainer).__mro__
-        ):
-            model, state = (vars(trainer).get(name) for name in ("model", "state"))  # absent if it was not built
-            if model and state and not state.global_step and not any(map(is_lazy_layer, model.modules())):
-                names.add(type(trainer).__name__)
-    return names
-
-
-def _subclasses(cls: Any) -> set[Any]:
-    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
+#: Replaced with the kernels, where trainers get their models.
+KERNELS = Place(_BASE, "_BaseTrainer.__init__", _with_kernels)
+BUILT_EARLY = Feature("warning of early trainers", (Place(_BASE, "_BaseTrainer.train", _warns_if_built_early),))

@@ -60,11 +60,13 @@ _LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
 def with_loss_mask(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone."""
 
+    signature = inspect.signature(method)
+
     @functools.wraps(method)
-    def wrapped(self: Any, model: Any, inputs: Any, distillation_logits: Any) -> Tensor:
-        token = _LOSS_MASK.set(distillation_logits.loss_mask)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        token = _LOSS_MASK.set(signature.bind(*args, **kwargs).arguments["distillation_logits"].loss_mask)
         try:
-            return method(self, model, inputs, distillation_logits)
+            return method(*args, **kwargs)
         finally:
             _LOSS_MASK.reset(token)
 
@@ -149,7 +151,9 @@ def generalized_jsd_loss(
     temperature: float = 1.0,
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
-    **options: Any,
+    top_k: int = 0,
+    add_tail: bool = True,
+    logits_are_probs: bool = False,
 ) -> Any:
     """The loss of GKD, GOLD and IW-OPD: answers where it is a scalar and over the whole vocabulary.
 
@@ -157,7 +161,7 @@ def generalized_jsd_loss(
     """
     student = _deferred(student_logits)
     per_token = reduction not in ("batchmean", "sum") and num_items_in_batch is None
-    if labels is None or per_token or options.get("top_k") or options.get("logits_are_probs"):
+    if labels is None or per_token or top_k or logits_are_probs:
         raise NeedsLogits
     mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
     if divisor is None:

@@ -1,16 +1,15 @@
 """Enabling and disabling, with liger-kernel and with kernels in the models."""
 
-import functools
-import gc
+import inspect
+import re
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 
 from liger_losses.patching.swap import replacement_of
 from liger_losses.trl import disable, enable, enabled, is_enabled
-from liger_losses.trl.patch_points import PATCH_POINTS
+from liger_losses.trl.features import FEATURES, find
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import CASES, check_training, dpo, gmpo, online, preference, sft, train, trl
 
@@ -76,25 +75,22 @@ def test_enable_and_disable():
 
 @pytest.mark.parametrize("build", [sft, preference("cpo"), gmpo], ids=["SFT", "CPO", "GMPO"])
 def test_trainers_that_were_built_too_early(build, tmp_path):
-    """They keep their heads, and a warning names them; those that were built while enabled are not meant."""
+    """They keep their heads, and warn when they train; trainers that were built while enabled do not."""
+    early = build(tmp_path, *tiny_model(), max_steps=1)
     assert not is_enabled()
-    early = build(tmp_path, *tiny_model())
-    with pytest.warns(
-        UserWarning, match=rf"after these trainers were built.*{type(early).__name__}\. Build them again"
-    ):
-        enable()
+    enable()
     assert is_enabled()
+    with pytest.warns(UserWarning, match=rf"this {type(early).__name__} was built before .*Build it again"):
+        early.train()
+    late = build(tmp_path, *tiny_model(), max_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was built before")
+        late.train()
     disable()
     assert not is_enabled()
-    del early
-    gc.collect()
-    with enabled():
-        late = build(tmp_path, *tiny_model())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        enable()
-    assert is_enabled()
-    assert late.model is not None
+        warnings.filterwarnings("error", message=".*was built before")
+        early.train()
 
 
 def test_kernels_come_and_go():
@@ -108,7 +104,7 @@ def test_kernels_come_and_go():
         enable()  # the kernels stay
         assert _BaseTrainer.__init__ is not original
     assert _BaseTrainer.__init__ is original
-    assert isinstance(trl.trainer.sft_trainer.add_fused_lm_head, functools.partial)
+    assert "one_pass" in inspect.signature(trl.trainer.sft_trainer.add_fused_lm_head).parameters
     enable(kernels=True)  # they come to what is enabled
     assert _BaseTrainer.__init__ is not original
     disable()
@@ -116,30 +112,68 @@ def test_kernels_come_and_go():
 
 
 def test_what_was_enabled_stays_where_kernels_cannot_come(monkeypatch):
+    import trl.trainer.base_trainer as base
     import trl.trainer.sft_trainer as sft_trainer
-    from trl.trainer.base_trainer import _BaseTrainer
-
-    from liger_losses.trl import enabling
 
     enable()
     ours = sft_trainer.add_fused_lm_head
-    monkeypatch.setattr(enabling, "KERNELS", replace(PATCH_POINTS[0], name="gone"))
-    with pytest.raises(RuntimeError, match=r"sft_trainer\.gone"):
+    monkeypatch.setattr(base, "_BaseTrainer", None)
+    with pytest.warns(UserWarning, match=r"kernels: trl\.trainer\.base_trainer\._BaseTrainer\.__init__ is not there"):
         enable(kernels=True)
     assert sft_trainer.add_fused_lm_head is ours
-    assert "wrapped" not in _BaseTrainer.__init__.__code__.co_name
 
 
-def test_another_trl_is_refused_whole(monkeypatch):
+FOUND = find(FEATURES)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_a_feature_that_lacks_a_place_is_left_out(feature, monkeypatch):
+    """Each place of it in turn; all other features are enabled, but for what is a part of it."""
+    before = {(p.owner, p.name): vars(p.owner).get(p.name) for places in FOUND.values() for p in places}
+    parts = {other.name for other in FEATURES if feature.name in (other.name, other.part_of)}
+    for place, removed in zip(feature.places, FOUND[feature.name], strict=True):
+        if place.module == "trl.trainer":  # which gets its names from other modules
+            continue
+        with monkeypatch.context() as patch:
+            if place.function or place.takes:  # deleted, a method might be inherited
+                patch.setattr(removed.owner, removed.name, lambda: None)
+            else:
+                patch.delattr(removed.owner, removed.name)
+            with pytest.warns(UserWarning, match=re.escape(f"{feature.name}: {place.module}.{place.name} ")):
+                enable()
+            for name, places in FOUND.items():
+                for owner, attribute, _ in places:
+                    replaced = vars(owner).get(attribute) is not before[owner, attribute]
+                    assert replaced is (name not in parts) or (owner, attribute) == removed[:2], (name, attribute)
+            disable()
+    assert before == {place: vars(place[0]).get(place[1]) for place in before}
+
+
+def test_a_trl_without_any_place_is_refused(monkeypatch):
     import trl.trainer.dpo_trainer as dpo_trainer
-    import trl.trainer.sft_trainer as sft_trainer
 
-    original = sft_trainer.add_fused_lm_head
-    monkeypatch.delattr(dpo_trainer, "add_fused_lm_head")
-    with pytest.raises(RuntimeError, match=r"dpo_trainer\.add_fused_lm_head \(DPO\) is not there"):
+    with monkeypatch.context() as patch:
+        for places in FOUND.values():
+            for owner, name, _ in places:
+                patch.setattr(owner, name, None)
+        with pytest.raises(RuntimeError, match=r"SFT: trl.trainer.sft_trainer.add_fused_lm_head .*Nothing was changed"):
+            enable()
+    assert not is_enabled()
+    for other, said in ((lambda model, scale=1.0: None, "an unknown parameter scale"), (lambda: None, "no parameter")):
+        monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", other)
+        with pytest.warns(UserWarning, match=f"DPO: trl.trainer.dpo_trainer.add_fused_lm_head has {said}"):
+            enable()
+        disable()
+
+
+def test_what_needs_another_package_is_left_out_silently(monkeypatch):
+    """Nobody can use it without the package."""
+    import trl.trainer.sft_trainer as module
+
+    original = module.BaseTunerLayer
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         enable()
-    assert sft_trainer.add_fused_lm_head is original
-    monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model: None, raising=False)
-    with pytest.raises(RuntimeError, match="takes no temperature"):
-        enable()
-    assert all("trl" in point.module for point in PATCH_POINTS)
+    assert module.BaseTunerLayer is original
+    assert {f.package for f in FEATURES} == {"", "peft"}

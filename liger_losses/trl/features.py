@@ -1,0 +1,148 @@
+"""The features of :mod:`liger_losses.trl`, and the places in TRL that each of them replaces.
+
+A feature works where the installed TRL has all of its places, whatever its version. Otherwise it is left out, and the
+others work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from liger_losses.patching.lazy_layers import force_lazy_head
+from liger_losses.places import Found, Missing, Place
+from liger_losses.trl import experimental
+from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
+from liger_losses.trl.fused_head import add_fused_lm_head
+
+#: The versions of TRL that the tests run with.
+TESTED = ("1.15", "1.16")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What works only where all of its places are there.
+
+    Args:
+        name: in warnings and in the doctor's report.
+        places: what it replaces.
+        part_of: the name of a feature without which this one is of no use.
+        package: a package without which nobody can use it.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    part_of: str = ""
+    package: str = ""
+
+
+def find(features: Iterable[Feature]) -> dict[str, list[Found] | Missing]:
+    """For each feature, by name, its places in the installed TRL, or what is missing; nothing is replaced."""
+    found: dict[str, list[Found] | Missing] = {}
+    for feature in features:
+        whole = found.get(feature.part_of)
+        try:
+            if isinstance(whole, Missing):
+                raise Missing(f"{feature.part_of} is missing", whole.package)
+            if feature.package and importlib.util.find_spec(feature.package) is None:
+                raise Missing(f"{feature.package} is not installed", feature.package)
+            found[feature.name] = [place.find() for place in feature.places]
+        except Missing as missing:
+            found[feature.name] = missing
+    return found
+
+
+class NoAdapter:
+    """Sentinel class without instances. It disables TRL's check against LoRA on ``lm_head``, which we support."""
+
+
+#: A place, given its module and name.
+_Row = Callable[..., Place]
+
+
+def _wrapped(wrapper: Callable[[Any], Any], *takes: str) -> _Row:
+    return functools.partial(Place, make=wrapper, takes=takes)
+
+
+def _function(function: Callable[..., Any]) -> _Row:
+    return functools.partial(Place, make=lambda original: function, function=function)
+
+
+def _answer(answer: Callable[..., Any]) -> _Row:
+    return functools.partial(Place, make=functools.partial(experimental.with_answer, answer), function=answer)
+
+
+# The replaced attributes of a module; names that begin with a dot are attributes of the trainer's class.
+_HEAD = {"add_fused_lm_head": _function(add_fused_lm_head)}
+# SFT's loss is the sum of the log-probabilities that the model's forward returns, so forward takes its gradient.
+_SFT_HEAD = {"add_fused_lm_head": _function(functools.partial(add_fused_lm_head, one_pass=True))}
+_NO_ADAPTER = {"BaseTunerLayer": _wrapped(lambda original: NoAdapter)}
+_LOGPS = {"selective_log_softmax": _answer(experimental.selective_log_softmax)}
+_LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _answer(experimental.selective_log_softmax_and_entropy)}
+_ENTROPY = {"entropy_from_logits": _answer(experimental.entropy_from_logits)}
+_LAZY_HEADS = {".__init__": _wrapped(experimental.with_lazy_heads, "self", "model")}
+# Heads are lazy without gradients too, as for a teacher.
+_FORCED = _wrapped(lambda method: force_lazy_head()(method), "self", "model")
+_JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _answer(experimental.generalized_jsd_loss)}
+_BY_SEQUENCE = _wrapped(experimental.sequence_by_sequence, "self", "student_logits", "student_labels")
+_LOSS_MASK = _wrapped(experimental.with_loss_mask, "self", "distillation_logits")
+_SELF_DISTILLATION = {
+    **_LAZY_HEADS,
+    **_LOGPS,
+    "._forward_logits": _FORCED,
+    "._compute_self_distillation_loss": _LOSS_MASK,
+    "compute_full_logit_self_distillation_loss": _answer(experimental.full_logit_self_distillation),
+    "compute_topk_self_distillation_loss": _answer(experimental.topk_self_distillation),
+}
+
+
+def _places(module: str, rows: dict[str, _Row], trainer: str = "") -> tuple[Place, ...]:
+    names = {name: f"{trainer}{name}" if name.startswith(".") else name for name in rows}
+    return tuple(row(f"trl.{module}", names[name]) for name, row in rows.items())
+
+
+def _trainer(name: str, rows: dict[str, _Row]) -> tuple[Place, ...]:
+    return _places(f"trainer.{name}_trainer", rows)
+
+
+def _experimental(name: str, rows: dict[str, _Row], trainer: str = "") -> tuple[Place, ...]:
+    return _places(f"experimental.{name}.{name}_trainer", rows, trainer)
+
+
+_SPARSE = {"_chunked_jsd_loss": _function(chunked_jsd_loss)}
+_ONLINE_DPO = {**_LAZY_HEADS, "._forward": _FORCED}
+_A2PO = {**_LAZY_HEADS, **_LOGPS, "._get_sequence_logps": _FORCED}
+_GOLD = {**_JSD, "ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
+
+FEATURES = (
+    Feature("SFT", _trainer("sft", _SFT_HEAD)),
+    *(Feature(name, _trainer(name.lower(), _HEAD)) for name in ("DPO", "KTO", "GRPO", "RLOO")),
+    *(
+        Feature(f"adapters on the head in {name}", _trainer(name.lower(), _NO_ADAPTER), part_of=name, package="peft")
+        for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+    ),
+    Feature("asynchronous GRPO", _experimental("async_grpo", _HEAD)),
+    Feature("custom trainers", _places("trainer", _HEAD) + _places("trainer.utils", {**_HEAD, **_LOGPS, **_ENTROPY})),
+    Feature("distillation", _trainer("distillation", {"_chunked_divergence_loss": _function(chunked_divergence_loss)})),
+    Feature("asynchronous distillation", _experimental("async_distillation", _SPARSE)),
+    Feature("server distillation", _experimental("server_distillation", _LAZY_HEADS, "ServerDistillationTrainer")),
+    Feature("CPO", _experimental("cpo", {**_LAZY_HEADS, **_LOGPS}, "CPOTrainer")),
+    Feature("ORPO", _experimental("orpo", {**_LAZY_HEADS, **_LOGPS}, "ORPOTrainer")),
+    Feature("TPO", _experimental("tpo", {**_LAZY_HEADS, **_LOGPS_AND_ENTROPY}, "TPOTrainer")),
+    Feature("A2PO", _experimental("a2po", _A2PO, "A2POTrainer")),
+    Feature("online DPO", _experimental("online_dpo", _ONLINE_DPO, "OnlineDPOTrainer")),
+    Feature("GKD", _experimental("gkd", _JSD, "GKDTrainer")),
+    Feature("GOLD", _experimental("gold", _GOLD, "GOLDTrainer")),
+    Feature("IW-OPD", _experimental("iw_opd", _JSD, "IWOPDTrainer")),
+    *(
+        Feature(
+            name,
+            _experimental(name.lower(), _SELF_DISTILLATION, f"{name}Trainer")
+            + _places(f"experimental.{name.lower()}.loss_utils", _LOGPS),
+        )
+        for name in ("SDFT", "SDPO")
+    ),
+)

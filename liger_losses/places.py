@@ -66,7 +66,7 @@ class Place:
         # getattr of a class would give a static method's function, which could not be put back as a static method.
         look_up = getattr if isinstance(owner, ModuleType) else inspect.getattr_static
         original: Any = look_up(owner, name, _ABSENT)
-        if original is _ABSENT or original is None:
+        if owner is None or original is None or original is _ABSENT:
             raise Missing(f"{where} is not there")
         function = original.__func__ if isinstance(original, staticmethod) else original
         self._check_parameters(where, function)

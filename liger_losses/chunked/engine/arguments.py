@@ -29,9 +29,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         any_other = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
         known = [name for name, each in signature.parameters.items() if each.kind != each.VAR_KEYWORD]
         unknown = [] if any_other else [name for name in keywords if name not in known]
-        options = (
-            [] if loss is None else [name for name in unknown if name in constructor_signature(type(loss)).parameters]
-        )
+        options = [] if loss is None else [name for name in unknown if name in loss.option_names]
         documented = [] if loss is None else [name for form in loss.forms for name in form]
         names = [*known, *documented]
         known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, names)}" for name in unknown)
@@ -128,8 +126,8 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     return by_position | dict(options)
 
 
-def unknown_options(cls: type, unknown: Iterable[str]) -> str:
+def unknown_options(cls: Any, unknown: Iterable[str]) -> str:
     """What is wrong with the keywords of a loss's constructor, and which there are."""
-    known = [*constructor_signature(cls).parameters]
+    known = cls.option_names
     found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
     return f"{cls.__name__} has no option {found}; its options are {', '.join(known)}."

@@ -131,12 +131,15 @@ class ChunkedLoss(nn.Module):
     #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = FORMS["tokens"]
     argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
+    #: What its constructor takes: the options, and what the constructors of subclasses name.
+    option_names: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(LossOptions))
     __signature__ = _Signature()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
+        cls.option_names = tuple(constructor_signature(cls).parameters)
         if "forward" in vars(cls):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 
@@ -196,7 +199,7 @@ class ChunkedLoss(nn.Module):
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
-        names = [name for name in (*constructor_signature(type(self)).parameters, "training") if name not in own]
+        names = [name for name in (*self.option_names, "training") if name not in own]
         values = {name: getattr(self, name, self) for name in names}
         return {"loss": type(self).__name__} | {n: value for n, value in values.items() if isinstance(value, plain)}
 

@@ -24,6 +24,9 @@ from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Com
 from liger_losses.chunked.losses.context_parallel import check_call, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
+#: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
+MAX_EXPONENT = 80.0
+
 
 def wide_dtype(device: torch.device) -> torch.dtype:
     """fp64, or fp32 on devices without it."""

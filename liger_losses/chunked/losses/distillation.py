@@ -61,10 +61,10 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
         raise ValueError(
             "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
         )
-    return _Sum.apply(finite_logs(log_p), finite_logs(log_q), which)
+    return _SumOfTerms.apply(finite_logs(log_p), finite_logs(log_q), which)
 
 
-class _Sum(torch.autograd.Function):
+class _SumOfTerms(torch.autograd.Function):
     """The sum of a divergence's terms, with the derivatives of :func:`terms`, which do not cancel."""
 
     @staticmethod

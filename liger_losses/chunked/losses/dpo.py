@@ -14,8 +14,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
-from liger_losses.chunked.losses.completion_loss import sequence_logps, wide_dtype
-from liger_losses.chunked.losses.limits import MAX_EXPONENT
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, sequence_logps, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
 

@@ -12,8 +12,8 @@ from liger_losses.chunked.engine.checks import check_alike, check_range, check_t
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.call_forms import AnyHead
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
-from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.tracing import state
 

@@ -18,12 +18,11 @@ from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
+from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
-from liger_losses.chunked.losses.data_parallel import sum_over_processes
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
-from liger_losses.chunked.losses.repeats import find_batch, no_batches, with_batch
 from liger_losses.kernels.tracing import changes_state
 
 

@@ -29,10 +29,9 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.losses.completion_loss import wide_dtype
+from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.data_parallel import gather_over_processes, sum_over_processes, world_size
-from liger_losses.chunked.losses.limits import MAX_EXPONENT
 from liger_losses.kernels.tracing import state
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_number, check_range
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.losses.limits import MAX_EXPONENT
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.

@@ -28,11 +28,10 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses import call_forms
+from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches, sum_over_processes, with_batch
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch
 from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.data_parallel import sum_over_processes
-from liger_losses.chunked.losses.repeats import bits_of, find_batch, no_batches, with_batch
 from liger_losses.kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
@@ -71,18 +70,6 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
-    return _unpaired_loss(rewards, desirable, shift, loss_type, desirable_weight, undesirable_weight)
-
-
-def _unpaired_loss(
-    rewards: Tensor,
-    desirable: Tensor,
-    shift: Tensor | float,
-    loss_type: str,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
-    """:func:`unpaired_loss` without a check of ``rewards``: the caller has checked what it computes them from."""
     check_tensor("desirable", desirable)
     if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
         what = "compare your labels with the value that marks desirable completions"
@@ -117,7 +104,8 @@ def kto_loss(
     check_number("beta", beta, 0.0, math.inf, open_low=True)
     check_number("kl", kl, 0.0, math.inf)
     rewards = beta * (logps - ref_logps)
-    return _unpaired_loss(rewards, desirable, beta * kl, "kto", desirable_weight, undesirable_weight)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return unpaired_loss(rewards, desirable, beta * kl, loss_type="kto", **weights)
 
 
 def bco_loss(
@@ -129,7 +117,7 @@ def bco_loss(
     """
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
-    return _unpaired_loss(beta * (logps - ref_logps), desirable, shift, "bco")
+    return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
 
 
 class UnpairedMetrics(NamedTuple):
@@ -295,8 +283,14 @@ class UnpairedPreferenceLoss(CompletionLoss):
             (logits,) = sum_over_group(self.group, logits)
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach(), logps.detach()) if kl is None else self.beta * kl
-        weights = self.desirable_weight, self.undesirable_weight
-        losses = _unpaired_loss(rewards, desirable, shift, self.loss_type, *weights)
+        losses = unpaired_loss(
+            rewards,
+            desirable,
+            shift,
+            loss_type=self.loss_type,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
         sums = [

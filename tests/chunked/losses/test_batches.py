@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_losses.chunked.losses.repeats import REMEMBERED, bits_of, find_batch, no_batches, with_batch
+from liger_losses.chunked.losses.batches import REMEMBERED, bits_of, find_batch, no_batches, with_batch
 
 
 def test_batches_are_found_until_others_take_their_place():

@@ -307,10 +307,11 @@ class ChunkedLoss(nn.Module):
         declared: Any = DeclaredStatistics(found, kind, place)
         result = self.loss(declared, labels != self.ignore_index, **inputs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
-        if not isinstance(first, dict) and (not isinstance(first, Tensor) or first.dim()):
-            got = f"shape {list(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
+        whole = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()
+        if not (whole or isinstance(first, dict)):
+            got = f"{first.dtype} of shape {list(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise ValueError(
-                f"{kind}.loss must return the loss of all tokens, one number (0-dim), or a tuple of that and metrics, "
-                f"got {got}; take the sum or the mean over the tokens of the mask."
+                f"{kind}.loss must return the loss of all tokens, one floating-point number (0-dim), or a tuple of "
+                f"that and metrics, got {got}; take the sum or the mean over the tokens of the mask."
             )
         return result

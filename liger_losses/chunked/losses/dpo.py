@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,11 @@ class DPOOptions:
     f_alpha_divergence_coef: float = 1.0
 
     @property
+    def variants(self) -> list[Variant]:
+        """The rows that ``loss_type`` names."""
+        return [DPO_LOSSES[name] for name in self.loss_types]
+
+    @property
     def loss_types(self) -> tuple[str, ...]:
         """One or several names."""
         several = isinstance(self.loss_type, Iterable) and not isinstance(self.loss_type, str)
@@ -47,7 +52,8 @@ class DPOOptions:
         check_range("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf, math.inf)
         check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if self.f_divergence_type != "reverse_kl":
-            check_names(types, _MARGIN_LOSSES, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
+            of_margin = [name for name, row in DPO_LOSSES.items() if row.of_margin]
+            check_names(types, of_margin, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
         check_range("label_smoothing", smoothing, 0.0, 1.0)
         if "robust" in types and smoothing >= 0.5:
             raise ValueError(f"label_smoothing must be below 0.5 for loss_type='robust', got {smoothing!r}.")
@@ -101,42 +107,61 @@ def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
     return -F.logsigmoid(x) * torch.sigmoid(-x / o.discopop_tau) + torch.exp(F.logsigmoid(x / o.discopop_tau) - x)
 
 
-#: ``[B]`` losses from pairs, the margin of their log-ratios (or of another divergence's scores), and options. ``s`` is
-#: the sigmoid, ``r`` is ``beta * logratio``.
-DPO_LOSSES: dict[str, Callable[[Pairs, Tensor, DPOOptions], Tensor]] = {
-    # -log s(beta * margin): DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; on per-token scores Tulu 3 (arXiv:2411.15124)
-    "sigmoid": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
-    "sigmoid_norm": lambda pairs, margin, o: smoothed(o.beta * margin, o.label_smoothing),
+class Variant(NamedTuple):
+    """A variant of DPO.
+
+    Args:
+        loss: ``[B]`` losses from (pairs, the margin of their log-ratios or of another divergence's scores, options).
+        of_margin: it is a function of the margin alone, for which an f-divergence other than reverse KL is defined.
+        per_token: its margin is of scores divided by the completions' lengths.
+        sorts: it is a function of the batch's sorted margins, so that no loss is that of one pair.
+    """
+
+    loss: Callable[[Pairs, Tensor, DPOOptions], Tensor]
+    of_margin: bool = False
+    per_token: bool = False
+    sorts: bool = False
+
+
+def _sigmoid(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+    """``-log s(beta * margin)``: DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; per token, Tulu 3 (arXiv:2411.15124)."""
+    return smoothed(o.beta * margin, o.label_smoothing)
+
+
+#: ``s`` is the sigmoid, ``r`` is ``beta * logratio``.
+DPO_LOSSES = {
+    "sigmoid": Variant(_sigmoid, of_margin=True),
+    "sigmoid_norm": Variant(_sigmoid, of_margin=True, per_token=True),
     # max(0, 1 - beta * margin): SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657)
-    "hinge": lambda pairs, margin, o: torch.relu(1 - o.beta * margin),
+    "hinge": Variant(lambda pairs, margin, o: torch.relu(1 - o.beta * margin), of_margin=True),
     # (margin per token - 1 / (2 beta))^2: IPO (arXiv:2310.12036, eq. 17), beta being its tau
-    "ipo": lambda pairs, margin, o: (margin - 1 / (2 * o.beta)).square(),
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
+    "ipo": Variant(lambda pairs, margin, o: (margin - 1 / (2 * o.beta)).square(), of_margin=True, per_token=True),
+    "exo_pair": Variant(_exo_pair, of_margin=True),
+    "nca_pair": Variant(_nca_pair),
+    "robust": Variant(_robust, of_margin=True),
     # -log s(r_w) - log s(-r_l): BCO's paired form (arXiv:2404.04656)
-    "bco_pair": lambda pairs, margin, o: (
-        -F.logsigmoid(o.beta * pairs.chosen_logratios) - F.logsigmoid(-o.beta * pairs.rejected_logratios)
+    "bco_pair": Variant(
+        lambda pairs, margin, o: (
+            -F.logsigmoid(o.beta * pairs.chosen_logratios) - F.logsigmoid(-o.beta * pairs.rejected_logratios)
+        )
     ),
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
+    "sppo_hard": Variant(_sppo_hard),
+    "aot": Variant(_aot, sorts=True),
+    "aot_unpaired": Variant(_aot_unpaired, sorts=True),
     # 1 - s(r_w) + s(r_l): APO-zero (arXiv:2408.06266, eq. 7)
-    "apo_zero": lambda pairs, margin, o: (
-        torch.sigmoid(-o.beta * pairs.chosen_logratios) + torch.sigmoid(o.beta * pairs.rejected_logratios)
+    "apo_zero": Variant(
+        lambda pairs, margin, o: (
+            torch.sigmoid(-o.beta * pairs.chosen_logratios) + torch.sigmoid(o.beta * pairs.rejected_logratios)
+        )
     ),
     # s(r_w) + 1 - s(r_w - r_l): APO-down (arXiv:2408.06266, eq. 8)
-    "apo_down": lambda pairs, margin, o: (
-        torch.sigmoid(o.beta * pairs.chosen_logratios) + torch.sigmoid(-o.beta * margin)
+    "apo_down": Variant(
+        lambda pairs, margin, o: torch.sigmoid(o.beta * pairs.chosen_logratios) + torch.sigmoid(-o.beta * margin)
     ),
-    "discopop": _discopop,
+    "discopop": Variant(_discopop, of_margin=True),
     # the mean negative log-likelihood of the chosen tokens, once per pair
-    "sft": lambda pairs, margin, o: pairs.chosen_nll.expand_as(pairs.chosen_logps),
+    "sft": Variant(lambda pairs, margin, o: pairs.chosen_nll.expand_as(pairs.chosen_logps), of_margin=True),
 }
-#: The losses of the margin alone, for which an f-divergence other than reverse KL is defined.
-_MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-#: The losses whose margin is of scores divided by completions' lengths.
-_PER_TOKEN = {"sigmoid_norm", "ipo"}
 
 #: Scores: ``f'(t)`` of each divergence at ``t = exp(logratio)`` (f-DPO, arXiv:2309.16240, table 1), up to a constant.
 F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -178,7 +203,7 @@ def dpo_loss(
         TypeError, ValueError: an option out of its range, or lengths or a likelihood that are missing.
     """
     o = options_of(DPOOptions, dpo_loss, options)
-    if _PER_TOKEN & {*o.loss_types} and (chosen_lengths is None or rejected_lengths is None):
+    if any(row.per_token for row in o.variants) and (chosen_lengths is None or rejected_lengths is None):
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
     if "sft" in o.loss_types and chosen_nll is None:
         raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
@@ -202,11 +227,11 @@ def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
     chosen, rejected = (F_DIVERGENCES[o.f_divergence_type](u, alpha) for u in logratios)
     terms = []
     weights = [1.0] * len(o.loss_types) if o.loss_weights is None else o.loss_weights
-    for name, weight in zip(o.loss_types, weights, strict=True):
+    for row, weight in zip(o.variants, weights, strict=True):
         margin = chosen - rejected
-        if name in _PER_TOKEN:
+        if row.per_token:
             margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
-        terms.append(weight * DPO_LOSSES[name](pairs, margin, o))
+        terms.append(weight * row.loss(pairs, margin, o))
     return torch.stack(terms).sum(0)
 
 
@@ -221,12 +246,11 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
     def __post_init__(self) -> None:
         PreferenceOptions.__post_init__(self)
         DPOOptions.__post_init__(self)
-        types = {*self.loss_types}
         if self.ld_alpha is not None:
             check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
-        if self.use_weighting and {"aot", "aot_unpaired"} & types:
+        if self.use_weighting and any(row.sorts for row in self.variants):
             raise ValueError("leave out use_weighting with 'aot' and 'aot_unpaired', which sort away the pairs.")
-        if self.average_log_prob and _PER_TOKEN & types:
+        if self.average_log_prob and any(row.per_token for row in self.variants):
             raise ValueError(
                 "leave out average_log_prob with 'ipo' and 'sigmoid_norm', which would divide twice by lengths."
             )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.chunked.engine.arguments import meant
 from liger_losses.chunked.engine.checks import check_range
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
@@ -50,6 +51,10 @@ class Pairs:
     chosen_lengths: Tensor
     rejected_lengths: Tensor
     chosen_nll: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        names = [*(field.name for field in fields(self)), "chosen_logratios", "rejected_logratios"]
+        raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
 
     @property
     def chosen_logratios(self) -> Tensor:
@@ -195,20 +200,18 @@ class PreferenceLoss(CompletionLoss):
         pairs = Pairs(
             chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, lengths[0], lengths[1], chosen_nll
         )
-        losses, kind = self.pair_loss(pairs), type(self).__name__
-        if not isinstance(losses, Tensor) or losses.shape != pairs.chosen_logps.shape:
-            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        losses, kind, shape = self.pair_loss(pairs), type(self).__name__, pairs.chosen_logps.shape
+        is_tensor = isinstance(losses, Tensor)
+        if not (is_tensor and losses.shape == shape and losses.is_floating_point()):
+            got = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else type(losses).__name__
             raise ValueError(
-                f"{kind}.pair_loss must return one loss per pair, {list(pairs.chosen_logps.shape)}, got {got}; the "
-                "mean over the pairs is taken of what it returns."
+                f"{kind}.pair_loss must return one loss per pair, floating point {list(shape)}, got "
+                f"{got}; the mean over the pairs is taken of what it returns."
             )
         for side in sides:
-            try:
-                weight = self.sequence_weight(side.statistics, side.mask)
-            except (AttributeError, TypeError):  # where a statistic is None, say which
-                reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
-                declared: Any = DeclaredStatistics(side.statistics, reader, place)
-                weight = self.sequence_weight(declared, side.mask)
+            reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"
+            declared: Any = DeclaredStatistics(side.statistics, reader, place)
+            weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         loss = losses.sum() / max(losses.shape[0], 1)
         if self.compute_nll_loss:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class PolicyOptions:
             check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
         if self.off_policy_mask_threshold is not None:
             check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
-        if level != "token" and self.loss_type in ("cispo", "sapo", "vespo", "reinforce"):
+        if level != "token" and LOSS_TYPES[self.loss_type].of_tokens:
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.loss_type == "dr_grpo" and (not isinstance(limit, Integral) or limit < 1):
@@ -96,8 +96,8 @@ class PolicyOptions:
     @property
     def separable(self) -> bool:
         """Whether every token's loss depends on that token alone."""
-        masks = self.off_policy_mask_threshold is not None
-        return self.importance_sampling_level == "token" and self.loss_type != "vespo" and not masks
+        masks, weights = self.off_policy_mask_threshold is not None, LOSS_TYPES[self.loss_type].weights is not None
+        return self.importance_sampling_level == "token" and not (masks or weights)
 
 
 #: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
@@ -130,20 +130,27 @@ def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
     return torch.sigmoid(t * (_ratio(log_ratio) - 1)) * 4 / t * advantages
 
 
-#: What is maximized: from log ratios, log-probabilities, advantages and options.
-OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]] = {
-    "clipped": _clipped,
-    # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
-    "cispo": lambda log_ratio, logps, a, o: _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * a * logps,
-    "sapo": _sapo,
-    # A log p: REINFORCE; VESPO multiplies its weights into the advantages
-    "score": lambda log_ratio, logps, a, o: a * logps,
-}
+class Objective(NamedTuple):
+    """What is maximized, from (log ratios, log-probabilities, advantages, options); and where clipping removes its
+    gradient, as bool from (ratios, advantages, options), for the metric."""
 
-#: Where clipping removed an objective's gradient, for the metric: (ratios, advantages, options) to bool.
-_CUT: dict[str, Callable[[Tensor, Tensor, PolicyOptions], Tensor]] = {
-    "clipped": lambda ratio, a, o: ((ratio < 1 - o.epsilon_low) & (a < 0)) | ((ratio > 1 + o.epsilon_high) & (a > 0)),
-    "cispo": lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+    value: Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]
+    cut: Callable[[Tensor, Tensor, PolicyOptions], Tensor] | None = None
+
+
+OBJECTIVES = {
+    "clipped": Objective(
+        _clipped,
+        lambda ratio, a, o: ((ratio < 1 - o.epsilon_low) & (a < 0)) | ((ratio > 1 + o.epsilon_high) & (a > 0)),
+    ),
+    # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
+    "cispo": Objective(
+        lambda log_ratio, logps, a, o: _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * a * logps,
+        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+    ),
+    "sapo": Objective(_sapo),
+    # A log p: REINFORCE
+    "score": Objective(lambda log_ratio, logps, a, o: a * logps),
 }
 
 
@@ -193,18 +200,32 @@ NORMALIZERS: dict[str, Callable[[Tensor, Tensor, int | None, Tensor], Tensor]] =
     "items": lambda mask, lengths, limit, items: mask / items,
 }
 
-#: Objective and normalizer of each loss.
+
+class LossType(NamedTuple):
+    """A row of :data:`OBJECTIVES` and one of :data:`NORMALIZERS`; and what else is a loss's own.
+
+    Args:
+        of_tokens: it is defined for tokens' ratios, not for a completion's.
+        weights: what advantages are multiplied by, from all of a completion's tokens, sampler's correction included.
+    """
+
+    objective: str
+    normalizer: str
+    of_tokens: bool = False
+    weights: Callable[..., Tensor] | None = None
+
+
 LOSS_TYPES = {
-    "grpo": ("clipped", "sequence_mean"),  # arXiv:2402.03300, eq. 3
-    "bnpo": ("clipped", "token_mean"),
-    "dr_grpo": ("clipped", "limit"),  # arXiv:2503.20783
-    "dapo": ("clipped", "items"),  # arXiv:2503.14476, eq. 8
-    "cispo": ("cispo", "items"),  # arXiv:2506.13585, eq. 4
-    "sapo": ("sapo", "sequence_mean"),  # arXiv:2511.20347
-    "luspo": ("clipped", "sequence_sum"),  # arXiv:2602.05261
-    "vespo": ("score", "items"),  # arXiv:2602.10693
-    "ppo": ("clipped", "token_mean"),  # arXiv:1707.06347, eq. 7
-    "reinforce": ("score", "token_mean"),
+    "grpo": LossType("clipped", "sequence_mean"),  # arXiv:2402.03300, eq. 3
+    "bnpo": LossType("clipped", "token_mean"),
+    "dr_grpo": LossType("clipped", "limit"),  # arXiv:2503.20783
+    "dapo": LossType("clipped", "items"),  # arXiv:2503.14476, eq. 8
+    "cispo": LossType("cispo", "items", of_tokens=True),  # arXiv:2506.13585, eq. 4
+    "sapo": LossType("sapo", "sequence_mean", of_tokens=True),  # arXiv:2511.20347
+    "luspo": LossType("clipped", "sequence_sum"),  # arXiv:2602.05261
+    "vespo": LossType("score", "items", of_tokens=True, weights=vespo_weights),  # arXiv:2602.10693
+    "ppo": LossType("clipped", "token_mean"),  # arXiv:1707.06347, eq. 7
+    "reinforce": LossType("score", "token_mean", of_tokens=True),
 }
 
 
@@ -260,7 +281,7 @@ class PolicyInputs:
             agree(group, **{**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
         self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
-        normalizer = LOSS_TYPES[options.loss_type][1]
+        normalizer = LOSS_TYPES[options.loss_type].normalizer
         # Only losses that divide by it synchronize all processes.
         copies = 1 if head is None else head.vocabulary_ranks
         ranks = copies * (1 if group is None else dist.get_world_size(group))
@@ -325,8 +346,9 @@ def policy_terms(
     log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; arguments as in :func:`grpo_loss`."""
-    objective = OBJECTIVES[LOSS_TYPES[o.loss_type][0]](log_ratio, logps, advantages, o)
-    if is_ratio is not None and o.loss_type != "vespo":  # VESPO's weights include it
+    row = LOSS_TYPES[o.loss_type]
+    objective = OBJECTIVES[row.objective].value(log_ratio, logps, advantages, o)
+    if is_ratio is not None and row.weights is None:
         objective = objective * is_ratio
     if not o.beta or ref is None:
         return -objective
@@ -359,8 +381,9 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         drift = inputs.sequence_sums(drift) / inputs.lengths
         acting = acting & ((inputs.advantages >= 0) | (drift <= o.off_policy_mask_threshold))
     advantages = inputs.advantages * acting
-    if o.loss_type == "vespo":
-        advantages = advantages * vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
+    weights = LOSS_TYPES[o.loss_type].weights
+    if weights is not None:
+        advantages = advantages * weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
     level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
     return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o).to(dtype)
 
@@ -435,7 +458,7 @@ def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]
     """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
     o = inputs.options
     ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), inputs))
-    cut = _CUT.get(LOSS_TYPES[o.loss_type][0])
+    cut = OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut
     return torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask, ratio
 
 

@@ -26,14 +26,25 @@ def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
     return logps if a == 0 else -torch.expm1((-a * logps).clamp(max=MAX_EXPONENT)) / a
 
 
-#: ``[B]`` losses from (margin of the rewards, beta, label smoothing, gamma); formulas at :func:`cpo_loss`.
-_CPO_LOSSES: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
-    "sigmoid": lambda margin, beta, smoothing, gamma: smoothed(beta * margin, smoothing),
-    "hinge": lambda margin, beta, smoothing, gamma: torch.relu(1 - beta * margin),
-    "ipo": lambda margin, beta, smoothing, gamma: (margin - 1 / (2 * beta)).square(),
-    "simpo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
-    "alphapo": lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing),
+class CPOVariant(NamedTuple):
+    """``[B]`` losses from (margin of rewards, beta, label smoothing, gamma); whether log-probabilities are averaged.
+
+    The formulas are at :func:`cpo_loss`.
+    """
+
+    loss: Callable[[Tensor, float, float, float], Tensor]
+    averages: bool = False
+
+
+_CPO_LOSSES = {
+    "sigmoid": CPOVariant(lambda margin, beta, smoothing, gamma: smoothed(beta * margin, smoothing)),
+    "hinge": CPOVariant(lambda margin, beta, smoothing, gamma: torch.relu(1 - beta * margin)),
+    "ipo": CPOVariant(lambda margin, beta, smoothing, gamma: (margin - 1 / (2 * beta)).square(), averages=True),
+    "simpo": CPOVariant(
+        lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing), averages=True
+    ),
 }
+_CPO_LOSSES["alphapo"] = _CPO_LOSSES["simpo"]
 
 
 def cpo_loss(
@@ -69,7 +80,7 @@ def cpo_loss(
     check_names([loss_type], _CPO_LOSSES, "loss_type")
     _check(chosen_logps, rejected_logps, beta, label_smoothing)
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
-    return _CPO_LOSSES[loss_type](margin, beta, label_smoothing, gamma)
+    return _CPO_LOSSES[loss_type].loss(margin, beta, label_smoothing, gamma)
 
 
 def simpo_loss(
@@ -83,7 +94,7 @@ def simpo_loss(
         label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
     """
     _check(chosen_logps, rejected_logps, beta, label_smoothing)
-    return _CPO_LOSSES["simpo"](chosen_logps - rejected_logps, beta, label_smoothing, gamma)
+    return _CPO_LOSSES["simpo"].loss(chosen_logps - rejected_logps, beta, label_smoothing, gamma)
 
 
 def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -147,9 +158,7 @@ class CPOOptions(ReferenceFreeOptions):
 
     @property
     def averages(self) -> bool:
-        if self.average_log_prob is None:
-            return self.loss_type in ("ipo", "simpo", "alphapo")
-        return self.average_log_prob
+        return _CPO_LOSSES[self.loss_type].averages if self.average_log_prob is None else self.average_log_prob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,21 @@ class _ForgotTheReturn(PreferenceLoss):
         pass
 
 
+class _Compares(PreferenceLoss):
+    def pair_loss(self, pairs):
+        return pairs.rejected_logps > pairs.chosen_logps
+
+
+class _Misspells(PreferenceLoss):
+    def pair_loss(self, pairs):
+        return -pairs.chosen_logp
+
+
+class _Counts(ChunkedLoss):
+    def loss(self, statistics, mask):
+        return mask.sum()
+
+
 class _WeightsByEntropy(_ScaledPairs):
     def sequence_weight(self, statistics, mask):
         return statistics.entropy.sum(-1)
@@ -135,14 +150,26 @@ def _with_entropy(statistics, labels):
 
 
 WRONG_LOSSES = {
-    "pair_loss, a mean": (_Mean(), r"_Mean.pair_loss must return one loss per pair, \[2\], got shape \[\]"),
+    "pair_loss, a mean": (
+        _Mean(),
+        r"_Mean.pair_loss must return one loss per pair, floating point \[2\], got torch.float64 of shape \[\]",
+    ),
     "pair_loss, nothing": (_ForgotTheReturn(), r"_ForgotTheReturn.pair_loss must return .*, got NoneType"),
+    "pair_loss, a comparison": (_Compares(), r"_Compares.pair_loss must return .*, got torch.bool of shape \[2\]"),
+    "pair_loss, a typo": (
+        _Misspells(),
+        r"pairs have no 'chosen_logp' \(did you mean 'chosen_logps'\?\); they have chos",
+    ),
+    "loss, a count": (_Counts(), r"_Counts.loss must return .* one floating-point number .*, got torch.int64 of shape"),
     "sequence_weight": (
         _WeightsByEntropy(),
         "_WeightsByEntropy.sequence_weight reads statistics.entropy, which was not asked for; declared are logp, "
         "mean_logit. Add 'entropy' to the metrics that _WeightsByEntropy names",
     ),
-    "loss per token": (_PerToken(), r"_PerToken.loss must return .* one number .*, got shape \[4, 5\]"),
+    "loss per token": (
+        _PerToken(),
+        r"_PerToken.loss must return .* one floating-point number .*, got torch.float32 of shape \[4, 5\]",
+    ),
     "loss": (
         _WithEntropy(),
         "_WithEntropy reads statistics.entropy, which was not asked for; declared are logp. Add 'entropy' to the "

@@ -55,6 +55,26 @@ class SoftmaxGradient(NamedTuple):
                 total[coefficient] = total[coefficient] + value if coefficient in total else value
         return cls(**total)
 
+    def at(self, logits: Tensor, lse: Tensor, at_label: Tensor, class_weight: Tensor | None, vocab_size: int) -> Tensor:
+        """``d loss / d z [R, k]`` of given columns.
+
+        Args:
+            logits: ``[R, k]``.
+            lse: ``[R]``, over the whole vocabulary.
+            at_label: ``[R, k]`` bool, where the column is the row's label.
+            class_weight: ``[R, k]``, those of the columns.
+            vocab_size: V.
+        """
+        log_p = (logits - lse[:, None]).clamp(min=-1e4)  # 0 * -inf is not 0
+        p = log_p.exp()
+        of_class = 0.0 if class_weight is None else class_weight / vocab_size
+        factors = (p, p * log_p, p * p, at_label.to(p.dtype), 1.0 / vocab_size, of_class)
+        total = torch.zeros_like(p)
+        for coefficient, factor in zip(self, factors, strict=True):
+            if coefficient is not None:
+                total += coefficient[:, None] * factor
+        return total
+
     def rows(self, start: int, stop: int) -> SoftmaxGradient:
         """The coefficients of rows ``start`` to ``stop``."""
         return SoftmaxGradient(*[None if value is None else value[start:stop] for value in self])

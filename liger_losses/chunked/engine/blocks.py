@@ -291,17 +291,15 @@ class LogitBlock(Block):
         self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None
     ) -> None:
         """Write the gradient at the selected columns anew, ``upstream [R, k]`` included: nothing is rounded twice."""
-        call = self.call
-        assert call.query.selected is not None
-        assert coefficients.p_coef is not None
-        columns, logps = call.query.selected[part.rows], part.values["selected_logps"]
+        query, lse, transform = self.call.query, part.values["lse"], part.epilogue.transform
+        assert query.selected is not None
+        columns, labels = query.selected[part.rows], self.call.tokens.labels[part.rows, None]
         local, owned = self._selected(part.rows)
-        logits, transform = logps + part.values["lse"][:, None], part.epilogue.transform
+        logits = part.values["selected_logps"] + lse[:, None]
         slope = transform.slope(logits) * transform.factor(logits)
-        total = _sum_repeated(columns, upstream) + logps.exp() * coefficients.p_coef[:, None]
-        if coefficients.label_coef is not None:
-            at_label = columns == call.tokens.labels[part.rows, None]
-            total += torch.where(at_label, coefficients.label_coef[:, None], 0.0)
+        class_weight = None if query.class_weight is None else query.class_weight[columns]
+        total = coefficients.at(logits, lse, columns == labels, class_weight, self.call.vocab_size)
+        total += _sum_repeated(columns, upstream)
         if grad_bias is not None:
             added = upstream * slope if owned is None else torch.where(owned, upstream * slope, 0.0)
             # Unlike index_add_, this is the same from run to run.

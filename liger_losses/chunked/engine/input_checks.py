@@ -62,6 +62,21 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
     return _compute_dtype(hidden_states, head)
 
 
+def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], head: Head) -> Tensor:
+    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; or that of the only one.
+
+    Raises:
+        TypeError, ValueError: not one tensor for each tensor of labels, in its shape.
+    """
+    if len(values) != len(shapes):
+        raise ValueError(f"{name} must be as many tensors as there are of labels, {len(shapes)}, got {len(values)}.")
+    for value, shape in zip(values, shapes, strict=True):
+        check_like_labels(name, value, shape, head)
+    if len(values) == 1:
+        return values[0]
+    return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(values, shapes, strict=True)])
+
+
 def check_like_labels(name: str, value: Any, labels_shape: torch.Size, head: Head) -> None:
     """Raise TypeError or ValueError unless this is a tensor of one value, or one row, for each label, beside a head."""
     check_tensor(name, value)

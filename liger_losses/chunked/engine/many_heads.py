@@ -20,7 +20,7 @@ from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, s
 from liger_losses.chunked.engine.call import Call, CheckedInputs, drops_tokens, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.input_checks import check_inputs, check_like_labels
+from liger_losses.chunked.engine.input_checks import check_inputs, rows_of_all
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.stream import Stream
@@ -89,14 +89,13 @@ class HeadGroup:
         shapes = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
 
         def ours(name: str, values: Sequence[Tensor]) -> Tensor:
-            found = [values[i] for i in self.places]
-            for value, shape in zip(found, shapes, strict=True):
-                check_like_labels(name, value, shape, self.head)
-            if len(found) == 1:
-                return found[0]
-            return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(found, shapes, strict=True)])
+            return rows_of_all(name, [values[i] for i in self.places], shapes, self.head)
 
-        return replace(query, token_inputs={name: ours(name, values) for name, values in inputs.items()})
+        selected = query.selected
+        if selected is not None:
+            selected = ours("selected", one_each(selected, 1 + max(self.places)))
+        token_inputs = {name: ours(name, values) for name, values in inputs.items()}
+        return replace(query, token_inputs=token_inputs, selected=selected)
 
     def part(self, tokens: Tokens, targets: slice) -> HeadGroup:
         """Some of these targets, which follow each other; ``tokens`` are the active ones of all."""
@@ -133,6 +132,7 @@ class Targets:
         transform: LogitTransform | None = None,
         shift: Any = False,
         inputs: Mapping[str, Any] | None = None,
+        selected: Any = None,
     ) -> Targets:
         """Targets from arguments of which each is one for all, or a list of K.
 
@@ -144,9 +144,10 @@ class Targets:
             bias: ``[V]`` or ``None``.
             transform: of all heads.
             shift: how many positions labels are moved by.
-            inputs: token inputs, whose number is checked.
+            inputs, selected: token inputs and selected columns, whose number is checked.
         """
         given = {"hidden states": hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
+        given["selected"] = selected
         given |= {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
         count, groups = count_targets(**given), dict[Any, HeadGroup]()
         moved = shift_each(labels, shift, count, options.ignore_index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.autograd_functions import query_statistics, separable_loss
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.input_checks import rows_of_all
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import operator
 from liger_losses.chunked.engine.plan import EngineOptions
@@ -43,7 +45,7 @@ def linear_statistics(
     statistics: Iterable[str] | str = ("logp",),
     *,
     metrics: Iterable[str] | str = (),
-    selected: Tensor | None = None,
+    selected: OneOrEach = None,
     bias: OneOrEach = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform | None = None,
@@ -58,9 +60,9 @@ def linear_statistics(
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
         metrics: further names, returned without gradient.
-        selected: ``[..., k]`` int64, for one tensor of hidden states: the statistics may then include
-            ``selected_logps [..., k]``, the log-probabilities of these columns; ``logp`` and ``lse`` are the only
-            others then.
+        selected: ``[..., k]`` int64, one row for each label: the statistics may then include
+            ``selected_logps [..., k]``, the log-probabilities of these columns. A list where there are several tensors
+            of labels, or ``[T, k]`` for all tokens of one head.
         bias: ``[V]``, or a list where ``weight`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
@@ -76,9 +78,13 @@ def linear_statistics(
     """
     query = Query(_names(statistics), _names(metrics), class_weight=class_weight, selected=selected)
     if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform)
+        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, selected=selected)
         return targets.statistics(query)
-    found = query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    head = Head.of(weight, bias, transform)
+    if isinstance(selected, (list, tuple)) and isinstance(labels, (list, tuple, Tokens)):
+        shapes: Any = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
+        query = replace(query, selected=rows_of_all("selected", selected, shapes, head))
+    found = query_statistics(hidden_states, head, labels, query, options)
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
@@ -209,7 +215,7 @@ def linear_token_loss(
     *,
     metrics: Iterable[str] | str = (),
     token_inputs: Mapping[str, Any] | None = None,
-    selected: Tensor | None = None,
+    selected: OneOrEach = None,
     bias: OneOrEach = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform | None = None,
@@ -233,8 +239,8 @@ def linear_token_loss(
         metrics: what is returned (and readable in ``token_loss``) without a gradient.
         token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient; they may
             have one more dimension.
-        selected: ``[..., k]`` int64: the statistics then include ``selected_logps [n, k]``, the log-probabilities of
-            these columns. ``logp`` and ``lse`` are the only others then.
+        selected: ``[..., k]`` int64, one row for each label, or a list: the statistics then include
+            ``selected_logps [n, k]``, the log-probabilities of these columns.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -274,7 +280,9 @@ def linear_token_loss(
     )
     if many:
         inputs = token_inputs or {}
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs)
+        targets = Targets.of(
+            hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs, selected=selected
+        )
         return targets.token_loss(query, inputs)
     return separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 

@@ -155,7 +155,7 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         check_vector("class_weight", query.class_weight, head.weight, head.vocab_size)
     names, vocab_size = _DIFFERENTIABLE, head.vocab_size
     if query.selected is not None:
-        names = ("selected_logps", "logp", "lse")
+        names = ("selected_logps", *names)
     if query.comparison is not None:
         names = ("divergence", "logp")
         check_comparison(query.comparison.teacher, query.comparison.divergence, head, shapes[0])
@@ -165,19 +165,16 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     divided = head.transform if query.comparison is None else query.comparison
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
-    beside = "" if query.selected is None else " beside selected_logps"
-    check_names(query.statistics, names, f"differentiable statistic{beside}")
+    check_names(query.statistics, names, "differentiable statistic")
     check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")
+    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     if query.selected is not None:
-        if len(shapes) != 1:
-            raise TypeError("selected= goes with one tensor of hidden states, not with a sequence of them.")
-        check_like_labels("selected", query.selected, shapes[0], head)
-        if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != shapes[0]:
+        check_like_labels("selected", query.selected, like, head)
+        if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != like:
             raise ValueError(
-                f"selected must be int64 columns [..., k] for each label of {tuple(shapes[0])}, got "
+                f"selected must be int64 columns [..., k] for each label of {tuple(like)}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
-    like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
         check_like_labels(name, value, like, head)
     return vocab_size

@@ -73,6 +73,64 @@ def test_gradcheck_of_selected_columns(strategy, compact, transform):
     assert torch.autograd.gradcheck(function, (hidden, weight, b))
 
 
+@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
+@pytest.mark.parametrize("transform", [{}, TRANSFORM])
+def test_gradcheck_of_selected_columns_beside_all_statistics(strategy, transform):
+    """Over two tensors, with a list of columns or one tensor of all."""
+    hidden, weight, labels, b = problem(7, 4, 11, dtype=torch.float64, bias=True)
+    columns = torch.tensor([[3, 3, 0, 10], [1, 2, 3, 4], [5, 5, 5, 0]])[torch.arange(7) % 3].clone()
+    columns[:, -1] = labels.clamp(min=0)
+    c = torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    names = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
+
+    def function(selected, *inputs):
+        return linear_statistics(
+            [inputs[0][:3], inputs[0][3:]],
+            inputs[1],
+            [labels[:3], labels[3:]],
+            (*names, "selected_logps"),
+            selected=selected,
+            bias=inputs[2],
+            class_weight=c,
+            transform=LogitTransform(**transform),
+            options=OPTIONS[strategy],
+        )
+
+    of_all, of_list = function(columns, hidden, weight, b), function([columns[:3], columns[3:]], hidden, weight, b)
+    plain = linear_statistics(
+        hidden, weight, labels, names, bias=b, class_weight=c, transform=LogitTransform(**transform)
+    )
+    logits = LogitTransform(**transform)(hidden @ weight.T, b)
+    expected = logits.log_softmax(-1).gather(1, columns) * (labels != -100)[:, None]
+    for found in (of_all, of_list):
+        torch.testing.assert_close(torch.cat([part.selected_logps for part in found]), expected)
+        for name in names:
+            torch.testing.assert_close(torch.cat([getattr(part, name) for part in found]), getattr(plain, name))
+
+    def flat(*inputs):
+        return [getattr(part, name) for part in function(columns, *inputs) for name in (*names, "selected_logps")]
+
+    assert torch.autograd.gradcheck(lambda *inputs: tuple(flat(*inputs)), (hidden, weight, b))
+
+
+def test_selected_columns_of_several_heads():
+    hidden, weight, labels, _ = problem(6, 4, 11, dtype=torch.float64)
+    other, columns = problem(6, 4, 11, dtype=torch.float64, seed=3)[1], torch.arange(12).view(6, 2) % 11
+    each = [columns, columns.flip(1)]
+    found = linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=each)
+    for part, w, chosen in zip(found, (weight, other), each, strict=True):
+        expected = linear_statistics(hidden, w, labels, "selected_logps", selected=chosen)
+        torch.testing.assert_close(part.selected_logps, expected.selected_logps)
+    loss, _ = linear_token_loss(
+        hidden, [weight, weight], labels, lambda s, y: s.selected_logps.sum(-1), "selected_logps", selected=each
+    )
+    torch.testing.assert_close(loss, 2 * found[0].selected_logps.sum())
+    with pytest.raises(ValueError, match="selected must be as many tensors as there are of labels, 2, got 1"):
+        linear_statistics([hidden, hidden], weight, [labels, labels], "selected_logps", selected=[columns])
+    with pytest.raises(ValueError, match="3 of selected"):
+        linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=[columns] * 3)
+
+
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_columns_may_be_given_without_their_statistic(strategy):
     hidden, weight, labels, _ = problem(7, 4, 11)

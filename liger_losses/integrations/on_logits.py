@@ -11,35 +11,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.engine import Statistics
+from liger_losses.chunked.engine.arguments import meant
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput
-from liger_losses.chunked.losses.cross_entropy import cross_entropy as token_terms
+from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.policy import PolicyMetrics, PolicyMetricsWithoutKL
 from liger_losses.integrations.logit_statistics import logit_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
+class CrossEntropyOfLogits(LigerFusedLinearCrossEntropyLoss):
+    """:class:`liger_losses.LigerFusedLinearCrossEntropyLoss` of given logits; see :func:`cross_entropy`."""
+
+    positions = (
+        *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
+        *("return_token_accuracy", "return_predicted_tokens"),
+    )
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        names, metrics = self._names()
+        found = logit_statistics(
+            logits,
+            labels,
+            tuple(dict.fromkeys((*names, *metrics))),
+            ignore_index=self.ignore_index,
+            class_weight=self.ce_weight,
+            transform=self.transform,
+        )
+        return self.of_statistics(Statistics(**found), labels)
+
+
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ce_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
+    logits: Tensor, labels: Tensor, *, ce_weight: Tensor | None = None, **options: Any
 ) -> Tensor | CrossEntropyOutput:
     """The loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`, of given logits; options are the same.
 
     Args:
         logits: ``[..., V]``, floating point.
         labels: ``[...]`` int64.
-        ce_weight, ..., return_predicted_tokens: those of the class; the ``ce_weight`` is ``[V]``.
+        ce_weight: ``[V]``, class weights.
+        options: ``ignore_index``, ``lse_square_scale``, ``label_smoothing``, ``reduction``, ``softcap``,
+            ``return_z_loss``, ``return_token_accuracy``, ``return_predicted_tokens`` of that class.
 
     Returns:
         The loss, 0-dim (``[...]`` for reduction ``none``), or :class:`CrossEntropyOutput` if anything else was asked
@@ -49,43 +61,11 @@ def cross_entropy(
         TypeError, ValueError: an option out of its range, shapes that do not fit together, labels outside the
             vocabulary.
     """
-    check_names([reduction], ("mean", "sum", "none"), "reduction")
-    check_range("label_smoothing", label_smoothing, 0.0, 1.0)
-    optional = {
-        "mean_logp": label_smoothing,
-        "lse": lse_square_scale or return_z_loss,
-        "argmax": return_token_accuracy or return_predicted_tokens,
-    }
-    names = ("logp", *(name for name, wanted in optional.items() if wanted))
-    transform = LogitTransform(softcap=softcap)
-    found = logit_statistics(
-        logits, labels, names, ignore_index=ignore_index, class_weight=ce_weight, transform=transform
-    )
-    active = labels != ignore_index
-    weights = active.float() if ce_weight is None else ce_weight.float()[labels.where(active, 0)] * active
-    terms = token_terms(
-        found["logp"],
-        mean_logps=found.get("mean_logp"),
-        lse=found.get("lse"),
-        label_weights=weights,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-    )
-    ce, z, count = terms.ce, terms.z, active.sum().clamp(min=1)
-    if reduction == "mean":
-        total = weights.sum()
-        ce, z = ce / torch.where(total == 0, 1.0, total), z / count
-    loss = ce + z if reduction == "none" else (ce + z).sum()
-    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
-        return loss
-    z_loss = z.detach() if reduction == "none" else z.detach().sum()
-    accuracy = predicted = None
-    if return_token_accuracy:
-        right = ((found["argmax"] == labels) & active).float()
-        accuracy = right if reduction == "none" else right.sum() / count
-    if return_predicted_tokens:
-        predicted = torch.where(active, found["argmax"], -1)
-    return CrossEntropyOutput(loss, z_loss if return_z_loss else None, accuracy, predicted)
+    names = CrossEntropyOfLogits.positions
+    unknown = ", ".join(f"{name!r}{meant(name, names)}" for name in options if name not in names)
+    if unknown:
+        raise TypeError(f"cross_entropy has no option {unknown}; its options are ce_weight, {', '.join(names)}.")
+    return CrossEntropyOfLogits(ce_weight, **options)(logits, labels)
 
 
 def grpo_loss(

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +64,8 @@ class CrossEntropyTerms(NamedTuple):
 class _Target:
     """The tokens that one head predicts, and what is known of them beforehand."""
 
-    head: Head
-    hidden_states: Tensor
+    head: Any  # and hidden states: none where logits exist already
+    hidden_states: Any
     labels: Tensor
     mask: Tensor
     items: Tensor | None
@@ -184,7 +184,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     options_type = CrossEntropyOptions
     settings: CrossEntropyOptions
-    positions = (
+    positions: ClassVar[tuple[str, ...]] = (
         *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
         *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
     )
@@ -264,18 +264,30 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             for k in silent:  # zeros that depend on the head
                 values[k] = values[k].sum() + values[k].new_zeros(labels[k].shape)
             loss = [scale * value for scale, value in zip(scales, values, strict=True)] if several else values[0]
-        if not (several or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
-            return loss
+        if not several:
+            return self._with_outputs(loss, found[0], targets[0])
         with torch.no_grad():
             others = self._statistics([targets[k] for k in silent], several) if silent else []
             found = [others.pop(0) if k in silent else part for k, part in enumerate(found)]
-            if not several:
-                return CrossEntropyOutput(loss, *self._output(found[0], targets[0], o.reduction == "none"))
             outputs = [self._output(*part, per_token=False) for part in zip(found, targets, strict=True)]
             z_losses, accuracies, predicted = ([*parts] for parts in zip(*outputs, strict=True))
             losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, targets, strict=True)]
             metrics = ManyHeadsMetrics(torch.stack(losses), _stacked(z_losses), _stacked(accuracies))
             return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
+
+    def of_statistics(self, values: Statistics, labels: Tensor) -> Any:
+        """What :meth:`forward` returns, from the statistics ``[...]`` of logits that exist already, differentiable."""
+        target = _Target(None, None, labels, labels != self.ignore_index, None, None)
+        loss, _ = self._of_tokens(values, target)
+        return self._with_outputs(loss if self.reduction == "none" else loss.sum(), values, target)
+
+    def _with_outputs(self, loss: Tensor, values: Statistics, target: _Target) -> Any:
+        """The loss of one head, beside what else was asked for."""
+        o = self.settings
+        if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+            return loss
+        with torch.no_grad():
+            return CrossEntropyOutput(loss, *self._output(values, target, o.reduction == "none"))
 
     def _target(
         self, head: Head, hidden_states: Tensor, labels: Tensor, num_items_in_batch: Any, token_weights: Tensor | None
@@ -432,7 +444,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if target.items is not None:
             ce_total = z_total = target.items
         else:
-            wide, weights = torch.promote_types(target.head.weight.dtype, torch.float32), mask
+            wide, weights = torch.float32, mask
+            if target.head is not None:
+                wide = torch.promote_types(target.head.weight.dtype, wide)
             if token_weights is not None:
                 weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
             ce_total = z_total = weights.sum(dtype=torch.promote_types(weights.dtype, wide))

@@ -19,6 +19,18 @@ def function_class(name: str, apply: Callable[..., Any]) -> type:
     return type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__})
 
 
+def with_arguments(function: Callable[..., Any], names: str, required: int = 2) -> None:
+    """Let :func:`inspect.signature` say the names of a function's arguments, some of which it reads by position.
+
+    liger-kernel's models read them there.
+    """
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(name, kind, default=empty if i < required else None) for i, name in enumerate(names.split())
+    ]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+
 def _applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
     """The ``apply`` of a function of ``chunked_loss``: arguments of ``loss``'s constructor and call by position."""
     order = names.split()

@@ -13,26 +13,12 @@ from torch import Tensor
 
 import liger_losses
 from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.integrations.liger.chunked import with_arguments
 from liger_losses.kernels.logit_transform import LogitTransform
 
 
 def fused_linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any, **named: Any
 ) -> Any:
     """``liger_fused_linear_cross_entropy``: the loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`.
 
@@ -40,29 +26,22 @@ def fused_linear_cross_entropy(
 
     Args:
         input, weight, target, bias: ``[N, H]``, ``[V, H]``, ``[N]``, ``[V]``.
-        chunk_mem_const: no effect. The others are of that class's constructor.
+        options, named: those of that class's constructor; and ``chunk_mem_const``, which has no effect.
     """
-    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(
-        ce_weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        return_z_loss,
-        accum_dtype,
-        use_token_scaling,
-        return_token_accuracy,
-        return_predicted_tokens,
-    )
+    named.pop("chunk_mem_const", None)
+    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(*options[: len(_OPTIONS)], **named)
     return loss(weight, input, target, bias)
+
+
+_OPTIONS = ("ce_weight", *liger_losses.LigerFusedLinearCrossEntropyLoss.positions)
+with_arguments(fused_linear_cross_entropy, f"input weight target bias {' '.join(_OPTIONS)} chunk_mem_const", required=3)
 
 
 def apply_fused_linear_cross_entropy(
     _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any
 ) -> tuple[Tensor | None, ...]:
     """``apply`` of the same: loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
-    found: Any = fused_linear_cross_entropy(_input, weight, target, bias, *options[:11])
+    found: Any = fused_linear_cross_entropy(_input, weight, target, bias, *options)
     return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
 
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.integrations import on_logits
+from liger_losses.integrations.liger.chunked import with_arguments
 
 
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-) -> Any:
+def cross_entropy(*arguments: Any, **keywords: Any) -> Any:
     """``liger_cross_entropy``: :func:`liger_losses.integrations.on_logits.cross_entropy` by torch's arguments.
 
     ``size_average`` and ``reduce`` have no effect.
     """
-    options = (weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-    outputs = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-    return LigerCrossEntropyLoss(*options, *outputs)(input, target)
+    given = dict(zip(inspect.signature(cross_entropy).parameters, arguments, strict=False)) | keywords
+    options = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
+    logits, target = options.pop("input"), options.pop("target")
+    return LigerCrossEntropyLoss(**options)(logits, target)
+
+
+with_arguments(
+    cross_entropy,
+    "input target weight size_average ignore_index reduce reduction label_smoothing lse_square_scale softcap "
+    "return_z_loss return_token_accuracy return_predicted_tokens",
+)
 
 
 def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
@@ -39,43 +35,16 @@ def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> tuple[
     return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(on_logits.CrossEntropyOfLogits):
     """Cross-entropy of logits; see :func:`liger_losses.integrations.on_logits.cross_entropy`."""
 
-    weight: Tensor | None
+    def __init__(self, weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
+        super().__init__(weight, *arguments, **options)
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
-        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
-
-    def forward(self, _input: Tensor, target: Tensor) -> Any:
-        return on_logits.cross_entropy(
-            _input,
-            target,
-            ce_weight=self.weight,
-            ignore_index=self.ignore_index,
-            lse_square_scale=self.lse_square_scale,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-        )
+    @property
+    def weight(self) -> Tensor | None:
+        """The class weights ``[V]``."""
+        return self.ce_weight
 
 
 def triton_grpo_loss(

@@ -5,7 +5,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.ranks import merge
+from liger_losses.chunked.engine.ranks import merge, on_device
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
@@ -26,6 +26,9 @@ from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
+
+#: Tiles whose statistics are merged at once: each merge is dozens of small operations.
+MOST_TILES = 128
 
 #: d loss / d statistic of some tokens, ``[R]`` each, by name.
 Upstream = Mapping[str, Tensor]
@@ -153,18 +156,27 @@ class Columns(Block):
 
     def _merged(self, part: Part) -> dict[str, Tensor]:
         """The statistics of all columns, from those of each tile."""
-        labels, class_weight, found = self.opened.labels[part.rows], part.epilogue.class_weight, dict[str, Tensor]()
-        ends = torch.arange(self.vocab_size + 1, device=labels.device)
+        found, sizes = list[Mapping[str, Tensor]](), list[int]()
         for columns in blocks(self.vocab_size, self.call.plan.tile_columns):
-            of_tile = {name: value.double() for name, value in self._statistics(part, columns).items()}
-            if found:  # in fp64, as there are many roundings, of few numbers
-                both = {name: torch.stack([found[name], value]) for name, value in of_tile.items()}
-                sizes = torch.stack([ends[columns.start], ends[columns.stop - columns.start]])
-                weights = None if class_weight is None else class_weight[: columns.stop]
-                of_tile = merge(both, sizes, labels.clamp(max=columns.stop - 1), weights)
-            found = {name: value.double() for name, value in of_tile.items()}
+            found.append(self._statistics(part, columns))
+            sizes.append(columns.stop - columns.start)
+            if len(found) == MOST_TILES:
+                found, sizes = [self._merge(part, found, sizes)], [columns.stop]
         wide = self.call.work.logits_dtype
-        return {name: value.to(torch.int64 if name == "argmax" else wide) for name, value in found.items()}
+        merged = self._merge(part, found, sizes)
+        return {name: value.to(torch.int64 if name == "argmax" else wide) for name, value in merged.items()}
+
+    def _merge(self, part: Part, found: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> Mapping[str, Tensor]:
+        """Statistics of the first columns, in fp64: there are many roundings, of few numbers."""
+        columns, class_weight = sum(sizes), part.epilogue.class_weight
+        parts = {name: torch.stack([tile[name].double() for tile in found]) for name in found[0]}
+        labels = self.opened.labels[part.rows].clamp(max=columns - 1)
+        return merge(
+            parts,
+            on_device(tuple(sizes), labels.device),
+            labels,
+            None if class_weight is None else class_weight[:columns],
+        )
 
     def _statistics(self, part: Part, columns: slice) -> Mapping[str, Tensor]:
         """Statistics of the softmax over a tile's columns; ``logp`` is any number for labels of other tiles."""

@@ -249,14 +249,14 @@ class VocabularyRanks(Ranks):
         parts: list[dict[str, Tensor]] = [{} for _ in softmaxes]
         for (i, name, value), part in zip(named, gathered.split([len(row) for row in rows], dim=1), strict=True):
             parts[i][name] = part.mT if value.dim() == 2 else part[:, 0]
-        sizes = _on_device(self.sizes, labels.device)
+        sizes = on_device(self.sizes, labels.device)
         for values, parts_of_one in zip(softmaxes, parts, strict=True):
             for name, value in merge(parts_of_one, sizes, labels, class_weight).items():
                 values[name].copy_(value)
 
 
 @lru_cache(64)
-def _on_device(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def on_device(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept, because the host waits for a copy to a GPU."""
     return torch.tensor(sizes, device=device)
 

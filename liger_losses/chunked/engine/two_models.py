@@ -126,6 +126,7 @@ class TwoModels(Block):
         if plan.part_rows and not with_gradients:
             for at, smaller in self._parts_of(part, plan.part_rows):
                 self._fill_rows(smaller, self.value[at])
+            self.logits = None  # tiles take its memory
             return
         self._compute_softmaxes(part)
         if not with_gradients:

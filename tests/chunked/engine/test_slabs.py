@@ -1,4 +1,4 @@
-"""Quantized heads are dequantized once for each pass: as a whole where they fit, else slab by slab for all tokens."""
+"""Quantized heads are dequantized once for each pass: as a whole where they fit, else in tiles for all tokens."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
+from liger_losses.chunked.engine import blocks
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
@@ -27,6 +28,12 @@ V, H, T = 100, 40, 40
 WHOLE, SLABS = 60_000, 32_000
 interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 FLOAT32, BFLOAT16, FLOAT16 = (torch.float32, "torch"), (torch.bfloat16, "triton"), (torch.float16, "triton")
+
+
+@pytest.fixture(autouse=True)
+def few_tiles_at_once(monkeypatch):
+    """Statistics of tiles are merged several times."""
+    monkeypatch.setattr(blocks, "MOST_TILES", 2)
 
 
 def cases(options, few):

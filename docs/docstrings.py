@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
@@ -17,3 +18,35 @@ class Roles(griffe.Extension):
         if obj.docstring is not None:
             text = _ROLE.sub(lambda match: f"`{match.group(1).split('.')[-1]}`", obj.docstring.value)
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+
+
+class Options(griffe.Extension):
+    """Shows in a loss's signature the options that its constructor takes: the fields of their dataclass."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for loss in list(_classes(pkg)):
+            if "options_type" in loss.members:
+                options = loss.module[str(loss["options_type"].value)].parameters
+                variadic = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
+                constructor = loss.members.get("__init__")
+                given = [] if constructor is None else constructor.parameters
+                own = [each for each in given if each.kind not in variadic]
+                named = [
+                    griffe.Parameter(
+                        each.name,
+                        annotation=each.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default=each.default,
+                    )
+                    for each in options
+                    if each.name != "self"
+                ]
+                loss.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*own, *named)))
+
+
+def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
+    for member in module.members.values():
+        if not member.is_alias and member.is_class:
+            yield member
+        elif not member.is_alias and member.is_module:
+            yield from _classes(member)

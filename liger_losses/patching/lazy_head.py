@@ -14,7 +14,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
 from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
-from liger_losses.patching.linear_forward import LinearForward, match_forward, match_shared
+from liger_losses.patching.linear_forward import check_forward, match_shared
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import original_class, replacement_of, restore, swap
@@ -148,10 +148,11 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
         except Mismatch as mismatch:
             return str(mismatch)
     else:
-        linear_forward, shard = getattr(module, "linear_forward", None), getattr(module, "shard", None)
+        own_forward, ranks = getattr(module, "own_forward", None), getattr(module, "ranks", None)
         if "forward" in vars(module):
+            own_forward = module.forward
             try:
-                linear_forward = match_forward(module)
+                check_forward(module)
             except Mismatch as mismatch:
                 if not hasattr(module.weight, "full_tensor"):
                     return f"its forward was replaced on the instance by one that is not a linear layer's: {mismatch}"
@@ -162,12 +163,12 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
                         "that"
                     )
                 try:
-                    shard, linear_forward = match_shared(module), LinearForward(vars(module)["forward"])
+                    ranks = match_shared(module)
                 except Mismatch as reason:
                     return f"its weight is split over processes, and {reason}"
             del module.forward
         module.__class__ = LazyLinear
-        vars(module)["linear_forward"], vars(module)["shard"] = linear_forward, shard
+        vars(module)["own_forward"], vars(module)["ranks"] = own_forward, ranks
     vars(module)["only_when_forced"] = only_when_forced
     return None
 
@@ -249,9 +250,9 @@ def _restore_layer(layer: Any) -> None:
     """Make a lazy layer what it was."""
     del layer.only_when_forced
     restore(layer)
-    linear_forward = vars(layer).pop("linear_forward", None)
-    vars(layer).pop("shard", None)
+    own_forward = vars(layer).pop("own_forward", None)
+    vars(layer).pop("ranks", None)
     if type(layer) is LazyLinear:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
-    if linear_forward is not None:
-        vars(layer).setdefault("forward", linear_forward.original)
+    if own_forward is not None:
+        vars(layer).setdefault("forward", own_forward)

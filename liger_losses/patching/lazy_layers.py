@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
@@ -22,7 +21,7 @@ from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quant
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import autocast_of
-from liger_losses.patching.linear_forward import LinearForward, local_parameters
+from liger_losses.patching.linear_forward import LazyProducts, local_parameters
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, original_class, replacement_of
 
@@ -53,20 +52,26 @@ class LazyLinear(nn.Linear):
     Attributes:
         only_when_forced: return lazy logits within :func:`force_lazy_head` and nowhere else, for callers that reduce
             the logits before anybody else sees them.
-        linear_forward: the forward that was found on the instance, if there was one.
-        shard: this rank's part of the vocabulary, where the ranks of a mesh share the layer's rows.
+        own_forward: the forward that was found on the instance, if there was one.
+        ranks: this rank's part of the vocabulary, where the ranks of a mesh share the layer's rows.
         computes_linear: for :class:`Head`, that weight and bias are all that the logits are made of.
     """
 
     computes_linear: ClassVar[bool] = True
     only_when_forced = False
-    linear_forward: LinearForward | None = None
-    shard: VocabularyRanks | None = None
+    own_forward: Callable[..., Tensor] | None = None
+    ranks: VocabularyRanks | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if _returns_lazy_logits(self, input):
-            return _traced_forward(self, input) if torch.compiler.is_dynamo_compiling() else _lazy_forward(self, input)
-        return super().forward(input) if self.linear_forward is None else self.linear_forward.original(input)
+        if not _returns_lazy_logits(self, input):
+            return super().forward(input) if self.own_forward is None else self.own_forward(input)
+        if not torch.compiler.is_dynamo_compiling():
+            return _lazy_forward(self, input)
+        # Where weights come and go, the graph ends.
+        gathers = hasattr(self, "set_reshard_after_forward")
+        if gathers or any(hasattr(self.weight, name) for name in ("full_tensor", "ds_id")):
+            return _lazy_forward_outside(self, input)
+        return _compute(self, traced_linear, input)
 
 
 def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
@@ -82,18 +87,16 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
     return forced or (lazy and not layer.only_when_forced)
 
 
-def _traced_forward(layer: Any, hidden_states: Tensor) -> Any:
-    """The lazy forward in a compiled graph; where weights come and go, the graph ends."""
-    gathers = hasattr(layer, "set_reshard_after_forward")
-    if gathers or any(hasattr(layer.weight, name) for name in ("full_tensor", "ds_id")):
-        return _lazy_forward_outside(layer, hidden_states)
-    forward = layer.linear_forward or LinearForward(F.linear)
-    return forward.compute(traced_linear, hidden_states, layer.weight, layer.bias)
+def _compute(layer: Any, product: Callable[..., Any], hidden_states: Tensor) -> Any:
+    """The layer's forward with ``product`` in place of ``F.linear``."""
+    if layer.own_forward is None:
+        return product(hidden_states, layer.weight, layer.bias)
+    with LazyProducts(product):
+        return layer.own_forward(hidden_states)
 
 
-def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
-    forward = layer.linear_forward or LinearForward(F.linear)
-    if layer.shard is None and hasattr(layer.weight, "full_tensor"):
+def _lazy_forward(layer: Any, hidden_states: Tensor) -> Any:
+    if layer.ranks is None and hasattr(layer.weight, "full_tensor"):
         warnings.warn(
             "the head's weight became a DTensor after patch(), so all logits are computed. For tensor parallelism, "
             'load the model with DistributedConfig(tp_plan="auto") of transformers, and patch it then; '
@@ -101,20 +104,27 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Tensor:
             RuntimeWarning,
             stacklevel=2,
         )
-        return forward.compute(F.linear, hidden_states, layer.weight, layer.bias)
+        return _compute(layer, F.linear, hidden_states)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
-    if layer.shard is not None:
-        linear = partial(lazy_linear, shard=layer.shard, parameters=(layer.weight, layer.bias))
-        return forward.compute(linear, hidden_states, *local_parameters(layer))
-    # DeepSpeed's parameters have a ds_id.
-    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (layer.weight, layer.bias))
-    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-    linear = partial(lazy_linear, gather=partial(_gather_again, weakref.ref(layer), dtypes))
-    return forward.compute(linear, hidden_states, weight, bias)
+    if layer.ranks is not None:
+        parameters = layer.weight, layer.bias
+        return lazy_linear(hidden_states, *local_parameters(layer), shard=layer.ranks, parameters=parameters)
+    return _compute(layer, partial(_product, layer), hidden_states)
 
 
 _lazy_forward_outside = torch.compiler.disable(_lazy_forward)
+
+
+def _product(layer: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` in a layer's forward, lazy."""
+    gather = None
+    if weight is layer.weight:
+        dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+        gather = partial(_gather_again, weakref.ref(layer), dtypes)
+    # DeepSpeed's parameters have a ds_id.
+    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias))
+    return lazy_linear(hidden_states, weight, bias, gather=gather)
 
 
 def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:
@@ -168,7 +178,7 @@ class LazyTokens(Replacement):
         """The layer's own forward, with lazy products."""
         if not _returns_lazy_logits(module, hidden_states):
             return NotImplemented
-        with _LazyProducts():
+        with LazyProducts(_product_of_tokens):
             return original_class(module).forward(module, hidden_states, *args, **kwargs)
 
     @classmethod
@@ -240,15 +250,10 @@ def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
     return LazyLogits.make(deferred, dtype if compute_dtype is not None else autocast or dtype)
 
 
-class _LazyProducts(TorchFunctionMode):
-    """Within this context, ``F.linear`` returns lazy logits."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            lazy = traced_linear if torch.compiler.is_dynamo_compiling() else lazy_linear
-            return (F.linear if hasattr(weight, "full_tensor") else lazy)(input, weight, bias)
-
-        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+def _product_of_tokens(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """``F.linear``, lazy."""
+    lazy = traced_linear if torch.compiler.is_dynamo_compiling() else lazy_linear
+    return (F.linear if hasattr(weight, "full_tensor") else lazy)(input, weight, bias)
 
 
 def is_lazy_layer(layer: nn.Module) -> bool:

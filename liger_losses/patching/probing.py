@@ -151,6 +151,25 @@ def observe(
     return output.detach(), list(grads)
 
 
+class _Computed(nn.Module):
+    """A module whose forward is ``compute``."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor], module: nn.Module) -> None:
+        super().__init__()
+        self.compute, self.module = compute, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.module, x)
+
+
+def call_with(
+    parameters: Mapping[str, Tensor], compute: Callable[[Any, Tensor], Tensor], module: nn.Module, x: Tensor
+) -> Any:
+    """``compute(module, x)``, with other parameters in place of the module's of these names, and without its hooks."""
+    named = {f"module.{name}": parameter for name, parameter in parameters.items()}
+    return torch.func.functional_call(_Computed(compute, module), named, x)
+
+
 def check_close(
     what: str, actual: Tensor | None, expected: Tensor | None, tolerance: float, rare: float | None = None
 ) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.patching.probing import call_with
 
 #: Computes a module's output ``[1, tokens, ...]`` from its input ``[1, tokens, H]``.
 Compute = Callable[[Any, Tensor], Tensor]
@@ -98,17 +99,6 @@ def _compute_tiled(tiling: _Tiling, x: Tensor) -> Tensor:
     return out
 
 
-class _Computed(nn.Module):
-    """A module whose forward is ``compute``, for ``torch.func.functional_call``."""
-
-    def __init__(self, compute: Compute, module: nn.Module) -> None:
-        super().__init__()
-        self.compute, self.module = compute, module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self.module, x)
-
-
 @dataclass(frozen=True, eq=False)
 class _Tiling:
     """How a module is computed; ``step`` is the number of tokens at a time."""
@@ -119,8 +109,8 @@ class _Tiling:
     gradients_only: Callable[[], Any]
 
     def weights(self) -> dict[str, Tensor]:
-        """What needs a gradient beside the input, by its name in :class:`_Computed`."""
-        return {f"module.{name}": weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        """What needs a gradient beside the input."""
+        return {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
 
     def forward(self, x: Tensor) -> Tensor:
         """The output, of which each tile is written to its place."""
@@ -175,14 +165,14 @@ class _Tiled(torch.autograd.Function):
         x, grad = (tensor.reshape(1, -1, tensor.shape[-1]) for tensor in (saved, grad))
         grad_x = torch.zeros_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(leaves)
-        again, named = _Computed(tiling.compute, tiling.module), dict(zip(ctx.names, leaves, strict=True))
+        named = dict(zip(ctx.names, leaves, strict=True))
         with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states):
             for start in range(0, x.shape[1], tiling.step):
                 tile = slice(start, start + tiling.step)
                 part = x[:, tile].detach().requires_grad_(needs_x)
                 with tiling.gradients_only():
                     # A module may be given no leaf, as it may change its input in place.
-                    out = torch.func.functional_call(again, named, part.view_as(part))
+                    out = call_with(named, tiling.compute, tiling.module, part.view_as(part))
                 inputs = [*([part] if needs_x else []), *leaves]
                 found = list(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
                 del out

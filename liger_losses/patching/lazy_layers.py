@@ -118,13 +118,11 @@ _lazy_forward_outside = torch.compiler.disable(_lazy_forward)
 
 def _product(layer: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` in a layer's forward, lazy."""
-    gather = None
-    if weight is layer.weight:
-        dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-        gather = partial(_gather_again, weakref.ref(layer), dtypes)
+    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+    gather = partial(_gather_again, weakref.ref(layer), dtypes) if weight is layer.weight else None
     # DeepSpeed's parameters have a ds_id.
-    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias))
-    return lazy_linear(hidden_states, weight, bias, gather=gather)
+    parameters: Any = [KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias)]
+    return lazy_linear(hidden_states, *parameters, gather=gather)
 
 
 def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:

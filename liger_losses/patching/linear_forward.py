@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_losses.chunked.engine.ranks import VocabularyRanks, local_rows, share_mesh
+from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import is_weight_and_bias
 from liger_losses.patching.lazy import allow_materialization, lazy_linear
@@ -50,11 +50,17 @@ def check_forward(module: Any) -> None:
     """
     if "_hf_hook" in vars(module):
         raise Mismatch("accelerate moves the layer's inputs or weights in it")
+
+    def product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if is_dtensor(hidden_states):
+            raise Mismatch("it splits its hidden states over processes")
+        return lazy_linear(hidden_states, weight, bias)
+
     width, g = shape_of(module.weight)[1], torch.Generator().manual_seed(0)
     small = {"weight": random((5, width), g), **({} if module.bias is None else {"bias": random((5,), g)})}
     with isolated():
         forward = partial(call_with, small, lambda module, x: vars(module)["forward"](x), module)
-        found = deferred_logits(_run(forward, random((1, 3, width), g), lazy_linear))
+        found = deferred_logits(_run(forward, random((1, 3, width), g), product))
     if found is None or found.normalized or found.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
 

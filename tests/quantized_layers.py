@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import QuantizedWeight
+from liger_losses import QuantizedWeight, register_quantized_weight
+from liger_losses.chunked.engine.quantized_kinds import GPTQRows
 
 
 class Int8Weight(QuantizedWeight):
@@ -64,6 +65,9 @@ class PackedLinear(nn.Module):
     def forward(self, hidden):
         logits = hidden @ self.dequantize_weight().to(hidden.dtype)
         return logits if self.bias is None else logits + self.bias
+
+
+register_quantized_weight(PackedLinear, lambda layer: GPTQRows(layer, layer.zero_offset))
 
 
 def packed_linear(linear, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.quantized_kinds import disagreement, find_quantized, is_quantized
+from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
+from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import autocast_of
@@ -220,7 +222,7 @@ class LazyQuantized(Replacement):
             raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
         before = dict(vars(module))  # a first forward may choose the dtype to compute in
         try:
-            same = disagreement(module, found) <= _QUANTIZATION_ERROR
+            same = _disagreement(module, found) <= _QUANTIZATION_ERROR
         except Exception as error:
             raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
         finally:
@@ -232,6 +234,30 @@ class LazyQuantized(Replacement):
 
 #: Layers may round hidden states to 8 bits before their product, which this library does not.
 _QUANTIZATION_ERROR = 0.05
+
+
+def _disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
+    """How far what a layer computes is from the product with the rows that were read, the first and the last."""
+    size, (vocab_size, hidden_size) = 64, found.shape
+    # The layer's own forward, also where it was patched to return lazy logits.
+    own = getattr(type(layer), "_liger_original", type(layer)).forward
+    forward = vars(layer).get("forward") or partial(own, layer)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, hidden_size, generator=generator).to(found.device, found.dtype)
+    with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
+        logits: Tensor = forward(hidden.requires_grad_()).float()
+    if logits.shape != (2, vocab_size):
+        return math.inf
+    errors = []
+    with torch.no_grad():
+        bias = getattr(layer, "bias", None)
+        for start in {0, max(vocab_size - size, 0)}:
+            stop = min(start + size, vocab_size)
+            expected = hidden.float() @ found.rows(start, stop).float().t()
+            expected = expected if bias is None else expected + bias[start:stop].float()
+            error = (logits[:, start:stop] - expected).norm()
+            errors.append(float(error / expected.norm()) if error != 0 else 0.0)
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 @torch.compiler.disable

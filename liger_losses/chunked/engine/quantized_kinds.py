@@ -1,15 +1,14 @@
 """The kinds of quantized weights and layers that are known, and how rows of each are dequantized.
 
-V vocabulary size, H hidden size. None of the packages is imported before one of its layers is seen.
+V vocabulary size, H hidden size. None of the packages is imported before one of its layers is seen. What a layer's
+numbers mean is read from its type and attributes; a layer that does not say it is an error, and no layer is changed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.
 Finder = Callable[[Any], "QuantizedWeight | None"]
-#: By a type, or by its module and name, for packages that may not be installed.
-_FINDERS: dict[type | str, Finder] = {}
 
 
 def register_quantized_weight(kind: type | str, finder: Finder) -> None:
@@ -43,7 +40,11 @@ def register_quantized_weight(kind: type | str, finder: Finder) -> None:
 
 
 def find_quantized(value: Any) -> QuantizedWeight | None:
-    """The quantized weight that a tensor or a layer is, or holds; ``None`` if there is none."""
+    """The quantized weight that a tensor or a layer is, or holds; ``None`` if there is none.
+
+    Raises:
+        TypeError: a quantized layer whose layout is not known.
+    """
     if isinstance(value, QuantizedWeight):
         return value
     finder = _finder(value)
@@ -53,7 +54,7 @@ def find_quantized(value: Any) -> QuantizedWeight | None:
 
 
 def is_quantized(value: Any) -> bool:
-    """Whether a tensor or a layer is of a kind that is known; nothing is run."""
+    """Whether a tensor or a layer is of a kind that is known, or that looks like GPTQ's."""
     return _finder(value) is not None or (isinstance(value, nn.Linear) and _finder(value.weight) is not None)
 
 
@@ -64,49 +65,42 @@ def _finder(value: Any) -> Finder | None:
         finder = _FINDERS.get(kind) or _FINDERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if finder is not None:
             return finder
-    packed = isinstance(value, nn.Module) and all(isinstance(getattr(value, name, None), Tensor) for name in _PACKED)
-    return _packed_rows if packed else None
+    packed = [isinstance(getattr(value, name, None), Tensor) for name in ("qweight", "qzeros", "scales")]
+    return _refuse if isinstance(value, nn.Module) and all(packed) else None
 
 
-# --- torchao ----------------------------------------------------------------------------------------------------------
+def _cannot_read(layer: Any, why: str) -> TypeError:
+    name = type(layer).__name__
+    return TypeError(
+        f"cannot read rows of the quantized layer {name}: {why}; register a function that can: "
+        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-heads-and-adapters")
+    )
 
 
-class _TensorRows(QuantizedWeight):
-    """A tensor subclass that can be sliced by rows, and dequantizes what it is."""
+def _refuse(layer: Any) -> QuantizedWeight:
+    raise _cannot_read(layer, "it has qweight, qzeros and scales, whose layout differs from package to package")
 
-    def __init__(self, weight: Any) -> None:
-        super().__init__(tuple(weight.shape), weight.dtype, weight.device)
-        self.weight = weight.detach()
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        rows: Tensor = self.weight[start:stop].dequantize()
-        return rows
+class _Rows(QuantizedWeight):
+    """A weight whose rows a function dequantizes."""
+
+    def __init__(self, like: Any, device: torch.device, rows: Callable[[int, int], Tensor]) -> None:
+        super().__init__(tuple(like.shape), like.dtype, device)
+        self.rows = rows  # type: ignore[assignment, method-assign]
 
 
 def _of_tensor(weight: Any) -> QuantizedWeight:
+    """A tensor subclass (torchao's) that can be sliced by rows, and dequantizes what it is."""
     if weight.requires_grad:
         raise TypeError(
             f"the quantized weight {type(weight).__name__} requires a gradient, which it cannot get here: call "
             "weight.requires_grad_(False), and train adapters (LoRA) instead."
         )
-    return _TensorRows(weight)
-
-
-# --- bitsandbytes -----------------------------------------------------------------------------------------------------
-
-
-class _Int8Rows(QuantizedWeight):
-    """``W[v] = codes[v] scales[v] / 127`` of int8 codes ``[V, H]`` and fp32 scales ``[V]``."""
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        super().__init__((codes.shape[0], codes.shape[1]), torch.float16, codes.device)
-        self.codes, self.scales = codes, scales
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.codes[start:stop] * (self.scales[start:stop, None].float() / 127)
+    return _Rows(weight, weight.device, lambda start, stop: weight.detach()[start:stop].dequantize())
 
 
 def _of_linear8bit(layer: Any) -> QuantizedWeight | None:
+    """bitsandbytes': ``W[v] = codes[v] scales[v] / 127`` of int8 codes ``[V, H]`` and fp32 scales ``[V]``."""
     if layer.weight.is_floating_point():
         return None  # has_fp16_weights, or not on its device yet
     # The layer's first forward moves both from its weight to its state.
@@ -115,96 +109,85 @@ def _of_linear8bit(layer: Any) -> QuantizedWeight | None:
     scales = getattr(weight, "SCB", None) if state.SCB is None else state.SCB
     if scales is None:
         raise TypeError("Linear8bitLt has an int8 weight without its scales (SCB); load the model again.")
-    return _Int8Rows(codes, scales)
+    like = torch.empty(codes.shape, dtype=torch.float16, device="meta")
+    return _Rows(like, codes.device, lambda start, stop: codes[start:stop] * (scales[start:stop, None].float() / 127))
 
 
-class _Blocks4bit(QuantizedWeight):
-    """4-bit codes, two a byte, row after row; ``blocksize`` of them share a scale, and the scales may be quantized."""
-
-    def __init__(self, weight: Any) -> None:
-        self.state = weight.quant_state
-        super().__init__(tuple(self.state.shape), self.state.dtype, weight.device)
-        self.codes = weight.data.view(torch.uint8).flatten()
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        width, size = self.shape[1], self.state.blocksize
-        first, last = start * width // size, -(-stop * width // size)  # whole blocks that have these rows
-        count = min(last * size, self.shape[0] * width) - first * size
-        codes = self.codes[first * size // 2 : -(-(first * size + count) // 2)]
-        state = QuantState(
-            absmax=self._scales(first, last),
-            shape=torch.Size((count,)),
-            code=self.state.code,
-            blocksize=size,
-            quant_type=self.state.quant_type,
-            dtype=self.state.dtype,
-        )
-        values = dequantize_4bit(codes[:, None], state).flatten()
-        return values[start * width - first * size :][: (stop - start) * width].view(stop - start, width)
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        """The scales of some blocks, fp32."""
-        from bitsandbytes.functional import dequantize_blockwise
-
-        absmax, nested = self.state.absmax, self.state.state2
-        if nested is None:
-            scales: Tensor = absmax[first:last]
-            return scales.float()
-        start, stop = first // nested.blocksize, -(-last // nested.blocksize)
-        cut = _copy_of(nested, absmax=nested.absmax[start:stop])
-        scales = dequantize_blockwise(absmax[start * nested.blocksize : stop * nested.blocksize], cut)
-        return scales[first - start * nested.blocksize :][: last - first].float() + self.state.offset
-
-
-def _copy_of(state: Any, **changes: Any) -> Any:
-    """A bitsandbytes ``QuantState`` with other fields."""
-    names = ("absmax", "shape", "code", "blocksize", "quant_type", "dtype", "offset", "state2")
-    return type(state)(**{name: getattr(state, name) for name in names} | changes)
-
-
-def _of_params4bit(weight: Any) -> QuantizedWeight | None:
-    return None if weight.quant_state is None else _Blocks4bit(weight)  # None: not on its device yet
-
-
-def _of_linear4bit(layer: Any) -> QuantizedWeight | None:
-    state = getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
-    if state is None:
+def _of_4bit(weight: Any, state: Any) -> QuantizedWeight | None:
+    if state is None:  # not on its device yet
         return None
-    if getattr(layer.weight, "quant_state", None) is None:  # fully_shard has made the weight another one
-        layer.weight.quant_state = state
-    if getattr(state, "packing_format_for_cpu", False):
-        # On some CPUs, a forward in evaluation lays the weight out in another order; the next one does so again.
-        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
-
-        layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu_inverse(layer.weight.data, state)
-    return _Blocks4bit(layer.weight)
+    rows = _rows_4bit_cpu if getattr(state, "packing_format_for_cpu", False) else _rows_4bit
+    return _Rows(state, weight.device, partial(rows, weight.data.view(torch.uint8), state))
 
 
-# --- GPTQ -------------------------------------------------------------------------------------------------------------
+def _rows_4bit(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
+    """bitsandbytes': two codes a byte, row after row; ``blocksize`` of them share a scale."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
 
-_PACKED = ("qweight", "qzeros", "scales")
-#: What was found for layers: the address of the codes, and the number that is added to their zero points.
-_zero_offsets: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+    (height, width), size = state.shape, state.blocksize
+    first, last = start * width // size, -(-stop * width // size)  # whole blocks that have these rows
+    count = min(last * size, height * width) - first * size
+    codes = packed.flatten()[first * size // 2 : -(-(first * size + count) // 2), None]
+    own = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype")}
+    part = QuantState(absmax=_scales_4bit(state, first, last), shape=torch.Size((count,)), **own)
+    values: Tensor = dequantize_4bit(codes, part).flatten()
+    return values[start * width - first * size :][: (stop - start) * width].view(stop - start, width)
 
 
-class _PackedRows(QuantizedWeight):
+def _scales_4bit(state: Any, first: int, last: int) -> Tensor:
+    """The scales of some blocks, fp32, which may be quantized themselves."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    scales, nested = state.absmax, state.state2
+    if nested is None:
+        return scales[first:last].float()
+    size = nested.blocksize
+    start, stop = first // size, -(-last // size)
+    options = {"absmax": nested.absmax[start:stop], "code": nested.code, "blocksize": size}
+    scales = dequantize_blockwise(scales[start * size : stop * size], **options)
+    return scales[first - start * size :][: last - first].float() + state.offset
+
+
+def _rows_4bit_cpu(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
+    """As bitsandbytes lays out 4-bit weights on CPUs with bf16 instructions when it generates.
+
+    Of 32 rows at a time there are ``[H / 2, 32]`` bytes: each line has two columns of these rows, those of rows 0 to 15
+    in the low halves and those of rows 16 to 31 in the high ones. The scales are ``[H / blocksize, V]``.
+    """
+    width, first = state.shape[1], start % 32
+    part = packed.view(-1, width // 2, 32)[start // 32 : -(-stop // 32)]
+    codes = torch.cat([part & 15, part >> 4], -1).unflatten(-1, (32, 2)).transpose(1, 2).reshape(-1, width)
+    values = state.code.float()[codes[first : first + stop - start].int()]
+    scales = state.absmax.t()[start:stop, :, None].float()
+    return (values.unflatten(1, (scales.shape[1], -1)) * scales).flatten(1).to(state.dtype)
+
+
+class GPTQRows(QuantizedWeight):
     """GPTQ's layout: ``W[v, h] = scales[g, v] (q[h, v] - zeros[g, v] - zero_offset)``, ``g = g_idx[h]``.
 
     Of b bits, int32 numbers hold 32 / b codes each: ``qweight [H b / 32, V]`` along the hidden size, ``qzeros
     [groups, V b / 32]`` along the vocabulary.
+
+    Args:
+        layer: it has these tensors, and ``bits``: 2, 4 or 8.
+        zero_offset: 1 for checkpoints of the format ``gptq``, which store zero points less 1; 0 for ``gptq_v2``.
+
+    Raises:
+        TypeError: tensors of other shapes or dtypes.
     """
 
-    def __init__(self, layer: Any, bits: int, zero_offset: int = 0) -> None:
+    def __init__(self, layer: Any, zero_offset: int) -> None:
         self.qweight, self.qzeros, self.scales = layer.qweight, layer.qzeros, layer.scales
+        self.bits, self.zero_offset = getattr(layer, "bits", 0), zero_offset
+        groups, columns = self.scales.shape if self.scales.dim() == 2 else (0, 0)
+        fits = self.bits in (2, 4, 8) and self.qweight.dtype == self.qzeros.dtype == torch.int32
+        if not fits or self.qweight.shape[-1] != columns or self.qzeros.shape != (groups, columns * self.bits // 32):
+            raise _cannot_read(layer, "its tensors are not in GPTQ's layout of 2, 4 or 8 bits")
         self.temporary_bytes = 16 + self.scales.element_size()
-        self.bits, self.zero_offset, hidden_size = bits, zero_offset, layer.qweight.shape[0] * 32 // bits
-        super().__init__((layer.qweight.shape[1], hidden_size), layer.scales.dtype, layer.qweight.device)
-        groups = len(layer.scales)
+        super().__init__((columns, len(self.qweight) * 32 // self.bits), self.scales.dtype, self.qweight.device)
         g_idx = getattr(layer, "g_idx", None)
-        if g_idx is None or g_idx.numel() != hidden_size:
-            g_idx = torch.arange(hidden_size, device=self.device) // -(-hidden_size // groups)
+        if g_idx is None or g_idx.numel() != self.shape[1]:
+            g_idx = torch.arange(self.shape[1], device=self.device) // -(-self.shape[1] // groups)
         self.groups = g_idx.long()
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -221,70 +204,31 @@ class _PackedRows(QuantizedWeight):
         return ((packed[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)
 
 
-def _packed_rows(layer: Any) -> QuantizedWeight:
-    """The rows of a layer that is packed as GPTQ's are; layers of another layout raise TypeError.
-
-    Checkpoints differ in their zero points, and some kernels reorder what they have loaded, so the rows are compared
-    with what the layer computes, once.
-    """
-    name = type(layer).__name__
-    bits = getattr(layer, "bits", 0)
-    groups, columns = layer.scales.shape if layer.scales.dim() == 2 else (0, 0)
-    fits = bits in (2, 4, 8) and layer.qweight.dtype == layer.qzeros.dtype == torch.int32 and groups > 0
-    if not fits or layer.qweight.shape[-1] != columns or layer.qzeros.shape != (groups, columns * bits // 32):
-        raise TypeError(_say_how_to_register(name, "it has qweight, but not in GPTQ's layout of 2, 4 or 8 bits"))
-    address, offset = _zero_offsets.get(layer, (0, 0))
-    if address == layer.qweight.data_ptr():
-        return _PackedRows(layer, bits, offset)
-    found = [_PackedRows(layer, bits, offset) for offset in (0, 1)]
-    # Of 8 bits, one more or less is within the tolerance: what is closer holds.
-    errors = [disagreement(layer, rows) for rows in found]
-    offset = errors.index(min(errors))
-    if errors[offset] <= _TOLERANCE:
-        _zero_offsets[layer] = layer.qweight.data_ptr(), offset
-        return found[offset]
-    raise TypeError(_say_how_to_register(name, "what it computes is not what its packed weight says"))
+#: Layers that keep GPTQ's layout. (Others of these packages reorder what they have loaded, subclasses too.)
+_AUTO, _MODEL = "auto_gptq.nn_modules.qlinear.qlinear_", "gptqmodel.nn_modules.qlinear."
+_GPTQ = {
+    *[f"{_AUTO}{name}.QuantLinear" for name in ("cuda", "cuda_old", "triton", "tritonv2")],
+    *[f"{_MODEL}{name}{end}" for name in ("torch.Torch", "tritonv2.TritonV2") for end in ("QuantLinear", "Linear")],
+}
 
 
-#: How far a layer's product may be from that with its rows, of the latter's norm.
-_TOLERANCE = 0.02
+def _of_gptq(layer: Any) -> QuantizedWeight:
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__]
+    name = next(name for name in names if name.startswith(("auto_gptq.", "gptqmodel.")))
+    if name not in _GPTQ or getattr(layer, "adapter", None) is not None:
+        raise _cannot_read(layer, "its package may reorder what it has loaded, or add an adapter")
+    # AutoGPTQ's layers add 1 to the zero points that they have; GPTQModel's say in which format theirs are.
+    return GPTQRows(layer, 1 if name.startswith("auto_gptq.") else {1: 1, 2: 0}[layer.qzero_format()])
 
 
-def disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
-    """How far what a layer computes is from the product with the rows that were found, the first and the last."""
-    size, (vocab_size, hidden_size) = 64, found.shape
-    # The layer's own forward, also where it was patched to return lazy logits.
-    own = getattr(type(layer), "_liger_original", type(layer)).forward
-    forward = vars(layer).get("forward") or partial(own, layer)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, hidden_size, generator=generator).to(found.device, found.dtype)
-    with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
-        logits: Tensor = forward(hidden.requires_grad_()).float()
-    if logits.shape != (2, vocab_size):
-        return math.inf
-    errors = []
-    with torch.no_grad():
-        bias = getattr(layer, "bias", None)
-        for start in {0, max(vocab_size - size, 0)}:
-            stop = min(start + size, vocab_size)
-            expected = hidden.float() @ found.rows(start, stop).float().t()
-            expected = expected if bias is None else expected + bias[start:stop].float()
-            error = (logits[:, start:stop] - expected).norm()
-            errors.append(float(error / expected.norm()) if error != 0 else 0.0)
-    return max(math.inf if math.isnan(error) else error for error in errors)
-
-
-def _say_how_to_register(name: str, why: str) -> str:
-    return (
-        f"cannot read rows of the quantized layer {name}: {why}; register a function that can: "
-        f"liger_losses.register_quantized_weight({name}, function)." + see("quantized-heads-and-adapters")
-    )
-
-
-for _kind, _find in (
-    ("torchao.utils.TorchAOBaseTensor", _of_tensor),
-    ("bitsandbytes.nn.modules.Linear8bitLt", _of_linear8bit),
-    ("bitsandbytes.nn.modules.Linear4bit", _of_linear4bit),
-    ("bitsandbytes.nn.modules.Params4bit", _of_params4bit),
-):
-    register_quantized_weight(_kind, _find)
+#: By a type, or by its module and name, for packages that may not be installed.
+_FINDERS: dict[type | str, Finder] = {
+    "torchao.utils.TorchAOBaseTensor": _of_tensor,
+    "bitsandbytes.nn.modules.Linear8bitLt": _of_linear8bit,
+    # The layer has the state where fully_shard has made its weight another one.
+    "bitsandbytes.nn.modules.Linear4bit": lambda layer: _of_4bit(
+        layer.weight, getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    ),
+    "bitsandbytes.nn.modules.Params4bit": lambda weight: _of_4bit(weight, weight.quant_state),
+    **dict.fromkeys(_GPTQ, _of_gptq),
+}

@@ -1,6 +1,7 @@
 # make demo         a real DPO run in TRL, with this library and without it
 # make test         ruff, mypy and the tests
 # make test-slow    the tests that take long
+# make test-targets  compiles every kernel for every GPU, without one; half an hour on two cores
 # make test-newest  the tests of `make test` on the newest torch
 # make test-oldest  the same on the oldest torch that is supported
 # make test-zero    the tests of DeepSpeed's ZeRO-3
@@ -12,7 +13,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow newest test-newest oldest test-oldest zero test-zero test-trl notebook docs lint dist clean
+.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl notebook docs lint dist clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -25,6 +26,9 @@ test: .venv/test/ready lint
 
 test-slow: .venv/test/ready
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m slow $(ARGS)
+
+test-targets: .venv/test/ready
+	COMPILED=all .venv/test/bin/python -m pytest -q tests/kernels/test_compiled_for_gpus.py $(ARGS)
 
 test-newest: newest
 	OMP_NUM_THREADS=1 .venv/newest/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)

@@ -25,8 +25,11 @@ def nothing_compiled():
 def small_tiles(monkeypatch):
     """In the interpreter, tiles of 16 tokens and 32 columns: it takes long for the tokens of several tiles of a GPU."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        monkeypatch.setattr("liger_losses.kernels._tiles._TOKENS", 16)
-        monkeypatch.setattr("liger_losses.kernels._tiles._COLUMNS", 32)
+        from liger_losses.kernels.targets import INTERPRETER, Tile
+
+        tiling = INTERPRETER.tiling._replace(by_descriptors=Tile(16, 32, 64, 8, 3), by_pointers=Tile(16, 32, 32, 8, 3))
+        target = INTERPRETER._replace(tiling=tiling)
+        monkeypatch.setattr("liger_losses.kernels._tiles.target_of", lambda device: target)
 
 
 @pytest.fixture

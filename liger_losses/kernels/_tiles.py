@@ -13,11 +13,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
-
-#: Tokens, columns of the vocabulary and hidden dimensions of a tile; warps and pipeline stages of a program.
-_TOKENS, _COLUMNS, _DEPTH, _WARPS, _STAGES = 128, 256, 64, 8, 3
-#: Shared memory that such tiles may take: with fp32 projections to store, up to 209 KiB.
-_SHARED_BYTES = 216 * 1024
+from liger_losses.kernels.targets import target_of
 
 
 class Tiles(NamedTuple):
@@ -50,13 +46,12 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
     descriptors, whose stride is ``None``; others are pointers.
     """
     (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
-    accelerated = has_tma(device)
+    tiling, accelerated = target_of(device).tiling, has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
-    # Devices on which it is not used have less shared memory.
-    depth = _DEPTH if tma else _DEPTH // 2
+    height, width, depth, warps, stages = tiling.by_descriptors if tma else tiling.by_pointers
     arguments = {
-        "hidden": descriptor(hidden, _TOKENS, depth) if tma else hidden,
-        "weight": descriptor(weight, _COLUMNS, depth) if tma else weight,
+        "hidden": descriptor(hidden, height, depth) if tma else hidden,
+        "weight": descriptor(weight, width, depth) if tma else weight,
         "hidden_stride": None if tma else hidden.stride(0),
         "weight_stride": None if tma else weight.stride(0),
         "tokens": tokens,
@@ -64,17 +59,17 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         "hidden_size": hidden_size,
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
-        "BLOCK_N": _TOKENS,
-        "BLOCK_V": _COLUMNS,
+        "BLOCK_N": height,
+        "BLOCK_V": width,
         "BLOCK_H": depth,
-        "num_warps": _WARPS,
-        "num_stages": _STAGES,
+        "num_warps": warps,
+        "num_stages": stages,
     }
     if out is not None and accelerated and aligned(out):
-        arguments["out"] = descriptor(out, _TOKENS, _COLUMNS // 2)
+        arguments["out"] = descriptor(out, height, width // 2)
     elif out is not None:
         arguments.update(out=out, out_stride=out.stride(0))
-    return Tiles(-(-tokens // _TOKENS), -(-vocab_size // _COLUMNS), processors(device), arguments)
+    return Tiles(-(-tokens // height), -(-vocab_size // width), processors(device), arguments)
 
 
 def aligned(matrix: Tensor) -> bool:
@@ -87,25 +82,14 @@ def aligned(matrix: Tensor) -> bool:
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Whether kernels use a device's tensor memory accelerator: it has one, and shared memory for large tiles.
-
-    Warns once if not.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:  # the same tiles on AMD's GPUs, none of which was tested
-        return True
-    if torch.cuda.get_device_capability(device)[0] < 9:
-        reason = "has no tensor memory accelerator (Hopper and later have)"
-    else:
-        properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
-        shared = properties.shared_memory_per_block_optin
-        if shared >= _SHARED_BYTES:
-            return True
-        reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {_SHARED_BYTES}"
-    warn_once(
-        f"{torch.cuda.get_device_name(device)} {reason}: the fused kernels load through pointers there, with the same "
-        "results, more slowly."
-    )
-    return False
+    """Whether kernels load by descriptors: :attr:`Target.no_descriptors`; warns once if not."""
+    reason = target_of(device).no_descriptors
+    if reason is not None:
+        warn_once(
+            f"{torch.cuda.get_device_name(device)} {reason}: the fused kernels load through pointers there, with the "
+            "same results, more slowly."
+        )
+    return reason is None
 
 
 def descriptor(matrix: Tensor, rows: int, columns: int, layout: Any = None) -> object:
@@ -113,23 +97,13 @@ def descriptor(matrix: Tensor, rows: int, columns: int, layout: Any = None) -> o
 
     ``layout`` is how a block lies in shared memory, which Gluon's kernels say.
     """
-    like = _descriptor(rows, columns, matrix.dtype, layout)
-    made = object.__new__(type(like))
-    made.__dict__.update(like.__dict__, base=matrix, shape=matrix.shape, strides=matrix.stride())
-    return made
-
-
-@cache
-def _descriptor(rows: int, columns: int, dtype: torch.dtype, layout: Any) -> Any:
-    """Copied, because making one checks again what :func:`aligned` has, and takes the host as long as a launch."""
-    template = torch.empty(1, 16, dtype=dtype, device="cpu")
     if layout is None:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor.from_tensor(template, [rows, columns])
+        return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    return GluonDescriptor.from_tensor(template, [rows, columns], layout)
+    return GluonDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], layout)
 
 
 #: The interpreter cannot multiply bf16.

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl
+from liger_losses.kernels.targets import HAS_LIBDEVICE
 from liger_losses.kernels.tracing import record
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
 #: Whether there are the fast functions that :func:`fast_exp` and :func:`fast_log` call.
-_FAST = tl is not None and not INTERPRETED and torch.version.hip is None
+_FAST = tl is not None and not INTERPRETED and HAS_LIBDEVICE
 if _FAST:
     from triton.language.extra.cuda.libdevice import fast_expf, fast_logf
 if tl is not None:  # the kernels of every device read it, and read no global that is no constexpr

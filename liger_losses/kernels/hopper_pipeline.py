@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import Tiles, aligned, descriptor, processors, tile_position
-from liger_losses.kernels._triton import INTERPRETED, warn_once
+from liger_losses.kernels._triton import INTERPRETED, warn_once, with_options
 from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.targets import target_of
 
 #: Why kernels in Gluon cannot run with this version of Triton: what Gluon offers changes from version to version.
 unusable: list[Exception] = []
@@ -101,11 +102,8 @@ def give_up(error: Exception) -> None:
 
 @cache
 def _serves(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU (an AMD GPU may have the same number), for which Triton compiles the kernels.
-
-    Warns once where it does not.
-    """
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether the device is a Hopper GPU, for which Triton compiles the kernels; warns once where it does not."""
+    hopper = target_of(device).warp_groups
     if hopper and unusable:
         import triton
 
@@ -141,7 +139,7 @@ def gluon_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any
     if function is None:
         return lambda function: gluon_jit(function, **options)
     try:
-        return function if gluon is None else gluon.jit(function, **options)
+        return function if gluon is None else with_options(gluon.jit(function, **options))
     except Exception as error:
         unusable.append(error)
         return function

@@ -402,7 +402,7 @@ def _scales_kernel(
 
 @jit(
     do_not_specialize=["tokens", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed", "hidden", "out"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,

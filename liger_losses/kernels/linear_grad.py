@@ -75,7 +75,7 @@ def linear_softmax_gradient_into(
 
 @jit(
     do_not_specialize=["tokens", "first_column", "programs", "vocab_size"],
-    do_not_specialize_on_alignment=["hidden", "weight", "out", *GRADIENT_VECTORS],
+    do_not_specialize_on_alignment=GRADIENT_VECTORS,
 )
 def _linear_gradient_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,

@@ -171,7 +171,7 @@ def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SP
 
 @jit(
     do_not_specialize=["tokens", "splits", "group"],
-    do_not_specialize_on_alignment=["hidden", "labels", "partial", "needed", "out"],
+    do_not_specialize_on_alignment=["labels", "partial", "needed"],
 )
 def _linear_statistics_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,

@@ -14,24 +14,20 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
+from liger_losses.kernels.targets import target_of
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
-#: A tile of one row must fit in the registers of one program.
-LONGEST_ROW = 65536
-#: Shared memory that one program's tiles in flight may take.
-SHARED_BYTES = 96 * 1024
-# Measured on an H200: elements of a tile, elements per thread, and programs per multiprocessor; columns and warps of a
-# program that adds up partial sums.
-_FORWARD_ELEMENTS, _BACKWARD_TILE, _BACKWARD_PROGRAMS = 2048, (4096, 32), 2
+# Measured on an H200: elements of a tile, and programs per multiprocessor; columns and warps of a program that adds up
+# partial sums.
+_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS, _BACKWARD_PROGRAMS = 2048, 4096, 2
 _SUM_COLUMNS, _SUM_WARPS = 16, 8
 
 
-def tile_of(columns: int, elements: int, per_thread: int) -> tuple[int, int, int]:
-    """Rows and columns (a power of two) of a tile of about ``elements``, and its warps of ``per_thread`` per thread."""
+def tile_of(columns: int, elements: int) -> tuple[int, int]:
+    """Rows and columns (a power of two) of a tile of about ``elements``."""
     width = power_of_two(columns)
-    rows = max(1, elements // width)
-    return rows, width, min(32, max(1, rows * width // (32 * per_thread)))
+    return max(1, elements // width), width
 
 
 def power_of_two(number: int) -> int:
@@ -49,7 +45,8 @@ def choose_row_backend(backend: str | None, tensors: Sequence[Tensor | None], **
                 f"{name} must have one entry for each of the {columns} of x's last dimension, "
                 f"got {tuple(vector.shape)}."
             )
-    reason = f"rows of {columns} entries are longer than {LONGEST_ROW}" if columns > LONGEST_ROW else None
+    longest = target_of(x.device).tiling.longest_row
+    reason = f"rows of {columns} entries are longer than {longest}" if columns > longest else None
     return choose_backend(backend, (*tensors, *vectors.values()), unsupported_reason=reason) == "triton"
 
 
@@ -99,8 +96,9 @@ def launch_forward(
     rows, columns = x.shape
     row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
     if rows:
-        height, width, warps = tile_of(columns, _FORWARD_ELEMENTS, per_thread)
+        height, width = tile_of(columns, _FORWARD_ELEMENTS)
         sizes = (rows, columns, *options, height, width)
+        warps = target_of(x.device).warps(height * width // per_thread)
         kernel[(-(-rows // height),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=warps)
     return row_outputs
 
@@ -126,7 +124,7 @@ def launch_backward(
     rows, columns = x.shape
     if rows == 0:
         return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
-    height, width, warps = tile_of(columns, *_BACKWARD_TILE)
+    target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
     tiles = -(-rows // height)
     # No more programs than share the tiles in as few rounds: each writes sums that are read again.
     rounds = -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS))
@@ -134,8 +132,9 @@ def launch_backward(
     partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
     entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
-    stages = 3 if 3 * height * width * entry_bytes <= SHARED_BYTES else 1
+    stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
     sizes = (rows, columns, programs, *options, height, width, stages)
+    warps = target.warps(height * width // target.tiling.row_entries)
     kernel[(programs,)](*arguments, *others, *partials, *sizes, num_warps=warps)
     return [None if dtype is None else _column_sums(partials[i], dtype) for i, dtype in enumerate(sum_dtypes)]
 

@@ -1,7 +1,7 @@
 """Compiles for a GPU what the calls of :mod:`tests.kernels.launches` launch, on any machine, and runs nothing.
 
-``python -m tests.kernels.compiling h200`` prints a line for each launch, and at the end the kernels without one;
-``python -m tests.kernels.compiling h200 all RMSNorm`` does so for the calls whose names contain a text.
+``python -m tests.kernels.compiling sm_90`` prints a line for each launch, and at the end the kernels without one;
+``python -m tests.kernels.compiling gfx942 all RMSNorm`` does so for the calls whose names contain a text.
 
 The library runs with tensors that have no values, and believes itself on the GPU. Triton finds the types of the
 arguments, as for any launch, and what it would compile is kept; then it is compiled for the GPU as its target.
@@ -10,6 +10,7 @@ arguments, as for any launch, and what it would compile is kept; then it is comp
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -27,33 +28,41 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import liger_losses.kernels
-from benchmarks.host_time import Driver
-from liger_losses.chunked.engine import checks, two_models
-from liger_losses.kernels import _tiles, _triton
-from tests.kernels import launches
+KiB = 1024
 
 
-class Device(NamedTuple):
-    """A GPU: its compute capability (90 is 9.0), multiprocessors, and bytes of shared memory that a program can take.
+class Target(NamedTuple):
+    """A GPU: what Triton calls its architecture, threads of a warp, the compute capability that torch tells, its
+    multiprocessors, and bytes of shared memory that a program can take."""
 
-    The smaller GPUs of a generation run the same code with less shared memory.
-    """
-
-    capability: int
+    architecture: int | str
+    warp: int
+    capability: tuple[int, int]
     processors: int
     shared_memory: int
 
+    @property
+    def triton(self) -> GPUTarget:
+        return GPUTarget("cuda" if isinstance(self.architecture, int) else "hip", self.architecture, self.warp)
 
-DEVICES = {
-    "h200": Device(90, 132, 232448),
-    "b200": Device(100, 148, 232448),
-    "rtx5090": Device(120, 170, 101376),
-    "a100": Device(80, 108, 166912),
-    "rtx4090": Device(89, 128, 101376),
+
+#: One GPU of each architecture, by the name that its compiler has for it.
+TARGETS = {
+    "sm_80": Target(80, 32, (8, 0), 108, 163 * KiB),  # A100
+    "sm_86": Target(86, 32, (8, 6), 82, 99 * KiB),  # RTX 3090
+    "sm_89": Target(89, 32, (8, 9), 128, 99 * KiB),  # RTX 4090
+    "sm_90": Target(90, 32, (9, 0), 132, 227 * KiB),  # H100, H200
+    "sm_100": Target(100, 32, (10, 0), 148, 227 * KiB),  # B200
+    "sm_103": Target(103, 32, (10, 3), 148, 227 * KiB),  # B300
+    "sm_120": Target(120, 32, (12, 0), 170, 99 * KiB),  # RTX 5090
+    "gfx90a": Target("gfx90a", 64, (9, 0), 104, 64 * KiB),  # MI250X
+    "gfx942": Target("gfx942", 64, (9, 4), 304, 64 * KiB),  # MI300X
+    "gfx950": Target("gfx950", 64, (9, 5), 256, 160 * KiB),  # MI355X
+    "gfx1201": Target("gfx1201", 32, (12, 0), 32, 64 * KiB),  # RX 9070 XT
 }
 
 
@@ -77,23 +86,40 @@ class Launch(NamedTuple):
         return {(self.name, f"{i} {what}", str(value)) for i, kind in enumerate(kinds) for what, value in kind.items()}
 
 
-def pretend(device: Device) -> None:
-    """Let this process take tensors without values for tensors on a GPU."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=device.shared_memory)
-    torch.cuda.get_device_capability = lambda device_=None: divmod(device.capability, 10)
+def pretend(target: Target) -> None:
+    """Let this process, which has not imported the library yet, take tensors without values for tensors on a GPU."""
+    assert "liger_losses" not in sys.modules
+    # What torch tells of a GPU, in its builds for CUDA and for ROCm.
+    cuda, shared = isinstance(target.architecture, int), target.shared_memory
+    of_kind = {"shared_memory_per_block_optin": shared} if cuda else {"gcnArchName": f"{target.architecture}:sramecc+"}
+    properties = SimpleNamespace(
+        shared_memory_per_block=48 * KiB if cuda else shared,
+        multi_processor_count=target.processors,
+        warp_size=target.warp,
+        **of_kind,
+    )
+    torch.version.hip = None if cuda else "7.0"
+    torch.cuda.get_device_capability = lambda device_=None: target.capability
     torch.cuda.get_device_properties = lambda device_: properties
     torch.cuda.get_device_name = lambda device_=None: "a GPU that is not there"
     torch.is_autocast_enabled = lambda kind=None: False  # torch knows no autocast of the meta device
-    accelerated = _tiles.has_tma(torch.device("cuda"))
-    _tiles.has_tma = lambda device_: accelerated
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("liger_losses.") and hasattr(module, "processors"):
-            module.processors = lambda device_: device.processors
+
+    from benchmarks.host_time import Driver
+    from liger_losses.chunked.engine import checks, two_models
+    from liger_losses.kernels import _tiles, _triton, targets
+
+    for name, module in (("target_of", targets), ("processors", _tiles)):  # which the calls ask of the meta device
+        known = getattr(module, name)(torch.device("cuda"))
+        for module in list(sys.modules.values()):
+            if module.__name__.startswith("liger_losses.") and hasattr(module, name):
+                setattr(module, name, lambda device_, known=known: known)
     _triton.INTERPRETED = True  # kernels take tensors that are not on a GPU
     os.environ[_triton.BACKEND_VARIABLE] = "triton"
     checks.WITHOUT_VALUES = ()
     two_models._DEVICES_OF_LSE = ("meta",)
-    driver.set_active(Driver(device.capability))
+    stand_in = Driver()
+    stand_in.target = target.triton
+    driver.set_active(stand_in)
 
 
 def recorded(calls: Mapping[str, Callable[[], None]]) -> list[Launch]:
@@ -130,12 +156,24 @@ def ends(found: list[Launch]) -> list[Launch]:
     return [*most.values(), *(launch for name, launch in fewest.items() if launch is not most[name])]
 
 
+def riskiest(found: list[Launch]) -> list[Launch]:
+    """What each target's registers and shared memory decide about: the launches of kernels over tiles of products and
+    of whole rows with the most arguments. And a divergence, whose functions are not those of every compiler."""
+    products = "linear_exp._exponentials", "linear_grad._linear", "linear_stats._linear", "linear_exp_hopper."
+    kinds = (*products, "rms_norm._backward", "layer_norm._backward", "divergence._divergence")
+    fewest_first = sorted(found, key=lambda launch: -str(launch.signature).count("constexpr"))
+    most = {launch.name: launch for launch in fewest_first if launch.name.startswith(kinds)}
+    return list(most.values())
+
+
 #: Which launches are compiled.
-CHOICES = {"all": list, "covering": covering, "ends": ends}
+CHOICES = {"all": list, "covering": covering, "ends": ends, "riskiest": riskiest}
 
 
 def not_launched(found: list[Launch]) -> list[str]:
     """Functions for GPUs that no launch runs, none takes as an argument, and no other such function calls."""
+    import liger_losses.kernels
+
     for module in pkgutil.iter_modules(liger_losses.kernels.__path__, "liger_losses.kernels."):
         importlib.import_module(module.name)
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_losses.")]
@@ -152,20 +190,40 @@ def not_launched(found: list[Launch]) -> list[str]:
     return sorted(f"{f.module}.{f.__name__}" for f in functions - used if f.__name__ not in called)
 
 
+def of_cubin(asm: Mapping[str, Any]) -> dict[str, int]:
+    """What NVIDIA's assembler says of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    of = {kind: int(number) for kind, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {"registers": of["REG"], "spilled": of["STACK"] + of["LOCAL"]}
+
+
+def of_amdgcn(asm: Mapping[str, Any]) -> dict[str, int]:
+    """What LLVM says of a kernel for AMD's GPUs, at the end of its assembly."""
+    of = {kind: int(number) for kind, number in re.findall(r"\.(\w+): +(\d+)$", asm["amdgcn"], re.MULTILINE)}
+    return {"registers": of["vgpr_count"], "spilled": of["private_segment_fixed_size"]}
+
+
 def compiled(launch: Launch) -> dict[str, Any]:
-    """Registers of a thread, bytes that it spills into memory, shared memory of a program; or the compiler's error."""
+    """Registers of a thread, bytes that it spills into memory, shared memory and threads of a program, whether
+    Blackwell's tensor cores multiply, and the code's hash; or the compiler's error."""
     line: dict[str, Any] = {"kernel": launch.name, "call": launch.call}
+    target = driver.active.get_current_target()
     start = time.perf_counter()
     try:
         source = launch.kernel.ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-        made = triton.compile(source, target=driver.active.get_current_target(), options=launch.options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        of = {kind: int(number) for kind, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-        line |= {"registers": of["REG"], "spilled": of["STACK"] + of["LOCAL"], "shared": made.metadata.shared}
+        made = triton.compile(source, target=target, options=launch.options)
+        line |= of_cubin(made.asm) if "cubin" in made.asm else of_amdgcn(made.asm)
+        text = made.asm.get("ptx") or made.asm["amdgcn"]
+        line |= {
+            "shared": made.metadata.shared,
+            "threads": launch.options["num_warps"] * target.warp_size,
+            "tcgen05": "tcgen05.mma" in text,
+            "code": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }
     except Exception as error:
         line["error"] = f"{type(error).__name__}: {error}"
     return line | {"seconds": round(time.perf_counter() - start, 2)}
@@ -178,20 +236,23 @@ def _compiled(number: int) -> dict[str, Any]:
     return compiled(_launches[number])
 
 
-def main(device: str, choice: str = "all", text: str = "") -> Iterator[dict[str, Any]]:
+def main(target: str, choice: str = "all", text: str = "") -> Iterator[dict[str, Any]]:
     """A line for each launch of the calls whose names contain the text, and one of the kernels without a launch."""
-    pretend(DEVICES[device])
+    pretend(TARGETS[target])
+    from tests.kernels import launches
+
     found = recorded({name: call for name, call in launches.calls().items() if text in name})
     _launches[:] = CHOICES[choice](found)
     # Processes that are forked have what was recorded.
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(_compiled, range(len(_launches)))
+        for line in pool.map(_compiled, range(len(_launches))):
+            yield line | {"has_shared": TARGETS[target].shared_memory}
     if not text:
         yield {"not launched": not_launched(found)}
 
 
 if __name__ == "__main__":
-    if _triton.INTERPRETED:
+    if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("Triton's interpreter compiles nothing: unset TRITON_INTERPRET.")
     for line in main(*sys.argv[1:]):
         print(json.dumps(line), flush=True)

@@ -28,6 +28,7 @@ from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
+from liger_losses.kernels.targets import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256
@@ -210,6 +211,8 @@ def layers() -> dict[str, Callable[[], None]]:
     def of(columns: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
         return tensor(columns, dtype=dtype, grad=True)
 
+    longest = target_of(torch.device("cuda")).tiling.longest_row
+
     def both(dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
         return rows(dtype=dtype), rows(dtype=dtype)
 
@@ -228,7 +231,7 @@ def layers() -> dict[str, Callable[[], None]]:
         "RMSNorm, no weight": lambda: backward(rms_norm(rows(), None)),
         "RMSNorm of heads": lambda: backward(rms_norm(rows(128), of(128))),
         "RMSNorm of long rows": lambda: backward(rms_norm(rows(16384), of(16384))),
-        "RMSNorm of the longest rows": lambda: backward(rms_norm(rows(65536), of(65536))),
+        "RMSNorm of the longest rows": lambda: backward(rms_norm(rows(longest), of(longest))),
         "RMSNorm and residual": lambda: backward(*add_rms_norm(*both(), of())),
         "RMSNorm and residual, Gemma's": lambda: backward(
             *add_rms_norm(*both(FP16), of(dtype=FP16), offset=1.0, multiply="fp32")

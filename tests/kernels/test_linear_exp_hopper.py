@@ -12,6 +12,8 @@ from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.targets import INTERPRETER
+from tests.kernels.cases import HOPPER
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or hopper_pipeline.gluon is None,
@@ -140,7 +142,7 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
     """A soft-cap, rows that the tensor memory accelerator does not take, another GPU."""
     matrix = torch.empty(64, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(hopper_pipeline, "_serves", hopper_pipeline._serves.__wrapped__)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
     monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
     if hopper_pipeline.gluon is not None:
         tiles = hopper_tiles(matrix, matrix, Epilogue(), matrix)
@@ -153,10 +155,7 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
         (matrix, matrix, Epilogue(), matrix[:, 1:]),
     ):
         assert hopper_tiles(*call) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: INTERPRETER)
     assert hopper_tiles(matrix, matrix, Epilogue(), None) is None
     assert linear_exp.hopper_tiles is hopper_tiles
 
@@ -339,7 +338,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
 
     monkeypatch.setattr(hopper_pipeline, "unusable", [])
     monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
     monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
     monkeypatch.setattr(linear_exp, "AVAILABLE", True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())

@@ -11,6 +11,7 @@ from liger_losses.kernels import hopper_pipeline, linear_lse
 from liger_losses.kernels._triton import tl, warn_once
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from tests.kernels.cases import HOPPER
 from tests.kernels.test_linear_exp_hopper import hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,7 +108,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
     call = torch.empty(5, device="meta"), hidden, weight, torch.empty(5, 40, device="meta")
     monkeypatch.setattr(hopper_pipeline, "unusable", [])
     monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
     monkeypatch.setattr(linear_lse, "AVAILABLE", True)
     monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
     monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)

@@ -7,10 +7,11 @@ from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
-from liger_losses.kernels.rows import LONGEST_ROW
+from liger_losses.kernels.targets import target_of
 from tests.kernels.cases import DEVICE
 from tests.kernels.layers import check, normal
 
+LONGEST = target_of(torch.device(DEVICE)).tiling.longest_row
 NORMS = {
     "rms_norm": lambda x, w, **o: rms_norm(x, w, **o),
     "add_rms_norm": lambda x, w, **o: add_rms_norm(x, x, w, **o)[0],
@@ -84,7 +85,7 @@ def test_what_triton_cannot_serve_is_refused_when_asked_for():
     with pytest.raises(ValueError, match="float64"):
         rms_norm(normal(2, 8).double(), None, backend="triton")
     with pytest.raises(ValueError, match="longer than"):
-        rms_norm(normal(1, LONGEST_ROW + 1), None, backend="triton")
+        rms_norm(normal(1, LONGEST + 1), None, backend="triton")
 
 
 @pytest.mark.gpu
@@ -111,7 +112,7 @@ def test_offsets_beyond_32_bits():
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("columns", [8192, 16384, LONGEST_ROW])
+@pytest.mark.parametrize("columns", [8192, 16384, LONGEST])
 def test_long_rows(backend, columns):
     """Longer than what the tiles in flight have shared memory for."""
     if columns > 8192 and backend == "triton" and DEVICE == "cpu":

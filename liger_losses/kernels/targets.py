@@ -1,0 +1,88 @@
+"""What kernels find on a GPU, and the tiles that fit there.
+
+The only module that asks which kind of GPU it is: the others ask for what they need of it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Tokens, columns of the vocabulary and hidden dimensions of a product's tile; a program's warps, and the stages in
+    which it loads."""
+
+    tokens: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class Tiling(NamedTuple):
+    """How work is divided: tiles of products, by how they are loaded; entries of a row for each thread of a norm's
+    backward; and the longest row that one program of a norm takes."""
+
+    by_descriptors: Tile
+    by_pointers: Tile
+    row_entries: int
+    longest_row: int
+
+
+#: Measured on H100s and H200s. A program multiplies from shared memory (wgmma), and a thread's part of a tile takes 128
+#: registers of 255: what does not fit beside it is spilled, up to 352 bytes, and smaller tiles were slower.
+_HOPPER = Tiling(Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 3), row_entries=32, longest_row=65536)
+#: Compiled, not measured. Half as many columns: beside 128 registers of a tile, the epilogues spill up to 840 bytes on
+#: Blackwell's data-centre cards (tcgen05, whose results come into registers too), up to 4720 on Ampere and on
+#: RTX cards (mma.sync, whose operands are in registers as well), and up to 512 on AMD's. So 96 KiB of shared memory by
+#: descriptors; by pointers 48 KiB at most, which 64 hold. Norms: 5 to 9 values for each entry of a row, and no rows
+#: that take more than all registers of a multiprocessor.
+_OTHERS = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3), row_entries=16, longest_row=16384)
+
+
+class Target(NamedTuple):
+    """A GPU: threads of a warp, bytes of shared memory that a program can take, and its tiles.
+
+    ``no_descriptors`` says why matrices are not loaded by descriptors (the tensor memory accelerator), ``None`` where
+    they are. ``warp_groups``: it runs the kernels of :mod:`~liger_losses.kernels.hopper_pipeline`.
+    """
+
+    warp: int
+    shared_memory: int
+    tiling: Tiling
+    no_descriptors: str | None = None
+    warp_groups: bool = False
+
+    def warps(self, threads: int) -> int:
+        """The warps of a program of about so many threads; no GPU runs more than 1024."""
+        return max(1, min(1024, threads) // self.warp)
+
+
+#: Triton's interpreter computes what an H200 would.
+INTERPRETER = Target(32, 227 * 1024, _HOPPER)
+#: Whether Triton's code may call NVIDIA's fast functions.
+HAS_LIBDEVICE = torch.version.hip is None
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """What kernels find on a device."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    if torch.version.hip is not None:  # an AMD GPU, whose architecture may have the number of one of NVIDIA's
+        reason = "has no tensor memory accelerator (NVIDIA's Hopper and later have)"
+        return Target(properties.warp_size, properties.shared_memory_per_block, _OTHERS, reason)
+    capability, shared = torch.cuda.get_device_capability(device), properties.shared_memory_per_block_optin
+    hopper, needed = capability == (9, 0), 216 * 1024
+    tiling = _HOPPER if hopper else _OTHERS
+    if capability[0] < 9:
+        reason = "has no tensor memory accelerator (Hopper and later have)"
+    elif shared < needed:
+        reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {needed}"
+    else:
+        return Target(32, shared, tiling, None, hopper)
+    return Target(32, shared, tiling, reason)

@@ -1,0 +1,55 @@
+"""What is known of a GPU, and the tiles that it gets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_losses.kernels import _tiles
+from liger_losses.kernels._triton import warn_once
+from liger_losses.kernels.targets import INTERPRETER, target_of
+
+CUDA = torch.device("cuda")
+#: Compute capability, ROCm's version, shared memory in KiB, threads of a warp; why no descriptors are used; columns of
+#: a tile of products, and whether the kernels for Hopper run.
+GPUS = {
+    "H200": ((9, 0), None, 227, 32, None, 256, True),
+    "B200": ((10, 0), None, 227, 32, None, 128, False),
+    "B300": ((10, 3), None, 227, 32, None, 128, False),
+    "RTX 5090": ((12, 0), None, 99, 32, "101376 bytes of shared memory", 128, False),
+    "A100": ((8, 0), None, 163, 32, "no tensor memory accelerator", 128, False),
+    "MI250X": ((9, 0), "7.0", 64, 64, "no tensor memory accelerator", 128, False),
+    "MI355X": ((9, 5), "7.0", 160, 64, "no tensor memory accelerator", 128, False),
+    "RX 9070": ((12, 0), "7.0", 64, 32, "no tensor memory accelerator", 128, False),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
+    """An AMD GPU may have the number of one of NVIDIA's. Of GPUs without descriptors, one warning says why."""
+    capability, rocm, shared, warp, reason, columns, warp_groups = gpu
+    told = {"shared_memory_per_block": 1024 * (48 if rocm is None else shared), "warp_size": warp}
+    if rocm is None:
+        told["shared_memory_per_block_optin"] = 1024 * shared
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    target = target_of.__wrapped__(CUDA)
+    assert (target.warp, target.shared_memory, target.warp_groups) == (warp, 1024 * shared, warp_groups)
+    assert [tile.columns for tile in target.tiling[:2]] == [columns, columns]
+    monkeypatch.setattr(_tiles, "target_of", lambda device: target)
+    warn_once.cache_clear()
+    assert _tiles.has_tma.__wrapped__(CUDA) == (reason is None)
+    assert [reason in str(warning.message) for warning in recwarn] == [True] * (reason is not None)
+
+
+def test_warps_of_a_program():
+    """As many threads as are asked for, at least a warp, and no more than a program has."""
+    wide = INTERPRETER._replace(warp=64)
+    for threads, of_32, of_64 in ((1, 1, 1), (32, 1, 1), (128, 4, 2), (1024, 32, 16), (4096, 32, 16)):
+        assert (INTERPRETER.warps(threads), wide.warps(threads)) == (of_32, of_64)
+
+
+def test_devices_without_a_gpu_are_the_interpreter_s():
+    assert target_of(torch.device("cpu")) is INTERPRETER

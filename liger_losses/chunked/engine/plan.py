@@ -63,6 +63,8 @@ SMALL_CALL_LOGITS = 1.5e8
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
 #: all tokens of a tile, more of it.
 COPIES, COPIES_OF_TILES = 8, 3
+#: The part of what is left for tiles that goes to their tokens; more where each tile's rows are copied for all of them.
+TILE_TOKENS, TILE_TOKENS_OF_COPIES = 5 / 8, 3 / 4
 
 
 #: Each strategy, with its cost in N H V floating-point operations (with a frozen head in brackets).
@@ -283,7 +285,8 @@ def _make_plan(
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled))
+    share = TILE_TOKENS_OF_COPIES if work.walks else TILE_TOKENS
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), share)
     if tiled:
         rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
@@ -398,13 +401,13 @@ def _whole_tiles(rows: int) -> int:
     return rows if rows < TILE else rows // TILE * TILE
 
 
-def _tile(tokens: int, budget: int, hidden_bytes: int, item: int) -> tuple[int, int]:
+def _tile(tokens: int, budget: int, hidden_bytes: int, item: int, share: float) -> tuple[int, int]:
     """Tokens and columns of the gradient pass's tiles.
 
     Most of the budget goes to tokens, so that grad_weight is written once or a few times; but a tile needs enough
     columns to keep the device busy.
     """
-    rows = max(1, min(budget * 5 // 8 // (hidden_bytes + 64 * item), max(tokens, 1)))
+    rows = max(1, min(int(budget * share) // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
         rows = _even(tokens, rows)
         columns = max(1, (budget - rows * hidden_bytes) // (rows * item))

@@ -162,13 +162,11 @@ class ChunkedLoss(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        constructed = "settings" in self.__dict__
-        renames = (
-            constructed and name != "_name_for_operators" and _compiles_again(name, getattr(self, name, None), value)
-        )
-        if constructed and name in self.options_type.__dataclass_fields__:
-            name, value = "settings", replace(self.settings, **{name: value})  # which checks it
-        if constructed and name in self.__dict__:
+        constructed, renames = "settings" in self.__dict__, False
+        if constructed and name in {*self.options_type.__dataclass_fields__, *self.__dict__} - {"_name_for_operators"}:
+            renames = _compiles_again(name, getattr(self, name), value)
+            if name in self.options_type.__dataclass_fields__:
+                name, value = "settings", replace(self.settings, **{name: value})  # which checks it
             changed = copy.copy(self)
             changed.__dict__[name] = value
             changed.check_options()

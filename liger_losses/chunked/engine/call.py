@@ -29,8 +29,8 @@ from liger_losses.chunked.engine.plan import (
     make_plan,
 )
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Query, Statistics, check_query
-from liger_losses.chunked.engine.ranks import Ranks
+from liger_losses.chunked.engine.query import Comparison, Query, Statistics, check_query
+from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.chunked.engine.weights import Projection, weights_of
@@ -71,7 +71,7 @@ class Call:
     @cached_property
     def block_names(self) -> frozenset[str]:
         """The statistics that blocks compute."""
-        merges = self.ranks.size > 1 or self.work.walks
+        merges = self.ranks is not ALONE or self.work.walks
         beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
@@ -158,7 +158,7 @@ def make_call(
 
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
-    if head.ranks.size > 1:
+    if head.ranks is not ALONE:
         return _make_shared_call(hidden_states, head, labels, query, options)
     if state.shapes_only:
         return CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0]), None
@@ -313,10 +313,8 @@ def _signature(
     hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> tuple[Any, ...] | None:
     """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
-    transform = head.transform
     special = (
-        (head.quantized, head.shard, query.comparison) != (None, None, None)
-        or isinstance(transform.temperature, Tensor)
+        head.ranks is not ALONE
         or within_transform()
         or not isinstance(options, EngineOptions)
         or not isinstance(query.token_inputs, Mapping)
@@ -326,20 +324,64 @@ def _signature(
     weights: Mapping[str, Tensor] = {} if query.token_weights is None else query.token_weights
     of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
-    beside = head.weight, head.bias, query.class_weight, query.selected
-    tensors = *hidden, *targets, *beside, *query.token_inputs.values(), *weights.values()
-    facts = list[Any]()
-    for tensor in tensors:
-        if tensor is None:
-            facts.append(None)
-        elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
-            facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
-        else:  # DTensors, tensors that torch traces, and what is no tensor
-            return None
-    device = head.weight.device
+    beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()
     names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
-    settings = torch.is_grad_enabled(), autocast_dtype(device), default_bound(), os.environ.get(BACKEND_VARIABLE)
-    return len(hidden), of_labels, *facts, names, transform, head.batch_invariant, options, settings
+    settings = (
+        torch.is_grad_enabled(),
+        autocast_dtype(head.weight.device),
+        default_bound(),
+        os.environ.get(BACKEND_VARIABLE),
+    )
+    compared = _signature_of_comparison(query.comparison, head)
+    tensors = _facts(*hidden, *targets, *beside)
+    of_head = _signature_of_head(head)
+    if compared is None or tensors is None or of_head is None:
+        return None
+    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings
+
+
+def _facts(*values: Any) -> tuple[Any, ...] | None:
+    """What a decision reads of tensors, and numbers as they are; ``None`` where that cannot be told.
+
+    It cannot be of DTensors, of tensors that torch traces, and of what is no tensor.
+    """
+    facts = list[Any]()
+    for value in values:
+        if value is None or type(value) is float or type(value) is int:
+            facts.append(value)
+        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested:
+            facts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
+        else:
+            return None
+    return tuple(facts)
+
+
+def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
+    transform, codes = head.transform, head.quantized
+    facts = _facts(head.weight, head.bias, transform.temperature, transform.logit_scale, transform.softcap)
+    of_codes = None if codes is None else (type(codes), codes.shape, codes.dtype, codes.device, codes.temporary_bytes)
+    return None if facts is None else (facts, of_codes, head.batch_invariant)
+
+
+def _signature_of_comparison(comparison: Comparison | None, head: Head) -> tuple[Any, ...] | None:
+    """Without a comparison, no entries."""
+    if comparison is None:
+        return ()
+    teacher = comparison.teacher
+    of_head: Any = None
+    given: Tensor | None = None
+    # Whatever is warned of, or refused, is checked again.
+    if not isinstance(teacher, (Teacher, TeacherLogits)) or teacher.vocab_size != head.vocab_size:
+        return None
+    if isinstance(teacher, Teacher):
+        of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
+        if of_head is None or teacher.head.ranks is not ALONE:
+            return None
+    elif isinstance(teacher.logits, Tensor):
+        given = teacher.logits
+    facts = _facts(given, comparison.temperature)
+    kind = type(teacher), teacher.columns_correspond, comparison.divergence, teacher.vocab_size
+    return None if facts is None else (of_head, facts, kind)
 
 
 def _decide(
@@ -365,7 +407,7 @@ def _decide(
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
-    if head.ranks.size > 1 and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
+    if head.ranks is not ALONE and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
         exponentials = False
     head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
     work = Workload(
@@ -391,7 +433,7 @@ def _decide(
         isinstance(teacher, Teacher)
         and fused_products
         and not needs_bias
-        and head.ranks.size == 1
+        and head.ranks is ALONE
         and not head.batch_invariant
     ):
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
@@ -432,7 +474,7 @@ def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operan
     found: dict[str, Any] = {"teacher_row_bytes": teacher_row_bytes_of(teacher, vocab_size, operand)}
     if isinstance(teacher, Teacher):
         found["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
-        found["teacher_gathers"] = not _dense([teacher.hidden_states], operand)
+        found["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
     return found
 
 
@@ -442,7 +484,7 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     if state.shapes_only or not options.compact:
         return options.compact
     as_told = options.strategy is not None or options.chunk_size is not None
-    special = head.batch_invariant or head.quantized is not None or head.ranks.size > 1
+    special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
     tokens = sum([shape.numel() for shape in shapes])
     return (
         not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks
-from liger_losses.chunked.engine.ranks import Ranks
+from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.label_rows import add_to_label_rows_
 from liger_losses.kernels.matmul import matmul_into, start_beside
@@ -155,7 +155,7 @@ class HiddenGradients:
         out_view = self.out_view(rows)
         if out_view is not None and out_view.data_ptr() != values.data_ptr():
             out_view.copy_(values)
-        if self.sums_over.size > 1:
+        if self.sums_over is not ALONE:
             self.finish()
             part = values.to(self.dtype).contiguous() if out_view is None else out_view
             self.summing = rows, part, self.sums_over.start_sum_(part)

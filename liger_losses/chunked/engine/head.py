@@ -70,7 +70,7 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     transform: LogitTransform
-    shard: VocabularyRanks | None
+    ranks: Ranks
     batch_invariant: bool
     adapters: tuple[LowRank, ...]
     quantized: QuantizedWeight | None
@@ -86,7 +86,7 @@ class Head:
         adapters: tuple[LowRank, ...] = (),
         quantized: QuantizedWeight | None = None,
     ) -> None:
-        shard = None
+        ranks: Ranks = ALONE
         if not (transform is None or isinstance(transform, LogitTransform)):
             raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
         if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
@@ -97,24 +97,24 @@ class Head:
             if group is None:
                 check_vector("bias", bias, weight)
             else:
-                shard = share_vocabulary(group, weight, bias, quantized)
+                ranks = share_vocabulary(group, weight, bias, quantized)
         elif hasattr(weight, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
             mesh = weight.device_mesh  # type: ignore[attr-defined]
             rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
             check_weight(rows, bias)
-            weight, shard = rows, share_mesh(weight)
+            weight, ranks = rows, share_mesh(weight)
         elif group is None:
             check_weight(weight, bias)
         else:
-            shard = share_vocabulary(group, weight, bias)
+            ranks = share_vocabulary(group, weight, bias)
         object.__setattr__(self, "weight", weight)
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "transform", transform or LogitTransform())
-        object.__setattr__(self, "shard", shard)
+        object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "batch_invariant", _BATCH_INVARIANT if batch_invariant is None else batch_invariant)
-        if self.batch_invariant and shard is not None:
+        if self.batch_invariant and ranks is not ALONE:
             raise ValueError(
                 "batch_invariant takes a head that is whole: the order in which ranks that share a vocabulary add up "
                 "their parts is not fixed. Gather the weight, or leave batch_invariant out."
@@ -157,9 +157,9 @@ class Head:
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
-    def ranks(self) -> Ranks:
-        """Who has the columns of the vocabulary."""
-        return ALONE if self.shard is None else self.shard
+    def shard(self) -> VocabularyRanks | None:
+        """The ranks that share the vocabulary, if any do."""
+        return self.ranks if isinstance(self.ranks, VocabularyRanks) else None
 
     @property
     def vocab_size(self) -> int:
@@ -193,7 +193,9 @@ class Head:
         For callers that sum these parts over the ranks in backward themselves, such as Megatron's gather of a sharded
         sequence, whose backward is a reduce-scatter. Without a group, it is the head itself.
         """
-        return self if self.shard is None else self.with_fields(shard=replace(self.shard, partial_gradients=True))
+        if not isinstance(self.ranks, VocabularyRanks):
+            return self
+        return self.with_fields(ranks=replace(self.ranks, partial_gradients=True))
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""

@@ -23,6 +23,7 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs, rows_of_all
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
+from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.engine.traced import empty_statistics
@@ -168,7 +169,7 @@ class Targets:
                 ".to(...), or make a call for each device."
             )
         for key, group in groups.items():
-            if group.head.ranks.size == 1:  # else hidden states may be DTensors, of which the call takes its part
+            if group.head.ranks is ALONE:  # else hidden states may be DTensors, of which the call takes its part
                 check_inputs(group.hidden_states, group.head, group.labels)
             if group.head.adapters:
                 expanded, head = group.head.expand(group.hidden_states)
@@ -257,7 +258,7 @@ class Targets:
 def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGroup]:
     """The groups with their active tokens, where one vocabulary serves all: the host waits for the device once."""
     vocab_size = groups[0].head.vocab_size
-    if any(group.head.ranks.size > 1 or group.head.vocab_size != vocab_size for group in groups):
+    if any(group.head.ranks is not ALONE or group.head.vocab_size != vocab_size for group in groups):
         yield from groups
         return
     labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]

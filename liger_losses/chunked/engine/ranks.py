@@ -44,6 +44,9 @@ class Ranks:
     #: Whether one rank's error can be raised on all before they agree on a call: see :func:`raise_on_all_ranks`.
     tells: bool = False
 
+    def __reduce__(self) -> Any:
+        return "ALONE" if type(self) is Ranks else super().__reduce__()  # a copy is the same object
+
     @property
     def size(self) -> int:
         """W."""

@@ -20,6 +20,7 @@ from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.head import can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
@@ -92,7 +93,7 @@ class TwoModels(Block):
         if isinstance(comparison.teacher, TeacherLogits):
             return
         head = comparison.teacher.head.detach()
-        head = head.columns(columns if head.ranks.size == 1 else slice(0, self.shared))
+        head = head.columns(columns if head.ranks is ALONE else slice(0, self.shared))
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights

@@ -286,7 +286,7 @@ def lazy_linear(
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
-    head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(shard=shard)
+    head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(ranks=shard)
     deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 

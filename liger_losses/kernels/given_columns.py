@@ -6,9 +6,9 @@ Given columns are P pairs of a token and one of its columns, token after token: 
 - Projections: ``x_i = sum_f hidden_f[t_i] . rows_f[v_i]``, ``z_i = transform(x_i + bias[v_i])``. The factors f are the
   head's matrix, of which parts may be dequantized one after another, and those of adapters.
 - Statistics of token t: ``lse = log sum_i exp z_i``, ``logp = z_label - lse``, ``entropy = -sum_i p_i log p_i``.
-- Gradients: ``dz_i = [v_i = label] g_logp + p_i (g_lse - g_logp - g_entropy (log p_i + entropy))``; then
-  ``dhidden_f[t] = sum_i dx_i rows_f[v_i]`` over the pairs of a token, and ``drows_f[v] = sum_i dx_i hidden_f[t_i]``
-  over those of a column, to which pairs are sorted.
+- Gradients: ``dz_i = [v_i = label] g_logp + g_i + p_i (g_lse - g_logp - sum_j g_j - g_entropy (log p_i + entropy))``,
+  where ``g_i`` is that by ``log p_i``; then ``dhidden_f[t] = sum_i dx_i rows_f[v_i]`` over the pairs of a token, and
+  ``drows_f[v] = sum_i dx_i hidden_f[t_i]`` over those of a column, to which pairs are sorted.
 
 Nothing of the size ``[P, H]`` or ``[T, V]`` is in memory. Sums are taken in fp32 (fp64 of fp64 inputs) in a fixed order
 without atomics, and gradients are rounded once. Tokens with very many columns take products with blocks of the head.
@@ -218,6 +218,11 @@ class Evaluated(NamedTuple):
     lse: Tensor
     facts: Tensor  # [F, T] int32
 
+    def pairs(self, call: GivenCall, bias: Tensor | None) -> Tensor:
+        """Each pair's log-probability ``[P]``, 0 of one that does not count."""
+        logits = _logits(self.projected, None if bias is None else bias.detach(), call)
+        return torch.where(call.given.columns >= 0, logits - self.lse[call.given.tokens], 0.0)
+
 
 def evaluate(call: GivenCall, bias: Tensor | None, *factors: Tensor | None) -> Evaluated:
     """Projections, statistics and facts, without gradients.
@@ -243,32 +248,45 @@ def evaluate(call: GivenCall, bias: Tensor | None, *factors: Tensor | None) -> E
     return found
 
 
-def with_gradients(call: GivenCall, found: Evaluated, bias: Tensor | None, *factors: Tensor | None) -> Any:
-    """``logp``, ``entropy`` and ``lse``, which :func:`evaluate` has found, differentiable by bias and factors."""
-    return _GivenStatistics.apply(call, found, bias, *factors)
+def with_gradients(
+    call: GivenCall, found: Evaluated, pairs: Tensor | None, bias: Tensor | None, *factors: Tensor | None
+) -> Any:
+    """``logp``, ``entropy`` and ``lse``, which :func:`evaluate` has found, and the log-probabilities ``pairs`` of all
+    ranks' columns, if they are given: differentiable by bias and factors."""
+    return _GivenStatistics.apply(call, found, pairs, bias, *factors)
 
 
 class _GivenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: GivenCall, found: Evaluated, bias: Tensor | None, *factors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any,
+        call: GivenCall,
+        found: Evaluated,
+        pairs: Tensor | None,
+        bias: Tensor | None,
+        *factors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         # What backward needs must not change where users change an output in place.
         ctx.save_for_backward(found.projected, found.entropy.clone(), found.lse.clone(), bias, *factors)
-        return found.logp, found.entropy, found.lse
+        return found.logp, found.entropy, found.lse, pairs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         projected, entropy, lse, bias, *factors = ctx.saved_tensors
         call, sums_over, waits = ctx.call, ctx.call.start_sum_, list[Any]()
-        needs_bias, *needs = ctx.needs_input_grad[2:]
+        needs_bias, *needs = ctx.needs_input_grad[3:]
         grads, grad_bias = list[Any]([None] * len(factors)), None
         with device_of(projected):
-            g_logp, g_entropy, g_lse = (None if g is None else g.contiguous() for g in upstream)
-            softmax = _Softmax(g_logp, g_entropy, g_lse, entropy, lse)
+            g_logp, g_entropy, g_lse, g_pairs = (None if g is None else g.contiguous() for g in upstream)
+            if g_pairs is not None:
+                # Of all ranks' columns, which all of them have here.
+                inside = torch.where(call.given.ids >= 0, g_pairs, 0.0)
+                g_sum = torch.segment_reduce(inside, "sum", offsets=call.given.starts)
+                g_lse = -g_sum if g_lse is None else g_lse - g_sum
+            softmax = _Softmax(g_logp, g_entropy, g_lse, entropy, lse, g_pairs)
             values = _BACKENDS[call.backend].differentiate(projected, bias, call, softmax)
             for number, hidden, rows in _factors(factors):
                 if needs[2 * number]:
@@ -284,7 +302,7 @@ class _GivenStatistics(torch.autograd.Function):
         for wait in waits:
             wait.wait()
         grads[::2] = [None if g is None else g.to(x.dtype) for g, x in zip(grads[::2], factors[::2], strict=True)]
-        return None, None, grad_bias, *grads
+        return None, None, None, grad_bias, *grads
 
 
 def _factors(factors: Sequence[Any]) -> Iterator[tuple[int, Tensor, Any]]:
@@ -369,13 +387,17 @@ def _dense(values: Tensor, at: Tensor, block: Tensor, call: GivenCall) -> Tensor
 
 
 class _Softmax(NamedTuple):
-    """``[T]`` each: the gradients by the statistics (or ``None``), and what the softmax's gradient needs of these."""
+    """``[T]`` each: the gradients by the statistics (or ``None``), and what the softmax's gradient needs of these.
+
+    ``grad_lse`` includes those by pairs, ``grad_pairs [P]``, with a minus.
+    """
 
     grad_logp: Tensor | None
     grad_entropy: Tensor | None
     grad_lse: Tensor | None
     entropy: Tensor
     lse: Tensor
+    grad_pairs: Tensor | None
 
 
 def _slices(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
@@ -442,11 +464,12 @@ def _twice(given: GivenColumns, pairs: Tensor) -> Tensor:
 def _differentiate_torch(projected: Tensor, bias: Tensor | None, call: GivenCall, softmax: _Softmax) -> Tensor:
     given = call.given
     counts, logits = given.columns >= 0, _logits(projected, bias, call)
-    g_logp, g_entropy, g_lse, entropy, lse = (0.0 if v is None else v[given.tokens] for v in softmax)
+    g_logp, g_entropy, g_lse, entropy, lse = (0.0 if v is None else v[given.tokens] for v in softmax[:5])
     log_p = logits - lse
     p = log_p.exp()
     grad = torch.where(given.ids == given.labels[given.tokens], g_logp, 0.0) + p * (g_lse - g_logp)
     grad = grad - torch.where(p > 0, g_entropy * p * (log_p + entropy), 0.0)
+    grad = grad if softmax.grad_pairs is None else grad + softmax.grad_pairs
     own = call.transform.rows(given.tokens)
     return own.chain_(torch.where(counts, grad, 0.0), torch.where(counts, logits, 0.0))
 
@@ -520,9 +543,14 @@ def _sum_rows_triton(values: Tensor, sums: Sums, matrix: Tensor, dtype: torch.dt
     return out
 
 
-@jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["projected", "hidden", "columns", "tokens"])
+#: Pointers of which no kernel is compiled for an alignment.
+_UNALIGNED = ["projected", "hidden", "columns", "near", "tokens", "ids", "starts", "labels", "logp", "entropy", "lse"]
+_UNALIGNED += ["facts", "grad_logp", "grad_entropy", "grad_lse", "grad_pairs", "values", "rows", "sums", "matrix"]
+
+
+@jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=_UNALIGNED)
 def _project_kernel(
-    projected, hidden, rows, hidden_stride, stride, columns, tokens, pairs, hidden_size,
+    projected, hidden, weight, hidden_stride, stride, columns, tokens, pairs, hidden_size,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """One program per ``BLOCK_P`` pairs, of one token or several: a token may have any number of columns."""
@@ -537,7 +565,7 @@ def _project_kernel(
         ks = k + tl.arange(0, BLOCK_H)
         inside = counts[:, None] & (ks < hidden_size)[None, :]
         h = tl.load(hidden + token[:, None] * hidden_stride + ks[None, :], mask=inside, other=0.0)
-        w = tl.load(rows + column[:, None] * stride + ks[None, :], mask=inside, other=0.0)
+        w = tl.load(weight + column[:, None] * stride + ks[None, :], mask=inside, other=0.0)
         products += w.to(tl.float32) * h.to(tl.float32)
     before = tl.load(projected + at, mask=counts, other=0.0)
     tl.store(projected + at, before + tl.sum(products, 1), mask=counts)
@@ -554,13 +582,11 @@ def _load_logits(projected, columns, at, last, bias, transform, inverse):
 
 
 @jit(
-    do_not_specialize=["tokens", "vocab_size", "ignore_index"],
-    do_not_specialize_on_alignment=[
-        "logp", "entropy", "lse", "facts", "projected", "columns", "near", "ids", "starts", "labels"
-    ],
-)  # fmt: skip
+    do_not_specialize=["count", "vocab_size", "ignore_index"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
 def _summarize_kernel(
-    logp, entropy, lse, facts, projected, columns, near, ids, starts, labels, bias, transform, tokens, vocab_size,
+    logp, entropy, lse, facts, projected, columns, near, ids, starts, labels, bias, transform, count, vocab_size,
     ignore_index, no_columns, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
@@ -619,22 +645,17 @@ def _summarize_kernel(
     cut = active & (tl.sum(full, 0) > 0)
     facts += token
     tl.store(facts, cut.to(tl.int32))
-    tl.store(facts + tokens, (active & (cut == 0)).to(tl.int32))
-    tl.store(facts + 2 * tokens, (cut & (tl.sum(hits, 0) == 0)).to(tl.int32))
-    tl.store(facts + 3 * tokens, (active & (tl.sum(wrong, 0) > 0)).to(tl.int32))
-    tl.store(facts + 4 * tokens, (tl.sum(twice, 0) > 0).to(tl.int32))
-    tl.store(facts + 5 * tokens, (active & ((label < 0) | (label >= vocab_size))).to(tl.int32))
+    tl.store(facts + count, (active & (cut == 0)).to(tl.int32))
+    tl.store(facts + 2 * count, (cut & (tl.sum(hits, 0) == 0)).to(tl.int32))
+    tl.store(facts + 3 * count, (active & (tl.sum(wrong, 0) > 0)).to(tl.int32))
+    tl.store(facts + 4 * count, (tl.sum(twice, 0) > 0).to(tl.int32))
+    tl.store(facts + 5 * count, (active & ((label < 0) | (label >= vocab_size))).to(tl.int32))
 
 
-@jit(
-    do_not_specialize_on_alignment=[
-        "values", "projected", "grad_logp", "grad_entropy", "grad_lse", "entropy", "lse", "columns", "ids", "starts",
-        "labels",
-    ],
-)  # fmt: skip
+@jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _differentiate_kernel(
-    values, projected, grad_logp, grad_entropy, grad_lse, entropy, lse, columns, ids, starts, labels, bias, transform,
-    BLOCK: tl.constexpr,
+    values, projected, grad_logp, grad_entropy, grad_lse, entropy, lse, grad_pairs, columns, ids, starts, labels, bias,
+    transform, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -656,6 +677,8 @@ def _differentiate_kernel(
         grad = tl.where(own, of_logp, 0.0) + p * (of_lse - of_logp)
         if grad_entropy is not None:
             grad -= tl.load(grad_entropy + token) * p * tl.where(p > 0, log_p + tl.load(entropy + token), 0.0)
+        if grad_pairs is not None:
+            grad += tl.load(grad_pairs + at, mask=at < last, other=0.0)
         if transform.factor is not None:
             grad = transform_gradient(grad, tl.where(column >= 0, z, 0.0), transform, inverse)
         tl.store(values + at, tl.where(column >= 0, grad, 0.0), mask=at < last)
@@ -674,10 +697,7 @@ def _sum_terms(values, rows, matrix, stride, first, last, ks, inside, BLOCK_P: t
     return tl.sum(terms, 0)
 
 
-@jit(
-    do_not_specialize=["number", "part"],
-    do_not_specialize_on_alignment=["sums", "values", "rows", "starts", "matrix"],
-)
+@jit(do_not_specialize=["number", "part"], do_not_specialize_on_alignment=_UNALIGNED)
 def _part_kernel(
     parts, sums, number, values, rows, starts, matrix, stride, hidden_size, part,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -694,7 +714,7 @@ def _part_kernel(
             tl.store(parts + tl.program_id(0).to(tl.int64) * hidden_size + ks, total, mask=ks < hidden_size)
 
 
-@jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["values", "rows", "starts", "matrix"])
+@jit(do_not_specialize=["part"], do_not_specialize_on_alignment=_UNALIGNED)
 def _sum_rows_kernel(
     out, parts, values, rows, starts, matrix, stride, hidden_size, part,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,

@@ -132,7 +132,9 @@ def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform =
     shift = int(ragged)
     given = GivenColumns.of(ids, offsets, labels, -100, range(VOCAB), VOCAB, shift=shift, add_label=ragged)
     call, inputs = GivenCall(given, transform, backend="triton"), (bias_of(weight) if ragged else None, hidden, weight)
-    backward(*with_gradients(call, evaluate(call, *inputs), *inputs))
+    found = evaluate(call, *inputs)
+    values = with_gradients(call, found, found.pairs(call, inputs[0]) if ragged else None, *inputs)
+    backward(*[value for value in values if value is not None])
 
 
 def heads() -> dict[str, Callable[[], None]]:

@@ -136,7 +136,8 @@ def linear_support_statistics(
         head: labels and kept columns are those of its whole vocabulary, where ranks share it.
         labels: ``[...]`` int64, not yet shifted.
         support: the kept columns.
-        names: of :data:`SUPPORT_STATISTICS`.
+        names: of :data:`SUPPORT_STATISTICS`, without tokens that have no cut also ``selected_logps``: the
+            log-probabilities ``[..., K]`` of the columns. The label must be among these for ``logp`` alone.
         options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns,
             and the rows that are dequantized at a time.
         whole: :func:`liger_losses.linear_statistics`, for tokens without a cut.
@@ -165,12 +166,13 @@ def linear_support_statistics(
             check_temperature(head.transform.temperature, device, [labels.shape])
         if state.shapes_only:
             wide = torch.promote_types(torch.float32, compute_dtype)
-            values = {name: local.new_empty(labels.shape, dtype=wide) for name in names}
+            shapes = {"selected_logps": support.ids.shape}
+            values = {name: local.new_empty(shapes.get(name, labels.shape), dtype=wide) for name in names}
         else:
             labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
             kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
             found = evaluate(kept.call, head.bias, *kept.factors)
-            numbers = kept.numbers(found.facts)
+            numbers = kept.numbers(found.facts, "logp" in names)
             if head.ranks.size > 1:
                 agreement.given = kept.given(names, labels, numbers)
     agreement.wait()
@@ -192,10 +194,12 @@ def linear_support_statistics(
             nothing = found.lse < NO_COLUMNS / 2  # no rank has a column
             for name in SUPPORT_STATISTICS:
                 getattr(found, name).masked_fill_(nothing, 0.0)
-        values = with_gradients(kept.call, found, head.bias, *kept.factors)
-        parts.append(Statistics(*[value.view(labels.shape) for value in values]))
+        pairs = head.ranks.sum_(found.pairs(kept.call, head.bias)) if "selected_logps" in names else None
+        *values, pairs = with_gradients(kept.call, found, pairs, head.bias, *kept.factors)
+        kinds = dict(zip(SUPPORT_STATISTICS, [value.view(labels.shape) for value in values], strict=True))
+        parts.append(Statistics(**kinds, selected_logps=None if pairs is None else pairs.view(support.ids.shape)))
     if len(parts) == 1:
-        return parts[0]._replace(**dict.fromkeys(set(SUPPORT_STATISTICS) - {*names}))
+        return Statistics(**{name: getattr(parts[0], name) for name in names})
     return Statistics(**{name: getattr(parts[0], name) + getattr(parts[1], name) for name in names})
 
 
@@ -275,8 +279,8 @@ class _Kept:
             found.add("temperatures", call.transform.temperature)
         return found
 
-    def numbers(self, facts: Tensor) -> Facts:
-        """How many tokens are cut and uncut, once the host knows that all is right.
+    def numbers(self, facts: Tensor, with_labels: bool) -> Facts:
+        """How many tokens are cut and uncut, once the host knows that all is right, ``with_labels`` these too.
 
         Raises:
             ValueError: labels, offsets or ids that are wrong; names the first token.
@@ -323,7 +327,7 @@ class _Kept:
                 f"TokenSupport has ids twice: token {token + self.shift} of the flattened labels has "
                 f"{again[(counts > 1) & (again >= 0)].tolist()[0]} more than once; give each once, and pad with -1."
             )
-        if numbers.lacking:
+        if numbers.lacking and with_labels:
             token = first("lacking")
             raise ValueError(
                 f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so that its probability "

@@ -13,11 +13,21 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, TeacherTopK, Tokens, linear_divergence_loss, linear_token_loss
+from liger_losses.chunked.engine import (
+    Head,
+    Statistics,
+    TeacherTopK,
+    Tokens,
+    TokenSupport,
+    linear_divergence_loss,
+    linear_statistics,
+    linear_token_loss,
+)
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Comparison, Query
+from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
@@ -359,16 +369,29 @@ class DistillationLoss(ChunkedLoss):
         together = bool(hard) and not others
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
-        loss, found = linear_token_loss(
-            hidden,
-            soft_head,
-            tokens,
-            soft_loss,
-            query.statistics,
-            token_inputs=inputs | hard if together else inputs,
-            selected=teacher.indices,
-            options=options,
-        )
+        if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
+            found = linear_support_statistics(
+                hidden,
+                soft_head,
+                labels,
+                TokenSupport(teacher.indices),
+                ("selected_logps",),
+                options,
+                whole=linear_statistics,
+            )
+            losses = soft_loss(found, labels, teacher_logps.masked_fill(~mask[..., None], -1.0), inputs["soft"])
+            loss = torch.where(mask, losses, 0.0).sum()
+        else:
+            loss, found = linear_token_loss(
+                hidden,
+                soft_head,
+                tokens,
+                soft_loss,
+                query.statistics,
+                token_inputs=inputs | hard if together else inputs,
+                selected=teacher.indices,
+                options=options,
+            )
         logp = found.logp
         if others:
             added, others = linear_token_loss(

@@ -6,17 +6,23 @@ import pytest
 import torch
 
 from liger_losses import (
+    EngineOptions,
     Head,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKLLoss,
     LogitTransform,
+    TeacherTopK,
     TokenSupport,
     functional,
     linear_logps,
+    linear_statistics,
     workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.losses import distillation
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, evaluate
@@ -228,6 +234,49 @@ def test_heads(kind, dtype, uncut, options, cost, monkeypatch):
     ours, theirs = (gradients(total(values), trained) for values in (found._asdict(), expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=size, atol=size * 10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_probabilities_of_the_columns(backend):
+    """Those of a sparse teacher, among which the label need not be."""
+    hidden, weight, labels, bias = problem(0, 6, 30, shape=(2, 4), bias=True, masked=0.3)
+    ids = torch.randn(2, 4, 30, generator=torch.Generator().manual_seed(1)).topk(5).indices
+    ids[1, 2, 3:] = -1
+    upstream = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2))
+    names, options = ("selected_logps", "lse"), EngineOptions(backend=backend)
+    head = Head(weight, bias, LogitTransform(**TRANSFORM))
+    found = linear_support_statistics(hidden, head, labels, TokenSupport(ids), names, options, whole=linear_statistics)
+    logits = plain_logits(hidden, weight, bias, **TRANSFORM)
+    kept_logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, float("-inf"))
+    active = (labels != -100)[..., None] & (ids >= 0)
+    expected = torch.where(active, kept_logits.log_softmax(-1), 0.0)
+    torch.testing.assert_close(found.selected_logps, expected, rtol=1e-5, atol=1e-5)
+    of_lse = torch.where(labels != -100, kept_logits.logsumexp(-1), 0.0)
+    torch.testing.assert_close(found.lse, of_lse, rtol=1e-5, atol=1e-5)
+    ours = gradients((found.selected_logps * upstream).sum() + found.lse.square().sum(), (hidden, weight, bias))
+    theirs = gradients((expected * upstream).sum() + of_lse.square().sum(), (hidden, weight, bias))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hard", [0.0, 0.5])
+def test_a_sparse_teacher_that_is_renormalized_reads_its_columns_alone(hard, monkeypatch):
+    hidden, weight, labels, bias = problem(0, 6, 30, shape=(2, 4), bias=True, masked=0.3)
+    top = torch.randn(2, 4, 30, generator=torch.Generator().manual_seed(1)).log_softmax(-1).topk(5)
+    loss = LigerFusedLinearKLLoss(weight_hard_loss=hard, weight_soft_loss=0.8, temperature=2.0)
+    teacher = TeacherTopK(top.values.masked_fill((labels == -100)[..., None], float("nan")), top.indices, "renormalize")
+    if not hard:
+        monkeypatch.setattr(distillation, "linear_token_loss", None)
+    found, _ = loss(weight, hidden, labels, teacher, bias=bias)
+    mask = labels != -100
+    logits = plain_logits(hidden, weight, bias)[mask]
+    log_p = (logits / 2).gather(-1, top.indices[mask]).log_softmax(-1)
+    log_q = top.values[mask].log_softmax(-1)
+    expected = 0.8 * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    expected = expected + hard * torch.nn.functional.cross_entropy(logits, labels[mask])
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(gradients(found, (hidden, weight, bias)), gradients(expected, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_sparse_gradients_that_cannot_be():

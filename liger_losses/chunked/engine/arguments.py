@@ -54,7 +54,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
     return None
 
 
-def by_forward_names(loss: Any, count: int, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+def by_forward_names(loss: Any, count: int, keywords: dict[str, Any]) -> dict[str, Any]:
     """A call's keywords by the names of the parameters of ``forward``, beside so many arguments by position.
 
     ``loss.forms`` are the documented names by position, of each form of the call. The first form counts that has all

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
-from liger_losses.chunked.engine.arguments import wrong_arguments
+from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
 from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.query import Statistics
 from liger_losses.kernels.autograd import autocast_dtype
@@ -85,6 +85,8 @@ def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) ->
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if of_loss:
+            keywords = by_forward_names(arguments[0], len(arguments) - 1, keywords)
         if torch.compiler.is_dynamo_compiling():
             return traced(*arguments, **keywords)
         since, before = running.exchanges, (running.loss, running.noted)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
-from liger_losses.chunked.engine.arguments import by_forward_names, constructor_signature, named_options
+from liger_losses.chunked.engine.arguments import constructor_signature, named_options
 from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
@@ -152,9 +152,6 @@ class ChunkedLoss(nn.Module):
         self.settings = settings
         self.check_options()
         self._name_for_operators = name_of(self)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return super().__call__(*arguments, **by_forward_names(self, len(arguments), keywords))
 
     def __getattr__(self, name: str) -> Any:
         if name in self.options_type.__dataclass_fields__ and "settings" in self.__dict__:

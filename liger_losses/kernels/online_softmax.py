@@ -3,13 +3,16 @@
 R rows (tokens), C columns of a block, V vocabulary size, S splits of the vocabulary.
 
 A new statistic is added here: its name in :data:`STATISTICS` and :data:`STORED`, its formula in
-:func:`reference_statistics`, :func:`combine` and :func:`store_statistics` and, if it needs a sum that is not there yet,
-a field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`online_step` and :func:`store_sums`. If it
-can be differentiated, its gradient is a row of the table in :mod:`liger_losses.kernels.softmax_grad`.
+:func:`reference_statistics`, :func:`combine`, :func:`merge` and :func:`store_statistics` and, if it needs a sum that is
+not there yet, a field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`online_step` and
+:func:`store_sums`. If it can be differentiated, its gradient is a row of the table in
+:mod:`liger_losses.kernels.softmax_grad`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +21,10 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue
+
+#: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
+_LARGEST_SUM = 1e26
+_LARGEST_NLL = 20.0
 
 
 def places(names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -125,6 +132,72 @@ def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weigh
     if "max_logit" in names:
         values["max_logit"] = top
     return {name: value for name, value in values.items() if name in names or name == "lse"}
+
+
+def merge(
+    parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The statistics of a softmax over all columns from those of its parts, W groups of columns.
+
+    With ``w_r = exp(lse_r - lse)``, the probability of the columns of part r, the log-sum-exp is that of the parts'
+    log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``, and so on.
+
+    Args:
+        parts: ``[W, R]`` each: the statistics of each part's columns, by name, ``lse`` among them. ``logp`` is read
+            from the part that has the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
+            logits here, 0 for the columns of other parts.
+        sizes: ``[W]`` int64, the number of columns of each part.
+        labels: ``[R]`` int64, columns of the whole vocabulary.
+        class_weight: ``[V]``, the weights in ``mean_logp``.
+
+    Returns:
+        ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
+    """
+    local_lse = parts["lse"]
+    lse = local_lse.logsumexp(0)
+    log_share, found = local_lse.log_softmax(0), {"lse": lse}
+    ends = sizes.cumsum(0)
+    fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
+    if "logp" in parts:
+        # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
+        owner = torch.bucketize(labels, ends, right=True)[None]
+        owner_lse = local_lse.gather(0, owner)
+        others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
+        safe = others <= _LARGEST_SUM
+        found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
+    if "entropy" in parts:
+        share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
+        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
+    if "log_sum_sq_probs" in parts:
+        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
+        found["log_sum_sq_probs"] = squares.logsumexp(0)
+    if "mean_logit" in parts:
+        found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
+    if "mean_logp" in parts:
+        weights = fractions
+        if class_weight is not None:
+            totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
+            weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
+        found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
+    if "argmax" in parts:
+        columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
+        found["max_logit"] = tops.amax(0)
+        # Not ==, of which NaN logits would make a column that there is not.
+        found["argmax"] = torch.where(tops < found["max_logit"], ends[-1], columns).amin(0)
+    if "selected_logps" in parts:
+        found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
+    return found
+
+
+def merge_logps(logps: Tensor) -> Tensor:
+    """The label's log-probability ``[R]``, from its ``[W, R]`` in softmaxes over one part's columns and the label.
+
+    With ``a_r`` the negative of these, ``-logp = log(1 + sum_r (exp(a_r) - 1))``.
+    """
+    nll, ranks = -logps, len(logps)
+    top = nll.amax(0)
+    large = top + ((nll - top).exp().sum(0) - (ranks - 1) * (-top).exp()).log()
+    return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
 @jit

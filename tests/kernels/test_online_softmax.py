@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from liger_losses.chunked.engine.ranks import merge, merge_logps
-from liger_losses.kernels.online_softmax import places
+from liger_losses.kernels.online_softmax import merge, merge_logps, places
 from tests.chunked.engine.shared_vocabulary import VOCAB
 from tests.reference import NAMES, plain_statistics, relative_error
 

@@ -51,7 +51,7 @@ _MOST_SIGNATURES = 1024
 class RankError(RuntimeError, ValueError):
     """Another rank has raised, or makes another call, so that this one raises too."""
 
-    def __init__(self, message: str, *told: dist.ProcessGroup) -> None:
+    def __init__(self, message: str, *told: Any) -> None:
         super().__init__(message)
         self.told = told
 
@@ -65,7 +65,7 @@ class _Group:
         self.device = torch.device(next((device for device, backend in pairs if backend not in ("gloo", "mpi")), "cpu"))
         #: The messages of known signatures, by their texts.
         self.signatures: dict[str, Tensor] = {}
-        #: The number, on this thread, of the last exchange.
+        #: The number of the last exchange.
         self.last = 0
         #: Bytes of the smallest device of the ranks, by its type.
         self.least_memory: dict[str, int] = {}
@@ -89,12 +89,14 @@ class Agreement:
 
     What a rank was :attr:`given` for the call that it is about to make must be the same on all ranks; :attr:`number`
     may be any, and is read. The exchange begins at the end of the context, and :meth:`wait` comes before any other
-    collective.
+    collective. Without a group, nothing is exchanged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: str, device: torch.device | None = None) -> None:
-        self.group, self.ranks, self.known = group, ranks, known_of(group, device)
-        self.given = Given()
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: str = VOCABULARY, device: torch.device | None = None
+    ) -> None:
+        self.group, self.ranks, self.given = group, ranks, Given()
+        self.known: Any = None if group is None else known_of(group, device)
         self.number: int | None = None
         self.messages: Tensor | None = None
 
@@ -102,7 +104,7 @@ class Agreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, Exception):
+        if self.group is None or (error is not None and not isinstance(error, Exception)):
             return
         known, message = self.known, None
         if error is not None:
@@ -114,7 +116,7 @@ class Agreement:
             message = _message(self.given.text, known.device, self.number or 0, self.given.checksums())
         messages = message.new_empty(dist.get_world_size(self.group), _SIZE)
         all_gather(messages.view(-1), message, group=self.group)
-        running.exchanges += 1
+        type(running).exchanges += 1  # on all threads: backward has its own
         known.last = running.exchanges
         self.messages = messages if reads else None
 
@@ -126,7 +128,7 @@ class Agreement:
         """
         if self.messages is None:
             return ()
-        found, known = self.messages[:, :_TEXT].tolist(), self.known
+        found, known = self.messages[:, :_TEXT].tolist(), self.known.signatures
         for rank, (digest, *_) in enumerate(found):
             if digest == -1:
                 raise RankError(
@@ -138,10 +140,10 @@ class Agreement:
         if len({numbers[0] for numbers in found}) > 1 or len({tuple(n[_SUMS:]) for n in compared}) > 1:
             said = differences([text.splitlines() for text in self._texts(found)], list(self.given.tensors), sums)
             raise RankError(f"{_SAME[self.ranks]}; they differ in {said}", self.group)
-        if self.number is None and self.given.text not in known.signatures:
-            if len(known.signatures) >= _MOST_SIGNATURES:
-                known.signatures.clear()
-            known.signatures[self.given.text] = _message(self.given.text, known.device)
+        if self.number is None and self.given.text not in known:
+            if len(known) >= _MOST_SIGNATURES:
+                known.clear()
+            known[self.given.text] = _message(self.given.text, self.known.device)
         return tuple([numbers[1] for numbers in found])
 
     def _texts(self, found: list[list[int]]) -> list[str]:
@@ -150,19 +152,6 @@ class Agreement:
         rows = self.messages[:, _TEXT:].contiguous().view(torch.uint8).tolist()
         packed = [bytes(row[: numbers[2]]) for row, numbers in zip(rows, found, strict=True)]
         return [zlib.decompressobj().decompress(each).decode(errors="replace") for each in packed]
-
-
-class NoAgreement(Agreement):
-    """That of one process."""
-
-    def __init__(self) -> None:
-        self.given = Given()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        pass
-
-    def wait(self) -> tuple[int, ...]:
-        return ()
 
 
 def _message(

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.ranks import merge, on_device
+from liger_losses.chunked.engine.ranks import on_device
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
@@ -24,6 +24,7 @@ from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
+from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 

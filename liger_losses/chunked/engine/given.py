@@ -85,8 +85,8 @@ def differences(texts: Sequence[Sequence[str]], tensors: Sequence[str], sums: Se
 
 
 class _Running(threading.local):
-    """The loss whose call runs, and what it was given that no exchange has compared yet; and how many exchanges there
-    were on this thread."""
+    """The loss whose call runs, what it was given that no exchange has compared yet, and how many exchanges of all
+    threads there were."""
 
     loss: Any = None
     noted: tuple[tuple[Tensor | None, int, dict[str, Any]], ...] = ()

@@ -2,14 +2,12 @@
 
 W ranks, R tokens, V columns of the whole vocabulary.
 
-Every statistic of a softmax follows from the statistics of its parts: with ``w_r = exp(lse_r - lse)``, the probability
-of rank r's columns, the log-sum-exp is that of the ranks' log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``,
-and so on. The gradient of a rank's columns then needs no more than the log-sum-exp of all columns.
+A rank computes the statistics of its columns' softmax. Those of the whole vocabulary follow from all ranks' (see
+:func:`merge`), and the gradient of a rank's columns then needs no more than the log-sum-exp of all columns.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,18 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, NoAgreement, all_gather, known_of
+from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, all_gather, known_of
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.given import Given
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.kernels.online_softmax import merge, merge_logps
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
-_LARGEST_SUM = 1e26
-_LARGEST_NLL = 20.0
 
 
 class Ranks:
@@ -89,7 +84,7 @@ class Ranks:
 
     def agreement(self, device: torch.device) -> Agreement:
         """Within it, checks of which one rank alone may fail: see :class:`Agreement`."""
-        return NoAgreement()
+        return Agreement(None)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         """Replace the statistics of this rank's columns by those of the whole vocabulary, of several softmaxes at once;
@@ -147,13 +142,8 @@ class VocabularyRanks(Ranks):
     def most_columns(self, vocab_size: int) -> int:
         return min(vocab_size, max(self.sizes))
 
-    @property
-    def first_column(self) -> int:
-        """The column of the vocabulary that this rank's first row computes."""
-        return sum(self.sizes[: self.rank])
-
     def columns(self, vocab_size: int) -> slice:
-        first = min(self.first_column, vocab_size)
+        first = min(sum(self.sizes[: self.rank]), vocab_size)
         return slice(first, min(first + self.sizes[self.rank], vocab_size))
 
     def owned(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
@@ -201,9 +191,10 @@ class VocabularyRanks(Ranks):
     def check_columns(self, vocab_size: int) -> None:
         columns = self.columns(vocab_size)
         if columns.start == columns.stop:
+            first = sum(self.sizes[: self.rank])
             raise ValueError(
-                f"this rank's rows of the head begin at {self.first_column}, beyond the {vocab_size} columns that "
-                "student and teacher have in common; share the vocabulary so that each rank has some of these."
+                f"this rank's rows of the head begin at {first}, beyond the {vocab_size} columns that student "
+                "and teacher have in common; share the vocabulary so that each rank has some of these."
             )
 
     def check_selected(self, selected: Tensor) -> None:
@@ -262,69 +253,6 @@ class VocabularyRanks(Ranks):
 def on_device(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept, because the host waits for a copy to a GPU."""
     return torch.tensor(sizes, device=device)
-
-
-def merge(
-    parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
-) -> dict[str, Tensor]:
-    """The statistics of a softmax from those of its parts.
-
-    Args:
-        parts: ``[W, R]`` each: the statistics of each rank's columns, by name, ``lse`` among them. ``logp`` is read
-            from the rank that has the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
-            logits here, 0 for the columns of other ranks.
-        sizes: ``[W]`` int64, the number of columns of each rank.
-        labels: ``[R]`` int64, columns of the whole vocabulary.
-        class_weight: ``[V]``, the weights in ``mean_logp``.
-
-    Returns:
-        ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
-    """
-    local_lse = parts["lse"]
-    lse = local_lse.logsumexp(0)
-    log_share, found = local_lse.log_softmax(0), {"lse": lse}
-    ends = sizes.cumsum(0)
-    fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
-    if "logp" in parts:
-        # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
-        owner = torch.bucketize(labels, ends, right=True)[None]
-        owner_lse = local_lse.gather(0, owner)
-        others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
-        safe = others <= _LARGEST_SUM
-        found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
-    if "entropy" in parts:
-        share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
-        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
-    if "log_sum_sq_probs" in parts:
-        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
-        found["log_sum_sq_probs"] = squares.logsumexp(0)
-    if "mean_logit" in parts:
-        found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
-    if "mean_logp" in parts:
-        weights = fractions
-        if class_weight is not None:
-            totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
-            weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
-        found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
-    if "argmax" in parts:
-        columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
-        found["max_logit"] = tops.amax(0)
-        # Not ==, of which NaN logits would make a column that there is not.
-        found["argmax"] = torch.where(tops < found["max_logit"], ends[-1], columns).amin(0)
-    if "selected_logps" in parts:
-        found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
-    return found
-
-
-def merge_logps(logps: Tensor) -> Tensor:
-    """The label's log-probability ``[R]``, from its ``[W, R]`` in softmaxes over one rank's columns and the label.
-
-    With ``a_r`` the negative of these, ``-logp = log(1 + sum_r (exp(a_r) - 1))``.
-    """
-    nll, ranks = -logps, len(logps)
-    top = nll.amax(0)
-    large = top + ((nll - top).exp().sum(0) - (ranks - 1) * (-top).exp()).log()
-    return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
 def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
@@ -393,10 +321,9 @@ def share_vocabulary(
     Raises:
         TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
     """
-    check_tensor("weight", weight)
     check_group(group, "tp")
-    rank = dist.get_rank(group)
-    with Agreement(group, VOCABULARY, weight.device) as agreement:
+    with Agreement(group, VOCABULARY, getattr(weight, "device", None)) as agreement:
+        check_tensor("weight", weight)
         kind, hidden_size = str(weight.dtype), weight.shape[-1]
         if quantized is None:
             check_weight(weight, bias)
@@ -406,4 +333,4 @@ def share_vocabulary(
         biased = "none" if bias is None else "given"
         agreement.given = Given({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
         agreement.number = len(weight)
-    return VocabularyRanks(group, rank, agreement.wait())
+    return VocabularyRanks(group, dist.get_rank(group), agreement.wait())

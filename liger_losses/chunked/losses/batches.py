@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.chunked.engine.agreement import all_gather
 from liger_losses.kernels.tracing import state
 
 
@@ -26,9 +27,14 @@ def gather_over_processes(values: Tensor) -> Tensor:
     """All processes' values ``[n]``, of which each may have another number."""
     if world_size() == 1 or state.shapes_only:
         return values
-    gathered: list[Tensor] = [values] * world_size()
-    dist.all_gather_object(gathered, values.cpu())
-    return torch.cat(gathered).to(values.device)
+    sizes = values.new_zeros(world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(values)
+    counts = sum_over_processes(sizes).tolist()
+    padded = values.new_zeros(max(1, *counts))
+    padded[: len(values)] = values
+    gathered = padded.new_empty(len(counts), len(padded))
+    all_gather(gathered.view(-1), padded)
+    return torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)])
 
 
 #: How many batches are remembered: so many forwards may lie between a batch's own forward and its backward.

@@ -213,6 +213,11 @@ def errors(parts):
     expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
     expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
     expect(
+        "weight must be a tensor",
+        "rank 1 .* raised",
+        lambda: Head([1.0] if rank == 1 else weight[rows], group=group),
+    )
+    expect(
         "must not be empty", "rank 1 .* raised", lambda: Head(weight[:0] if rank == 1 else weight[rows], group=group)
     )
     expect("labels must be in", "rank 1 .* raised", lambda: linear_logps(hidden, head, labels + 100 * (rank == 1)))

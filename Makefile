@@ -6,6 +6,7 @@
 # make test-oldest  the same on the oldest torch that is supported
 # make test-zero    the tests of DeepSpeed's ZeRO-3
 # make test-trl     TRL's trainers on several versions of TRL
+# make test-integrations  the frameworks of docs/integrations.md, with and without this library
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
@@ -13,7 +14,8 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl notebook docs lint dist clean
+.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl \
+	test-integrations notebook docs lint dist clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -78,8 +80,21 @@ test-trl: .venv/test/ready
 		.venv/test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 			--target .venv/$$version $$version; \
 		PYTHONPATH=$$PWD/.venv/$$version OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m "not slow" \
-			tests/trl/test_trainers.py $(ARGS); \
+			tests/trl/test_trainers.py -k "not compiled" $(ARGS); \
 	done
+
+# Without their dependencies, but for small ones. Megatron-core is for a later Python, and runs on this one too.
+INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.3.0 axolotl==0.19.0 llamafactory==0.9.5
+INTEGRATIONS_NEED = tensordict==0.10.0 orjson pyvers cloudpickle spmd_types tyro docstring-parser typeguard addict
+INTEGRATIONS_PIP = .venv/test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade
+test-integrations: .venv/test/ready
+	set -e; for package in $(INTEGRATIONS); do \
+		$(INTEGRATIONS_PIP) --target .venv/integrations/$${package%==*} $$package; \
+	done
+	$(INTEGRATIONS_PIP) --target .venv/integrations/others $(INTEGRATIONS_NEED)
+	$(INTEGRATIONS_PIP) --only-binary=:all: --python-version 3.12 --target .venv/integrations/megatron-core \
+		megatron-core==0.19.2
+	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -rs tests/integrations $(ARGS)
 
 notebook: .venv/test/ready
 	.venv/test/bin/python -m tests.project.test_notebook

@@ -3,25 +3,43 @@
 python -m liger_losses.run train.py --its --arguments   # patches what transformers loads in it
 python -m liger_losses.run --trl -m trl.scripts.sft ...  # and gives TRL's trainers this library's heads
 python -m liger_losses.run --liger train.py ...          # and answers what it imports of liger-kernel
-python -m liger_losses.run --install prime_rl -m ...     # and calls liger_losses.integrations.prime_rl.install()
+python -m liger_losses.run --install skyrl -m ...        # and calls liger_losses.integrations.skyrl.install()
 torchrun --nproc-per-node 8 -m liger_losses.run train.py ...
 
-Processes that the script starts by ``multiprocessing`` are prepared in the same way.
+Processes that the script forks are like it. Others that it starts are not prepared: call in them what this does.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from liger_losses.integrations.processes import Preparation
+from torch import nn
+
+from liger_losses.integrations.loading import patch_loaded_models
+from liger_losses.integrations.replacements import when_imported
 
 #: Modules of ``liger_losses.integrations`` with a function ``install()``.
-INSTALLABLE = ("liger", "nemo_rl", "prime_rl", "skyrl", "verl")
+INSTALLABLE = ("liger", "skyrl", "verl")
+
+
+def _announce(model: nn.Module) -> dict[str, Any]:
+    """The options with which a model is patched: the defaults, which is said once per job."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"liger_losses.run patches {type(model).__name__}", file=sys.stderr)
+    return {}
+
+
+def _enable_trl() -> None:
+    import liger_losses.trl
+
+    liger_losses.trl.enable()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,8 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.trl and importlib.util.find_spec("trl") is None:
         parser.error('--trl needs TRL: pip install "trl>=1.15"')
-    install = ("liger",) * given.liger + tuple(given.install)
-    Preparation(install, given.trl, patch=None if given.no_patch else {}).apply()
+    # transformers and TRL are left to be imported by whoever needs them: they take seconds, and read the environment,
+    # which a script may change before.
+    if not given.no_patch:
+        when_imported("transformers.modeling_utils", lambda module: patch_loaded_models(_announce))
+    for name in ("liger",) * given.liger + tuple(given.install):
+        importlib.import_module(f"liger_losses.integrations.{name}").install()
+    if given.trl:
+        when_imported("trl", lambda module: _enable_trl())
     sys.argv = [given.script, *given.rest]
     # As Python has it for the script or the module: ``python -m`` has put the working directory here for this one.
     if sys.path[:1] == [os.getcwd()]:

@@ -1,18 +1,16 @@
 """Scripts that run patched, from the command line."""
 
 import json
-import multiprocessing.spawn
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 
 import pytest
 
 import liger_losses
-from liger_losses.integrations import loading, processes, replacements
-from tests.integrations.models import is_patched, llama
+from liger_losses.integrations import loading, replacements
+from tests.integrations.models import llama
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
 
@@ -31,24 +29,12 @@ def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         main([str(tmp_path / "script.py"), "--model", "x"])
-        sent = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["liger_losses"])
     finally:
         loading.leave_loaded_models()
-        processes.leave_children()
         sys.modules.pop("helper", None)
     out = capsys.readouterr()
     assert "LazyLinear" in out.out
     assert "patches LlamaForCausalLM" in out.err
-    from transformers import AutoModelForCausalLM
-
-    assert "liger_losses" not in multiprocessing.spawn.get_preparation_data("child")
-    pickle.loads(sent)  # as the spawned process does first of all
-    try:
-        assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
-        assert "liger_losses" in multiprocessing.spawn.get_preparation_data("grandchild")
-    finally:
-        loading.leave_loaded_models()
-        processes.leave_children()
 
 
 WHERE = "import sys, json; print(json.dumps([sys.path[0], __file__, sys.argv, sys.path.count({cwd!r})]))"
@@ -70,10 +56,7 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
         python = json.loads(capfd.readouterr().out)
         monkeypatch.setattr(sys, "argv", [])
         monkeypatch.setattr(sys, "path", [str(work), *path])  # as python -m leaves it
-        try:
-            main(["--no-patch", name, *arguments])
-        finally:
-            processes.leave_children()
+        main(["--no-patch", name, *arguments])
         ours = json.loads(capfd.readouterr().out)
         assert [ours[0], os.path.normpath(ours[1]), *ours[3:]] == [python[0], os.path.normpath(python[1]), *python[3:]]
         assert ours[2][1:] == python[2][1:] == arguments
@@ -86,17 +69,29 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
         assert reason in capfd.readouterr().err
 
 
-def test_transformers_is_left_to_the_script(monkeypatch):
-    name = "transformers.modeling_utils"
-    monkeypatch.delitem(sys.modules, name, raising=False)
+def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
+    """Its trainers get this library's heads when the script imports TRL."""
+    import liger_losses.trl
+    from liger_losses.run import main
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
     monkeypatch.setattr(replacements, "_waiting", {})
+    enabled = []
+    monkeypatch.setattr(liger_losses.trl, "enable", lambda: enabled.append("trl" in sys.modules))
+    (tmp_path / "trl.py").write_text("")
+    (tmp_path / "script.py").write_text(
+        "import sys\nassert not {'trl', 'transformers.modeling_utils'} & set(sys.modules)\nimport trl\n"
+    )
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
-        processes.Preparation(patch={}).apply()
+        main(["--trl", str(tmp_path / "script.py")])
     finally:
-        loading.leave_loaded_models()
-        processes.leave_children()
-    assert name not in sys.modules
-    assert len(replacements._waiting[name]) == 1
+        sys.modules.pop("trl", None)
+    assert enabled == [True]
+    assert list(replacements._waiting) == ["transformers.modeling_utils"]
 
 
 def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):

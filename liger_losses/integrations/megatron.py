@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.integrations.replacements import announce
 from liger_losses.kernels.logit_transform import LogitTransform
 
 IGNORE_INDEX = -100
@@ -63,6 +64,7 @@ def output_processor(
         ValueError: without labels there is no loss; leave ``output_processor=`` out to get logits.
         TypeError: an output layer with layers inside of it, such as adapters.
     """
+    announce("Megatron-core", "megatron-core", "0.19", "the losses of output layers")
     if labels is None:
         raise ValueError("output_processor computes losses of labels: give labels=, or leave output_processor= out.")
     options = context or OutputOptions()

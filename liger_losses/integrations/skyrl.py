@@ -1,4 +1,4 @@
-"""SkyRL's fused head on Megatron, answered by this library: ``liger_losses.integrations.skyrl.install()``.
+"""SkyRL's fused head on Megatron, computed by this library: ``liger_losses.integrations.skyrl.install()``.
 
 With ``trainer.fused_lm_head_logprob=true``; its backend then makes no difference. B sequences of S tokens, H hidden
 size, W ranks share the vocabulary.
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.integrations.replacements import Replacement, Replacements
+from liger_losses.integrations.replacements import Replacements
 from liger_losses.integrations.token_statistics import token_statistics
+from liger_losses.places import Place
 
 #: The temperature of the call that this thread is in.
 _thread = threading.local()
@@ -33,7 +34,7 @@ def fused_lm_head_logprob(
     tp_group: dist.ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
-    """Answers ``_fused_lm_head_logprob_apply``: the log-probabilities of the targets.
+    """Replaces ``_fused_lm_head_logprob_apply``: the log-probabilities of the targets.
 
     Args:
         hidden: ``[B, S, H]``, of a sequence that is gathered. Its gradient is this rank's part, as SkyRL's own.
@@ -58,14 +59,14 @@ def fused_entropy(
     chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Answers ``_fused_vocab_parallel_entropy_from_hidden``: entropies ``[B, S]`` of ``hidden [B, S, H]``, a metric."""
+    """Replaces ``_fused_vocab_parallel_entropy_from_hidden``: entropies ``[B, S]``, a metric."""
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     with torch.no_grad():
         hidden = hidden.to(lm_head_weight.dtype)
         return token_statistics(hidden, lm_head_weight, labels, ("entropy",), temperature, tp_group).entropy
 
 
-def _with_temperature(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+def _with_temperature(original: Callable[..., Any]) -> Callable[..., Any]:
     """SkyRL divides the weight by the temperature, which copies and rounds it: let the head divide the logits."""
 
     @functools.wraps(original)
@@ -82,11 +83,13 @@ def _with_temperature(original: Callable[..., Any], module: Any) -> Callable[...
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 _REPLACEMENTS = Replacements(
     "SkyRL",
-    "a956457 of August 2026",
-    Replacement(_MODULE, "_fused_lm_head_logprob_apply", lambda original, module: fused_lm_head_logprob),
-    Replacement(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original, module: fused_entropy),
-    Replacement(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature),
-    Replacement(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature),
+    "skyrl",
+    "0.3",
+    "the fused head",
+    Place(_MODULE, "_fused_lm_head_logprob_apply", lambda original: fused_lm_head_logprob, fused_lm_head_logprob),
+    Place(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original: fused_entropy, fused_entropy),
+    Place(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature, takes=("temperature",)),
+    Place(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature, takes=("temperature",)),
 )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.integrations.replacements import announce
 from liger_losses.patching.linear_forward import transform_of
 from liger_losses.patching.probing import Mismatch
 
@@ -55,6 +56,8 @@ def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor
 @functools.cache
 def _loss_class() -> type:
     from torchtitan.components.loss import ChunkedLossWrapper
+
+    announce("torchtitan", "torchtitan", "0.3", "cross-entropy")
 
     class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer gives heads to subclasses of it
         """``ChunkedLossWrapper`` with this library's cross-entropy in place of chunks and their loss function."""

@@ -1,28 +1,26 @@
-"""verl's fused heads, answered by this library: with ``use_fused_kernels=True``, that is all there is to do.
+"""verl's fused heads, computed by this library: with ``use_fused_kernels=True``, that is all there is to do.
 
-verl imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that installs
-this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, H hidden size, V vocabulary size.
+verl 0.9 imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that
+installs this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, H hidden size, V vocabulary
+size.
 """
 
 from __future__ import annotations
-
-import importlib
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.integrations import verl_distillation
-from liger_losses.integrations.replacements import Replacement, Replacements
-from liger_losses.integrations.verl_distillation import answer
-
-_TORCH_HEAD, _TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
+from liger_losses.integrations.replacements import Replacements
+from liger_losses.integrations.verl_distillation import head_statistics
+from liger_losses.places import Place
 
 
 def fused_linear_for_ppo(
     self: nn.Module, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Answers ``FusedLinearForPPO.forward``: log-probabilities and entropies in the shape of ``input_ids``."""
-    return answer(hidden_states, vocab_weights, input_ids, temperature)
+    """Replaces ``FusedLinearForPPO.forward``: log-probabilities and entropies in the shape of ``input_ids``."""
+    return head_statistics(hidden_states, vocab_weights, input_ids, temperature)
 
 
 def linear_cross_entropy(
@@ -33,7 +31,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Answers ``linear_cross_entropy``: log-probabilities and entropies of all tokens, flat, as verl's own.
+    """Replaces ``linear_cross_entropy``: log-probabilities and entropies of all tokens, flat.
 
     Args:
         hidden, weight, labels, temperature, dist_process_group: as in
@@ -46,40 +44,37 @@ def linear_cross_entropy(
     if reduction.lower() not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}.")
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    logps, entropy = answer(hidden, weight, labels, temperature, dist_process_group)
+    logps, entropy = head_statistics(hidden, weight, labels, temperature, dist_process_group)
     return {"none": logps, "sum": logps.sum(), "mean": logps.mean()}[reduction.lower()], entropy
 
 
-_TESTED = "0.9.1"
-_HEADS = (
-    Replacement(_TORCH_HEAD, "FusedLinearForPPO.forward", lambda original, module: fused_linear_for_ppo),
-    Replacement(_TRITON_HEAD, "linear_cross_entropy", lambda original, module: linear_cross_entropy),
+TORCH_HEAD, TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
+#: Modules that import the second head's function by name.
+_USERS = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
+REPLACEMENTS = Replacements(
+    "verl",
+    "verl",
+    "0.9",
+    "the fused heads and the top-k distillation",
+    Place(TORCH_HEAD, "FusedLinearForPPO.forward", lambda original: fused_linear_for_ppo, fused_linear_for_ppo),
+    *(
+        Place(module, "linear_cross_entropy", lambda original: linear_cross_entropy)
+        for module in (TRITON_HEAD, *_USERS)
+    ),
+    *verl_distillation.PLACES,
 )
-_REPLACEMENTS = Replacements("verl", _TESTED, *_HEADS)
 
 
 def install() -> None:
-    """Replace verl's fused heads; a second call has no effect.
+    """Replace verl's fused heads and its top-k distillation, where or when it imports them. Again: no effect.
 
     These are ``FusedLinearForPPO.forward``, of its FSDP engine with the backends ``torch`` and ``liger``, and
-    ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine, also in modules
-    that have imported it already.
-
-    Raises:
-        ImportError: verl is not installed.
-        RuntimeError: this version of verl lacks one of them; nothing is changed then.
+    ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine. A module that
+    lacks what is replaced in it keeps verl's own, with a warning.
     """
-    for head in _HEADS:
-        if head.find(importlib.import_module(head.module)) is None:
-            missing = f"{head.module}.{head.name}"
-            raise RuntimeError(
-                f"this version of verl has no {missing}, which liger_losses replaces (tested with {_TESTED})."
-            )
-    verl_distillation.REPLACEMENTS.install()
-    _REPLACEMENTS.install()
+    REPLACEMENTS.install()
 
 
 def uninstall() -> None:
     """Put verl's own heads and distillation losses back."""
-    verl_distillation.REPLACEMENTS.uninstall()
-    _REPLACEMENTS.uninstall()
+    REPLACEMENTS.uninstall()

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import threading
 import time
@@ -10,42 +11,45 @@ import warnings
 
 import pytest
 
-from liger_losses.integrations.replacements import Replacement, Replacements
+from liger_losses.integrations.replacements import Replacements, announce
+from liger_losses.places import Place
+
+
+def replacements(*places):
+    return Replacements("Framework", "pytest", pytest.__version__, "everything", *places)
 
 
 def test_names_are_replaced_when_they_are_imported(framework):
     framework(
         **{
             "fw.early": "def head(): return 'early'",
-            "fw.user": "from fw.early import head\nname = head",
             "fw.user_since": "from fw.early import head",
-            "fw.late": "class Layer:\n    def forward(self): return 'late'\n",
+            "fw.late": "class Layer:\n    def forward(self): return 'late'\n    size = staticmethod(lambda n: n)",
             "fw.other": "def renamed(): pass",
         }
     )
-    early, user = importlib.import_module("fw.early"), importlib.import_module("fw.user")
-    replacements = Replacements(
-        "fw",
-        "1.0",
-        Replacement("fw.early", "head", lambda original, module: lambda: f"our {original()} of {module.__name__}"),
-        Replacement("fw.late", "Layer.forward", lambda original, module: lambda self: f"our {original(self)}"),
-        Replacement("fw.other", "head", lambda original, module: original),
-        Replacement("fw.never", "head", lambda original, module: original),
+    early = importlib.import_module("fw.early")
+    ours = replacements(
+        Place("fw.early", "head", lambda original: lambda: f"our {original()}"),
+        Place("fw.late", "Layer.forward", lambda original: lambda self: f"our {original(self)}", takes=("self",)),
+        Place("fw.late", "Layer.size", lambda original: lambda n: original(n) + 1),
+        Place("fw.other", "head", lambda original: original),
+        Place("fw.never", "head", lambda original: original),
     )
-    replacements.install()
-    replacements.install()
-    assert early.head() == user.head() == "our early of fw.early"
-    user_since = importlib.import_module("fw.user_since")
-    assert user_since.head is early.head
+    ours.install()
+    ours.install()
+    assert early.head() == importlib.import_module("fw.user_since").head() == "our early"
     late = importlib.import_module("fw.late")
     assert late.Layer().forward() == "our late"
+    assert late.Layer().size(1) == late.Layer.size(1) == 2
     assert "class Layer" in inspect.getsource(late)
     assert type(late.__spec__.loader) is type(late.__loader__) is type(early.__loader__)
-    with pytest.warns(UserWarning, match=r"fw runs with its own code.*fw\.other has no head \(tested with 1\.0\)"):
+    with pytest.warns(UserWarning, match=r"Framework runs with its own code.*fw\.other\.head is not there \(tested"):
         importlib.import_module("fw.other")
-    replacements.uninstall()
-    assert early.head() == user.head() == user_since.head() == "early"
+    ours.uninstall()
+    assert early.head() == "early"
     assert late.Layer().forward() == "late"
+    assert late.Layer().size(1) == 1
     framework(**{"fw.never": "pass"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,15 +58,15 @@ def test_names_are_replaced_when_they_are_imported(framework):
 
 def test_a_module_that_is_looked_for_has_its_own_loader(framework):
     framework(**{"fw.late": "head = 1"})
-    replacements = Replacements("fw", "1.0", Replacement("fw.late", "head", lambda original, module: original + 1))
-    replacements.install()
+    ours = replacements(Place("fw.late", "head", lambda original: original + 1))
+    ours.install()
     try:
         loader = importlib.util.find_spec("fw.late").loader  # as runpy and importlib.resources do
         assert loader.get_source("fw.late") == "head = 1"
         assert loader.is_package("fw.late") is False
         assert importlib.import_module("fw.late").head == 2
     finally:
-        replacements.uninstall()
+        ours.uninstall()
 
 
 def test_names_of_a_module_that_is_being_imported(framework):
@@ -73,34 +77,42 @@ def test_names_of_a_module_that_is_being_imported(framework):
             "fw.circular": "import sys\nsys.modules['fw_replacements'].install()\nhead = 1",
         }
     )
-    replacements = Replacements("fw", "1.0", Replacement("fw.slow", "head", lambda original, module: original + 1))
+    ours = replacements(Place("fw.slow", "head", lambda original: original + 1))
     thread = threading.Thread(target=importlib.import_module, args=("fw.slow",))
     thread.start()
     while "fw.slow" not in sys.modules:
         time.sleep(0.001)
-    replacements.install()
+    ours.install()
     thread.join()
     assert sys.modules["fw.slow"].head == 2
-    replacements.uninstall()
-    sys.modules["fw_replacements"] = replacements = Replacements(
-        "fw", "1.0", Replacement("fw.circular", "head", lambda original, module: 2)
-    )
-    with pytest.warns(UserWarning, match=r"replaces nothing in fw\.circular, whose import has led here"):
+    ours.uninstall()
+    sys.modules["fw_replacements"] = ours = replacements(Place("fw.circular", "head", lambda original: 2))
+    with pytest.warns(UserWarning, match=r"its own code, not with liger_losses: fw\.circular\.head is not there"):
         assert importlib.import_module("fw.circular").head == 1
-    replacements.uninstall()
+    ours.uninstall()
 
 
-def test_other_objects_among_the_modules_are_left(framework):
-    class Odd:
-        __slots__ = ()
-        __name__ = "fw.odd"
+def test_parameters_that_differ_are_named(framework):
+    framework(**{"fw.calls": "def head(hidden, scale, *, cap=None): pass"})
+    importlib.import_module("fw.calls")
+    for function, said in (
+        (lambda hidden, scale: None, "has an unknown parameter cap"),
+        (lambda hidden, scale, cap, bias: None, "has no parameter bias"),
+    ):
+        ours = replacements(Place("fw.calls", "head", lambda original, f=function: f, function))
+        with pytest.warns(UserWarning, match=f"fw.calls.head {said}"):
+            ours.install()
 
-    framework(**{"fw.early": "def head(): return 1"})
-    early = importlib.import_module("fw.early")
-    sys.modules["fw.odd"] = Odd()
-    sys.modules["fw.nothing"] = None
-    replacements = Replacements("fw", "1.0", Replacement("fw.early", "head", lambda original, module: lambda: 2))
-    replacements.install()
-    assert early.head() == 2
-    replacements.uninstall()
-    assert early.head() == 1
+
+def test_an_integration_says_that_it_is_active_and_which_versions_were_tested(caplog):
+    announce.cache_clear()
+    with caplog.at_level(logging.INFO, "liger_losses"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            announce("Pytest", "pytest", pytest.__version__.partition(".")[0], "the tests")
+    assert caplog.messages == [f"liger_losses computes the tests of Pytest {pytest.__version__}."]
+    for package, version in (("pytest", pytest.__version__), ("no-such-package", "of unknown version")):
+        with pytest.warns(
+            UserWarning, match=rf"Pytest {version} was not tested with liger_losses, which.* Pytest 0\.1"
+        ):
+            announce("Pytest", package, "0.1", "the tests")

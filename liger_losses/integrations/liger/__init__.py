@@ -1,8 +1,8 @@
-"""liger-kernel's names, answered by this library: code that imports them runs on it unchanged.
+"""liger-kernel's names, computed by this library: code that imports them runs on it unchanged.
 
     import liger_losses.integrations.liger
 
-    liger_losses.integrations.liger.install()  # before or after the import of the code that uses liger-kernel
+    liger_losses.integrations.liger.install()  # before the import of the code that uses liger-kernel
 
 It works whether liger-kernel is installed or not. Frameworks that ask for its version (transformers' Trainer with
 ``use_liger_kernel=True``, ms-swift, LLaMA-Factory) need it installed.
@@ -13,29 +13,31 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
 from liger_losses.integrations.liger.models import apply_to, stop_applying
 from liger_losses.integrations.liger.names import ANSWERS
+from liger_losses.integrations.replacements import announce
+from liger_losses.places import Found, Replaced
 
 _APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"
-#: What was replaced, in this order: the namespace, the name, and its value.
-_replaced: list[tuple[dict[str, Any], str, Any]] = []
+_replaced = Replaced()
 #: The modules that stand in for those of liger-kernel, where it is not installed.
 _made: list[str] = []
 
 
 def install() -> None:
-    """Answer liger-kernel's losses and its ``apply_liger_kernel_to_...`` with this library. Again: no effect.
+    """Compute liger-kernel's losses and its ``apply_liger_kernel_to_...`` with this library. Again: no effect.
 
     Covers ``liger_kernel.chunked_loss`` (classes, ``functional``, autograd functions), the (fused linear, scaled)
     cross-entropy, JSD, KL and TVD losses of ``liger_kernel.ops`` and ``liger_kernel.transformers``,
-    ``triton_grpo_loss`` and ``apply_liger_kernel_to_...``. Modules that have imported a name already get the answer,
-    too, whatever they call it; instances and subclasses that were made before stay what they are. Other names of an
-    installed liger-kernel stay as they are; if it is not installed, importing them raises ImportError, with a list of
-    those that exist.
+    ``triton_grpo_loss`` and ``apply_liger_kernel_to_...``. Call it before the import of the code that uses
+    liger-kernel: modules that have imported a name keep liger-kernel's, and a warning says so where they may have.
+    Other names of an installed liger-kernel stay as they are; if it is not installed, importing them raises
+    ImportError, with a list of those that exist.
     """
     if is_installed():
         return
@@ -43,53 +45,51 @@ def install() -> None:
         for stand_in in sorted({parent for name in ANSWERS for parent in _parents(name)}):
             _make(stand_in)
         return
-    found: dict[int, tuple[Any, Any]] = {}  # by the id of what is replaced: that, and its answer
-    for module_name, answers in ANSWERS.items():
-        try:
-            names = vars(importlib.import_module(module_name))
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("liger_kernel"):
-                raise
-            continue  # of another version
+    early = [name for name in ANSWERS if name in sys.modules]
+    if early:
+        warnings.warn(
+            f"{early[0]} was imported before liger_losses.integrations.liger.install(): code that has imported names "
+            "of it keeps liger-kernel's. Call install() first.",
+            stacklevel=2,
+        )
+    announce("liger-kernel", "liger-kernel", "0.8", "the losses and patches")
+    for module, answers in _modules():
+        names = vars(module)
         functions = {name: f for name, f in names.items() if name.startswith(_APPLY)}
         table = names.get(_TABLE, {})
         kinds = {name: [kind for kind, applies in table.items() if applies is f] for name, f in functions.items()}
         applies = {name: apply_to(name.removeprefix(_APPLY), kinds[name], f) for name, f in functions.items()}
         of_kinds = {kind: apply_to(kind, [kind], f) for kind, f in table.items()}
-        for name, answer in {**answers, **applies, _TABLE: of_kinds}.items():
-            if name in names:
-                found.setdefault(id(names[name]), (names[name], answer))
-    _replace_everywhere(found)
+        ours = {**answers, **applies, _TABLE: of_kinds}
+        _replaced.add([Found(module, name, value) for name, value in ours.items() if name in names])
+
+
+def _modules() -> list[tuple[types.ModuleType, dict[str, Any]]]:
+    """The modules of liger-kernel whose names are replaced, by what; all are imported before the first is changed."""
+    found = []
+    for name, answers in ANSWERS.items():
+        try:
+            found.append((importlib.import_module(name), answers))
+        except ModuleNotFoundError as error:  # of another version
+            if not (error.name or "").startswith("liger_kernel"):
+                raise
+    return found
 
 
 def is_installed() -> bool:
-    """Whether liger-kernel's names are answered now."""
-    return bool(_replaced or _made)
+    """Whether liger-kernel's names are this library's now."""
+    return bool(len(_replaced) or _made)
 
 
 def uninstall() -> None:
     """Put everything back as it was before :func:`install`.
 
-    Losses that were built in between work on, and modules that imported an answer in between keep it.
+    Losses that were built in between work on, and modules that imported a name in between keep it.
     """
-    while _replaced:
-        namespace, name, value = _replaced.pop()
-        namespace[name] = value
+    _replaced.restore()
     while _made:
         sys.modules.pop(_made.pop(), None)
     stop_applying()
-
-
-def _replace_everywhere(found: dict[int, tuple[Any, Any]]) -> None:
-    """Replace objects in the modules that define them and in all that have imported them, whatever they call them."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
-            continue
-        for name, value in list(names.items()):
-            if id(value) in found and value is not found[id(value)][1]:
-                _replaced.append((names, name, value))
-                names[name] = found[id(value)][1]
 
 
 def _parents(name: str) -> list[str]:
@@ -98,8 +98,8 @@ def _parents(name: str) -> list[str]:
 
 
 def _make(name: str) -> None:
-    """A module that stands in for one of liger-kernel, with the answers as its names."""
-    module, answers = types.ModuleType(name, "liger-kernel's names, answered by liger_losses."), ANSWERS.get(name, {})
+    """A module that stands in for one of liger-kernel, with this library's losses as its names."""
+    module, answers = types.ModuleType(name, "liger-kernel's names, computed by liger_losses."), ANSWERS.get(name, {})
     vars(module).update(answers, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
 
     def absent(attribute: str) -> Any:

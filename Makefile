@@ -14,8 +14,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl \
-	test-integrations notebook docs lint dist clean
+.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook docs lint dist clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile

@@ -44,7 +44,7 @@ def test_bad_labels_are_found_before_any_projection(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the projection was computed")
 
-    monkeypatch.setattr("liger_losses.chunked.engine.head.matmul_into", refuse)
+    monkeypatch.setattr("liger_losses.chunked.engine.weights.matmul_into", refuse)
     for call in (
         lambda: linear_logps(hidden, weight, labels),
         lambda: LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(61))(weight, hidden, labels),
@@ -159,7 +159,7 @@ def test_a_reference_that_does_not_fit_is_found_before_any_projection(monkeypatc
     def refuse(*_, **__):
         raise AssertionError("the projection was computed")
 
-    monkeypatch.setattr("liger_losses.chunked.engine.head.matmul_into", refuse)
+    monkeypatch.setattr("liger_losses.chunked.engine.weights.matmul_into", refuse)
     with pytest.raises(ValueError, match=r"of the reference model.*hidden_states must be \[..., 7\]"):
         LigerFusedLinearDPOLoss()(weight, hidden, labels, None, hidden, torch.randn(61, 7))
 

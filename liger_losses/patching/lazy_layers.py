@@ -111,7 +111,7 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Any:
         layer.set_reshard_after_forward(False, recurse=False)
     if layer.ranks is not None:
         parameters = layer.weight, layer.bias
-        return lazy_linear(hidden_states, *local_parameters(layer), shard=layer.ranks, parameters=parameters)
+        return lazy_linear(hidden_states, *local_parameters(layer), ranks=layer.ranks, parameters=parameters)
     return _compute(layer, partial(_product, layer), hidden_states)
 
 

@@ -157,11 +157,6 @@ class Head:
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
-    def shard(self) -> VocabularyRanks | None:
-        """The ranks that share the vocabulary, if any do."""
-        return self.ranks if isinstance(self.ranks, VocabularyRanks) else None
-
-    @property
     def vocab_size(self) -> int:
         """V, of all ranks."""
         return self.ranks.vocab_size(self.weight.shape[0])

@@ -102,7 +102,7 @@ class DeferredLogits:
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
         with self.under_forward_autocast():
-            logits = linear(*self.current().tensors, self.head.quantized, self.head.shard, self.autocast)
+            logits = linear(*self.current().tensors, self.head.quantized, self.head.ranks, self.autocast)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
         logits = logits.log_softmax(-1) if self.normalized else logits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import QuantizedWeight
 from liger_losses.chunked.engine.plan import blocks
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.weights import weights_of
 from liger_losses.kernels.autograd import once_differentiable
 
@@ -26,7 +26,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     quantized: QuantizedWeight | None = None,
-    ranks: VocabularyRanks | None = None,
+    ranks: Ranks = ALONE,
     cast: torch.dtype | None = None,
 ) -> Tensor:
     """``hidden_states @ [quantized, weight].T + bias`` of all ranks' rows, ``[..., V]``, the same on each rank.
@@ -38,7 +38,7 @@ def linear(
         ranks: which rows these are.
         cast: autocast's dtype, or ``None``.
     """
-    if quantized is None and ranks is None:
+    if quantized is None and ranks.size == 1:
         return F.linear(hidden_states, weight, bias)
     dtype = cast or hidden_states.dtype
     tensors = [None if t is None else t.to(dtype) for t in (hidden_states, weight, bias)]
@@ -57,26 +57,22 @@ class _Linear(torch.autograd.Function):
         for rows in _blocks(quantized, len(weight)):
             part = None if bias is None else bias[rows]
             logits[..., rows] = F.linear(hidden_states, weights.rows(rows, weight.dtype), part)
-        if ranks is None:
-            return logits
-        gathered = ranks.gather(F.pad(logits, (0, max(ranks.sizes) - logits.shape[-1])))
-        return torch.cat([part[..., :size] for part, size in zip(gathered, ranks.sizes, strict=True)], -1)
+        columns = ranks.whole(logits.flatten(0, -2).t())
+        return columns.t().contiguous().view(*logits.shape[:-1], len(columns))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         hidden_states, weight = ctx.saved_tensors
         weights, flat = weights_of(weight, ctx.quantized), gradient.flatten(0, -2)
-        if ctx.ranks is not None:
-            flat = flat[:, ctx.ranks.columns(ctx.ranks.vocab_size())]
+        flat = flat[:, ctx.ranks.columns(flat.shape[1])]
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[2]:
             wide = torch.promote_types(torch.float32, hidden_states.dtype)
             total = hidden_states.new_zeros(len(flat), hidden_states.shape[-1], dtype=wide)
             for rows in _blocks(ctx.quantized, len(weight)):
                 total += flat[:, rows] @ weights.rows(rows, weight.dtype)
-            grad_hidden = total.to(hidden_states.dtype).view(hidden_states.shape)
-            grad_hidden = grad_hidden if ctx.ranks is None else ctx.ranks.sum_(grad_hidden)
+            grad_hidden = ctx.ranks.sum_(total.to(hidden_states.dtype).view(hidden_states.shape))
         if ctx.needs_input_grad[3]:
             frozen = weights.shape[1] - weight.shape[1]
             grad_weight = flat.t() @ hidden_states.flatten(0, -2)[:, frozen:]

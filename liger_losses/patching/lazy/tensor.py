@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
-from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import LazyGradient, Source, WithGradientOf, inputs_of, without_subclasses
@@ -266,7 +266,7 @@ def lazy_linear(
     bias: Tensor | None = None,
     *,
     gather: Gather | None = None,
-    shard: VocabularyRanks | None = None,
+    ranks: Ranks = ALONE,
     parameters: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """``F.linear``, whose values are computed only if an operation needs them.
@@ -274,7 +274,7 @@ def lazy_linear(
     Args:
         hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
         gather: returns weight and bias (where there is one) again, should their memory be freed.
-        shard: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
+        ranks: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
             read the logits together.
         parameters: where weight and bias are parts of other tensors (DTensors), these, which count in-place operations.
 
@@ -286,7 +286,7 @@ def lazy_linear(
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
-    head = Head(weight, bias) if shard is None else Head(weight, bias).with_fields(ranks=shard)
+    head = Head(weight, bias).with_fields(ranks=ranks)
     deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
     return LazyLogits.make(deferred, autocast or hidden_states.dtype)
 

@@ -110,7 +110,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     deferred = lazy.deferred.on_rows(lambda hidden: hidden[rows])
     start, stop, _ = columns.indices(deferred.head.vocab_size)
     if (start, stop) != (0, deferred.head.vocab_size):
-        if deferred.normalized or stop <= start or deferred.head.shard is not None:
+        if deferred.normalized or stop <= start or deferred.head.ranks.size > 1:
             return NotImplemented  # log-probabilities of some columns depend on all of the head, which ranks may share
         deferred = replace(deferred, head=deferred.head.columns(columns))
     # Indexing by tensors copies, by anything else it gives views.
@@ -192,7 +192,7 @@ def _is_vector(lazy: LazyLogits, other: Any) -> bool:
     deferred = lazy.deferred
     if not isinstance(other, Tensor) or isinstance(other, LazyLogits) or deferred.normalized or deferred.steps:
         return False
-    if deferred.head.shard is not None or deferred.head.quantized is not None:  # it has some columns, or no weight
+    if deferred.head.ranks.size > 1 or deferred.head.quantized is not None:  # it has some columns, or no weight
         return False
     vector = other.shape[-1:] == lazy.shape[-1:] and other.numel() == lazy.shape[-1] and other.dim() <= lazy.dim()
     return vector and other.device == lazy.device and other.dtype == deferred.head.weight.dtype
@@ -221,7 +221,7 @@ def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
     one, two = lazy.deferred, other.deferred
     if one.normalized or one.steps or one.autocast != two.autocast or lazy.shape != other.shape:
         return NotImplemented
-    if one.head.shard is not None or two.head.shard is not None or two.head.quantized is not None:
+    if one.head.ranks.size > 1 or two.head.ranks.size > 1 or two.head.quantized is not None:
         return NotImplemented
     if two.normalized or two.head.transform.softcap is not None or other.materialized is not None:
         return NotImplemented

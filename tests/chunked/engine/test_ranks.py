@@ -441,12 +441,12 @@ def agreements(parts):
 def order_of_names(parts):
     """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
     d, rows = batch(), parts["four"].rows
-    shard = Head(d["weight"][rows], group=dist.group.WORLD).shard
+    ranks = Head(d["weight"][rows], group=dist.group.WORLD).ranks
     logits = d["h"].flatten(0, 1) @ d["weight"].t()
     values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
     names = sorted(values, reverse=dist.get_rank() % 2 == 1)
     merged = {name: values[name].clone() for name in names}
-    shard.merge_(d["y"].flatten(), merged)
+    ranks.merge_(d["y"].flatten(), merged)
     torch.testing.assert_close(merged["lse"], logits.logsumexp(1))
     torch.testing.assert_close(merged["mean_logit"], logits.mean(1))
 
@@ -463,7 +463,7 @@ def devices(parts):
             logps = linear_logps(d["h"], head, d["y"])
         torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
         patched.setattr(Agreement, "wait", lambda agreement: (5, 6))
-        memories = [head.shard.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
+        memories = [head.ranks.least_memory(8, torch.device(kind)) for kind in ("cpu", "meta")]
         assert memories == [0, 5]  # of each type of device
         patched.undo()
         with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):

@@ -8,6 +8,7 @@ A new divergence is two functions ``(log p, log q, a, b, c) -> (f, h)``, one for
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl
 from liger_losses.kernels.targets import HAS_LIBDEVICE
 from liger_losses.kernels.tracing import record
+
+try:
+    from torch.utils._python_dispatch import _disable_current_modes as _without_modes
+except ImportError:  # torch has no public name for it
+    _without_modes = contextlib.nullcontext  # type: ignore[assignment]
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
@@ -318,7 +323,7 @@ def series_of(divergence: Divergence) -> Series:
     if not form.smooth:
         return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
     radius = 0.5 / max(power, 1.0)
-    with _disable_current_modes():  # torch.compile may be tracing, but these are numbers, which are cached
+    with _without_modes():  # torch.compile may be tracing, but these are numbers, which are cached
         angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
         d = torch.polar(torch.full_like(angles, 2 * radius), angles)
         powers = torch.stack([d**-n for n in range(TERMS)])

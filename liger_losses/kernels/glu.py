@@ -33,8 +33,9 @@ _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
 
 with fwAD.dual_level():
     _one = torch.ones((), device="cpu")
-    # Not fwAD.make_dual, which compiles TorchScript for 0.3 s first.
-    _tangent = fwAD.unpack_dual(torch._VF._make_dual(_one, _one, level=0).clamp(max=1.0)).tangent
+    # fwAD.make_dual compiles TorchScript for 0.3 s first.
+    _make_dual: Any = getattr(getattr(torch, "_VF", None), "_make_dual", fwAD.make_dual)
+    _tangent = fwAD.unpack_dual(_make_dual(_one, _one, level=0).clamp(max=1.0)).tangent
 #: Whether ``torch.clamp`` passes a gradient at the limit itself: torch 2.13 does, torch 2.15 does not.
 _PASSES_AT_LIMIT = bool(_tangent)
 

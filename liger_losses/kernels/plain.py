@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _LINEAR_FORWARD = nn.Linear.forward
+#: Whether all modules have a hook; torch has no public name for it.
+_has_global_hook: Callable[[], bool] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
 
 
 def is_plain(*tensors: Any) -> bool:
@@ -22,5 +25,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
     compiled = getattr(module, "_compiled_call_impl", None) is not None
-    global_hooks = torch.nn.modules.module._has_any_global_hook()
-    return (module.bias is None or is_plain(module.bias)) and not (any(hooks) or replaced or compiled or global_hooks)
+    return (module.bias is None or is_plain(module.bias)) and not (
+        any(hooks) or replaced or compiled or _has_global_hook()
+    )

@@ -13,15 +13,18 @@ from torch.nn.utils import parametrize
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
+from liger_losses.patching.lazy.gradients import make_empty
 from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
 from liger_losses.patching.linear_forward import check_forward, match_shared
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
-from liger_losses.patching.swap import original_class, replacement_of, restore, swap
+from liger_losses.patching.swap import HOOKS, hooks_of, original_class, replacement_of, restore, swap
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot become lazy, or ``None``."""
+    if make_empty is None:
+        return "this version of torch has no Tensor._make_wrapper_subclass, which makes tensors without memory"
     if LazyTokens.is_candidate(module):
         return None
     if LazyQuantized.is_candidate(module):
@@ -37,7 +40,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
     sharded = hasattr(module.weight, "full_tensor")  # gathered by the time it is used
     if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [hook for kind in HOOKS for hook in hooks_of(module, kind).values()]
     if sharded and any(getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in hooks):
         return (
             "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
@@ -48,7 +51,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 
 def _reason_of_hooks(module: nn.Module) -> str | None:
-    if module._backward_hooks or module._backward_pre_hooks:
+    if hooks_of(module, "backward_hooks") or hooks_of(module, "backward_pre_hooks"):
         return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
     return None
 
@@ -126,7 +129,7 @@ def make_head_lazy(
             reason = _make_lazy(module, forced)
         entries.append(Entry(path, name, None, reason) if reason else _entry(module, path))
     owner = _owner(model)
-    if owner is not None and _return_tensors not in owner._forward_hooks.values():
+    if owner is not None and _return_tensors not in hooks_of(owner, "forward_hooks").values():
         owner.register_forward_hook(_return_tensors)
     return entries
 
@@ -198,7 +201,7 @@ def patched_heads(model: nn.Module) -> list[Entry]:
 def keep_head_lazy(model: nn.Module) -> None:
     """Make the head lazy before each forward, as it may have been replaced or have got adapters since the last one."""
     owner = _owner(model)
-    if owner is not None and _make_lazy_again not in owner._forward_pre_hooks.values():
+    if owner is not None and _make_lazy_again not in hooks_of(owner, "forward_pre_hooks").values():
         owner.register_forward_pre_hook(_make_lazy_again)
 
 
@@ -232,7 +235,8 @@ def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
 def _forget_head(model: nn.Module) -> None:
     """Undo :func:`keep_head_lazy`."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for kind in ("forward_pre_hooks", "forward_hooks"):
+            hooks = hooks_of(module, kind)
             for number in [n for n, hook in hooks.items() if hook in (_make_lazy_again, _return_tensors)]:
                 del hooks[number]
 

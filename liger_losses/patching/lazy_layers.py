@@ -82,8 +82,9 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
     else:
         # A graph of torch.export or torch.jit has no place for them, and fully_shard frees its units' weights.
         # (The flag itself: torch.compile of torch 2.11 takes is_exporting() for true.)
-        recorded = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
-        several = not recorded and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
+        exporting = getattr(torch.compiler, "_is_exporting_flag", None)
+        recorded = torch.compiler.is_exporting() if exporting is None else exporting
+        several = not (recorded or torch.jit.is_tracing()) and hidden_states.dim() > 1 and hidden_states.shape[-2] > 1
         lazy = several and not hasattr(layer, "set_reshard_after_forward")
     forced = bool(_Forced.contexts) if torch.compiler.is_dynamo_compiling() else _Forced.here.get()
     return forced or (lazy and not layer.only_when_forced)
@@ -166,7 +167,9 @@ class KeepGathered(torch.autograd.Function):
 
         if parameter.ds_status.name != "AVAILABLE":
             parameter.all_gather(param_list=[parameter])
-            torch.autograd.Variable._execution_engine.queue_callback(partition)
+            engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+            if engine is not None:  # else it stays gathered until DeepSpeed partitions it
+                engine.queue_callback(partition)
         return gradient
 
 

@@ -127,9 +127,9 @@ class GatedMLP(LinearsStay):
     def is_candidate(cls, module: nn.Module) -> bool:
         """Nothing but the linear layers has parameters or buffers, their sizes fit, and forward takes one argument."""
         linears = linears_of(module)
-        if len(linears) not in (2, 3) or module._parameters or module._buffers:
-            return False
-        if any(part._parameters or part._buffers for part in cls.bypassed(module).values()):
+        if len(linears) not in (2, 3) or any(
+            probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())
+        ):
             return False
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
@@ -165,7 +165,7 @@ class GatedExperts(Replacement):
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Weights of three dimensions, and the method."""
-        stacked = any(p is not None and len(probing.shape_of(p)) == 3 for p in module._parameters.values())
+        stacked = any(len(probing.shape_of(p)) == 3 for p in module.parameters(recurse=False))
         return stacked and callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
     @classmethod
@@ -186,7 +186,7 @@ def linears_of(module: nn.Module) -> dict[str, Any]:
     """The children with ``in_features`` and ``out_features``: linear layers, quantized ones, adapters around them."""
     return {
         name: child
-        for name, child in module._modules.items()
+        for name, child in module.named_children()
         if type(getattr(child, "in_features", None)) is int and type(getattr(child, "out_features", None)) is int
     }
 

@@ -75,9 +75,9 @@ class Norm(Replacement):
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """No children or buffers, and at most two parameters, vectors of one size."""
-        shapes = [probing.shape_of(p) for p in module._parameters.values() if p is not None]
+        shapes = [probing.shape_of(p) for p in module.parameters(recurse=False)]
         vectors = len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
-        return vectors and not module._modules and not module._buffers
+        return vectors and not any(True for _ in module.children()) and not any(True for _ in module.buffers())
 
     @classmethod
     def match(cls, module: nn.Module) -> Norm:
@@ -102,11 +102,11 @@ class Norm(Replacement):
     @classmethod
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Modules with parameters, and those whose class is named a norm."""
-        return bool(module._parameters) or "norm" in type(module).__name__.lower()
+        return any(True for _ in module.parameters()) or "norm" in type(module).__name__.lower()
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
-    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    names = tuple(name for name, _ in module.named_parameters(recurse=False))
     multiply = [("multiply", "cast_first"), ("multiply", "fp32")]
     forms: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [] if gate is not None else [(layer_norm, ())]
     if len(names) < 2 and gate is not None:
@@ -179,7 +179,7 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
 
 def _sizes(module: nn.Module) -> list[int]:
     """The parameters' size; without parameters, the sizes among the attributes, and any other."""
-    sizes = [size for p in module._parameters.values() if p is not None for size in probing.shape_of(p)]
+    sizes = [size for p in module.parameters(recurse=False) for size in probing.shape_of(p)]
     lists = [value if isinstance(value, (tuple, list)) else [value] for value in vars(module).values()]
     return sizes[:1] or [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]
 

@@ -94,6 +94,11 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
     return type(value).__name__, id(value)
 
 
+def has_tensors(module: nn.Module) -> bool:
+    """Whether a module has parameters or buffers of its own."""
+    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
 #: Attributes that every module has; ``training`` is among them, and probes run in both modes.
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -107,8 +112,8 @@ def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
     """The fingerprint of a module's children and of theirs."""
     return tuple(
         (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
-        for name, child in module._modules.items()
-        if child is not None and name not in without
+        for name, child in module.named_children()
+        if name not in without
     )
 
 

@@ -47,7 +47,7 @@ class Replacement(Protocol):
     @classmethod
     def key(cls, module: nn.Module) -> Any:
         """Candidates with equal keys compute the same, so that only one of them is run."""
-        shapes = tuple((name, None if p is None else probing.shape_of(p)) for name, p in module._parameters.items())
+        shapes = tuple((name, probing.shape_of(p)) for name, p in module.named_parameters(recurse=False))
         return type(module), shapes, probing.children_of(module), probing.attributes(module)
 
     @classmethod
@@ -115,6 +115,15 @@ def replaced_on_instance(module: nn.Module, methods: Iterable[str], owner: str =
     return next((f"{owner} {name} was replaced on the instance" for name in methods if name in vars(module)), None)
 
 
+#: Kinds of hooks on modules.
+HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
+    """A module's hooks of a kind, by number; torch has no public name for them."""
+    return getattr(module, f"_{kind}", {})
+
+
 def reason_not_to_swap(
     module: nn.Module, bypassed: Mapping[str, nn.Module], methods: tuple[str, ...] = ("forward",)
 ) -> str | None:
@@ -124,13 +133,11 @@ def reason_not_to_swap(
         replaced = replaced_on_instance(part, called, owner)
         if replaced is not None:
             return replaced
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        if any(hooks_of(part, kind) for kind in HOOKS):
             return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it was compiled on its own; patch before compiling"
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
+    for name, parameter in module.named_parameters(recurse=False):
         sharded = hasattr(parameter, "full_tensor")  # gathered for the forward; if not, the original runs
         if type(parameter) is not nn.Parameter and not sharded:
             return f"its {name} is a {type(parameter).__name__}"

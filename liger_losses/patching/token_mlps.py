@@ -44,9 +44,7 @@ class TokenMLP(LinearsStay):
     def is_candidate(cls, module: nn.Module) -> bool:
         """At least two linear layers, one of them wider than the others' input, and nothing else with parameters."""
         linears = linears_of(module)
-        if len(linears) < 2 or module._parameters or module._buffers:
-            return False
-        if any(part._parameters or part._buffers for part in cls.bypassed(module).values()):
+        if len(linears) < 2 or any(probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())):
             return False
         return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
 

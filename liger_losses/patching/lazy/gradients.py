@@ -22,6 +22,10 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 _LINEAR = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar, _aten.neg.default)
 
 
+#: Makes a tensor without memory, of a subclass; ``None`` in a torch that cannot, where no logits are lazy.
+make_empty: Any = getattr(Tensor, "_make_wrapper_subclass", None)
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """What a node of the graph computes lazy logits of.
@@ -70,7 +74,7 @@ class LazyGradient(Tensor):
     def make(source: Source, parts: list[Tensor | None]) -> LazyGradient:
         """The gradient of a node's logits."""
         shape, device = source.deferred.shape, source.deferred.hidden_states.device
-        gradient = Tensor._make_wrapper_subclass(LazyGradient, shape, dtype=source.dtype, device=device)
+        gradient: LazyGradient = make_empty(LazyGradient, shape, dtype=source.dtype, device=device)
         gradient.source, gradient.parts = source, parts
         return gradient
 

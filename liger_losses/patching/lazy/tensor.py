@@ -18,7 +18,14 @@ from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.gradients import LazyGradient, Source, WithGradientOf, inputs_of, without_subclasses
+from liger_losses.patching.lazy.gradients import (
+    LazyGradient,
+    Source,
+    WithGradientOf,
+    inputs_of,
+    make_empty,
+    without_subclasses,
+)
 from liger_losses.patching.lazy.warning import warn_materialized
 from liger_losses.patching.lazy.weights import Gather, HeadWeights, version_of
 
@@ -86,7 +93,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
-        lazy = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        lazy: LazyLogits = make_empty(LazyLogits, shape, dtype=dtype, device=device)
         lazy.materialized, lazy.source, lazy.connected = None, None, False
         lazy.memory, lazy.changed = [], []
         return lazy
@@ -301,7 +308,7 @@ def can_be_lazy(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> b
     mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
     fits = hidden_states.dim() >= 2 == weight.dim() and hidden_states.shape[-1] == weight.shape[-1]
     fits = fits and weight.numel() > 0 and hidden_states.is_floating_point() and weight.is_floating_point()
-    fits = fits and not is_quantized(weight)
+    fits = fits and not is_quantized(weight) and make_empty is not None
     return fits and not mixed and (bias is None or bias.shape == weight.shape[:1]) and not hidden_states.is_meta
 
 

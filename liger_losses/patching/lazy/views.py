@@ -144,14 +144,14 @@ for _name, _dtype in _CASTS.items():
 
 @implements("to")
 def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    named = {name: value for name, value in kwargs.items() if name != "copy"}
+    """What the arguments mean, an empty tensor shows."""
     try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **named)
-    except (TypeError, RuntimeError):  # copy by position, or arguments that torch refuses
+        moved = torch.empty(0, dtype=lazy.dtype, device=lazy.device).to(*args, **kwargs)
+    except (TypeError, RuntimeError):  # arguments that torch refuses
         return NotImplemented
-    if memory_format is not None or (device is not None and device != lazy.device):
+    if moved.device != lazy.device or kwargs.get("memory_format") is not None:
         return NotImplemented
-    return lazy if dtype is None else _cast(lazy, dtype)
+    return _cast(lazy, moved.dtype)
 
 
 def _scale(operation: str, lazy: LazyLogits, other: Any) -> Any:

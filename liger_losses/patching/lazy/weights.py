@@ -122,7 +122,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def version_of(tensor: Tensor) -> int:
     """Counts the in-place operations on a tensor's memory, where torch does."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
 
 
 def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

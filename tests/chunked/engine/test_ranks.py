@@ -37,7 +37,7 @@ from liger_losses import (
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, RankError, known_of
 from liger_losses.chunked.engine.given import Given
-from liger_losses.integrations import nemo_rl, skyrl
+from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
 from tests.chunked.engine.shared_vocabulary import (
@@ -545,7 +545,7 @@ def quantized(parts):
 
 
 def heads_of_frameworks(parts):
-    """SkyRL's and NeMo-RL's, which share the sequence too, against the whole head."""
+    """SkyRL's, whose ranks have parts of the vocabulary, against the whole head."""
     for part in parts.values():
         hidden, weight, labels, _ = problem(shape=(8, 2), masked=0.0)  # [S, B]
         upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
@@ -556,18 +556,12 @@ def heads_of_frameworks(parts):
         mine = slice(cuts[rank], cuts[rank + 1])
         rows = weight.detach()[mine].requires_grad_()
         share = (mine.start, mine.stop, 4, part.group)
-        for ours in (hidden.detach().chunk(ranks)[rank].requires_grad_(), hidden):
-            if ours is hidden:
-                states = hidden.transpose(0, 1)
-                logps = skyrl.fused_lm_head_logprob("torch", states, rows, labels.t(), *share, False)
-            else:
-                logps = nemo_rl.hidden_states_to_logprobs(ours, labels.t(), rows, *share)
-            torch.testing.assert_close(logps, expected.t())
-            grad_hidden, grad_rows = torch.autograd.grad(logps, (ours, rows), upstream.t())
-            if ours is hidden:  # Megatron sums these
-                dist.all_reduce(grad_hidden, group=part.group)
-            torch.testing.assert_close(grad_rows, grads[1][mine])
-            torch.testing.assert_close(grad_hidden, grads[0] if ours is hidden else grads[0].chunk(ranks)[rank])
+        logps = skyrl.fused_lm_head_logprob("torch", hidden.transpose(0, 1), rows, labels.t(), *share, False)
+        torch.testing.assert_close(logps, expected.t())
+        grad_hidden, grad_rows = torch.autograd.grad(logps, (hidden, rows), upstream.t())
+        dist.all_reduce(grad_hidden, group=part.group)  # as Megatron does
+        torch.testing.assert_close(grad_rows, grads[1][mine])
+        torch.testing.assert_close(grad_hidden, grads[0])
 
 
 CHECKS = (

@@ -1,5 +1,10 @@
 """Attributes of losses: each is read at every call, and a value that does not fit is refused when it is set."""
 
+import copy
+import dataclasses
+import inspect
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -435,3 +440,68 @@ def test_nothing_public_is_gone_but_what_nobody_used():
     assert not {"ChunkedTokenLoss"} & set(liger_losses.__all__)
     for name in ("Head", "functional", "ChunkedLoss"):
         assert hasattr(liger_losses, name)
+
+
+# --- Copies, signatures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
+@pytest.mark.parametrize(("build", "call"), [(build, call) for build, call, _, _ in CASES[:2] + CASES[7:10]])
+def test_a_copy_has_options_of_its_own(build, call, copied):
+    loss = build(temperature=0.7, backend="torch")
+    other = copied(loss)
+    assert (other.settings, repr(other)) == (loss.settings, repr(loss))
+    assert other.state_dict().keys() == loss.state_dict().keys()
+    other.temperature = 2.0
+    assert (loss.temperature, other.temperature) == (0.7, 2.0)
+    for a, b in zip(tuple_of(call(other)), tuple_of(call(build(temperature=2.0))), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_options_are_frozen_and_read_by_name():
+    loss = LigerFusedLinearDPOLoss(beta=0.3, ld_alpha=0.5)
+    assert (loss.settings.beta, loss.beta, loss.ld_alpha) == (0.3, 0.3, 0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loss.settings.beta = 0.4
+    with pytest.raises(AttributeError, match="has no attribute 'bta'"):
+        _ = loss.bta
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: LigerFusedLinearDPOLoss(*[1] * 12),
+            "takes at most 11 options by position, got 12: ignore_index, beta",
+        ),
+        (lambda: LigerFusedLinearDPOLoss(-100, ignore_index=-1), "was given ignore_index by position and by name"),
+        (lambda: LigerFusedLinearGRPOLoss(average_log_prob=True), "has no option 'average_log_prob'"),
+        (lambda: LigerFusedLinearAlphaBetaLoss(), "alpha"),
+    ],
+)
+def test_wrong_options(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("build", [LigerFusedLinearCPOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss])
+def test_losses_without_a_reference_take_none(build):
+    with pytest.raises(ValueError, match="leave out use_ref_model"):
+        build(use_ref_model=True)
+
+
+def test_signatures_list_every_option():
+    parameters = inspect.signature(LigerFusedLinearDPOLoss).parameters
+    assert list(parameters)[:3] == ["ignore_index", "beta", "alpha"]
+    assert (parameters["beta"].default, parameters["workspace"].default) == (0.1, None)
+    assert parameters["workspace"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert next(iter(inspect.signature(LigerFusedLinearDPOLoss()).parameters)) != "ignore_index"
+
+    class Own(LigerFusedLinearJSDLoss):
+        def __init__(self, floor=0.0, **options):
+            self.floor = floor
+            super().__init__(**options)
+
+    parameters = inspect.signature(Own).parameters
+    assert next(iter(parameters)) == "floor"
+    assert parameters["convention"].default == "gkd"

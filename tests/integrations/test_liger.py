@@ -164,7 +164,7 @@ def test_install_reaches_liger_kernels_modules_and_uninstall_restores_them(insta
     import liger_kernel.transformers
     from liger_kernel.transformers import functional as liger_functional
 
-    assert liger_kernel.chunked_loss.LigerFusedLinearDPOLoss is liger_losses.LigerFusedLinearDPOLoss
+    assert issubclass(liger_kernel.chunked_loss.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
     ours = defining.LigerFusedLinearCrossEntropyFunction
     assert liger_kernel.ops.LigerFusedLinearCrossEntropyFunction is ours
     assert liger_functional.liger_cross_entropy.__module__.startswith("liger_losses.")
@@ -420,7 +420,7 @@ def test_names_that_were_imported_before_are_warned_of(monkeypatch):
         UserWarning, match=r"liger_kernel\.\S+ was imported before .*install\(\).* Call install\(\) first"
     ):
         liger.install()
-    assert chunked.LigerFusedLinearDPOLoss is liger_losses.LigerFusedLinearDPOLoss
+    assert issubclass(chunked.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
     liger.uninstall()
     assert user.Loss is chunked.LigerFusedLinearDPOLoss is theirs
 
@@ -492,3 +492,74 @@ def test_auto_class_takes_liger_kernels_options(installed):
 
     model = AutoLigerKernelForCausalLM.from_config(build("llama").config, rope=False, swiglu=False, rms_norm=False)
     assert [entry.path for entry in model.liger_report.replaced] == ["lm_head"]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute_nll", [True, False])
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO"])
+def test_metrics_are_liger_kernels(name, compute_nll, dtype):
+    """All of them, by position, with prompts and padding in the batch, through its classes."""
+    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    hidden, weight, labels, bias = problem(n=20, shape=(4, 5), bias=True)
+    hidden, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight, bias))
+    labels[:, -1], labels[:, 0] = -100, 3
+    options = {} if name == "KTO" else {"compute_nll_loss": compute_nll}
+    if name in ("DPO", "KTO"):
+        options["use_ref_model"] = False
+    arguments = {"ref_weight": weight.detach()} if name == "DPO" else {}  # which is ignored
+    if name == "KTO":
+        kl = torch.tensor(0.1) if compute_nll else None
+        arguments = {"preference_labels": torch.tensor([True, False, True, False]), "kl": kl}
+    found = []
+    for ours in (False, True):
+        if ours:
+            liger.install()
+        try:
+            loss = getattr(importlib.import_module("liger_kernel.chunked_loss"), f"LigerFusedLinear{name}Loss")
+            value, metrics = loss(compiled=False, **options)(
+                _input=hidden, lin_weight=weight, target=labels, bias=bias, **arguments
+            )
+        finally:
+            liger.uninstall()
+        found.append([value.detach(), *(metric.detach().float() for metric in metrics)])
+    assert issubclass(loss, getattr(liger_losses, f"LigerFusedLinear{name}Loss"))
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 2e-2}
+    assert len(found[0]) == len(found[1])
+    for theirs, value in zip(*found, strict=True):
+        torch.testing.assert_close(value.float(), theirs.float(), **close)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_of_what_does_not_sum_to_one(beta):
+    """Loss and gradient as liger-kernel's kernel computes them, of the formulas in its comments."""
+    from liger_losses.integrations.liger.probabilities import LigerJSD
+
+    log_q, log_p = normal(5, 7, seed=1).requires_grad_(), normal(5, 7, seed=2)
+    labels = torch.tensor([1, -100, 2, 3, 0])
+    q, p = log_q.detach().exp(), log_p.exp()
+    if beta == 0.0:
+        terms, gradient = p * (log_p - log_q.detach()), -p
+    elif beta == 1.0:
+        terms = q * (log_q.detach() - log_p)
+        gradient = terms + q
+    else:
+        log_m = (beta * p + (1 - beta) * q).log()
+        gradient = (1 - beta) * q * (log_q.detach() - log_m)
+        terms = beta * p * (log_p - log_m) + gradient
+    active = (labels != -100).float()[:, None] / 4
+    loss = LigerJSD(beta)(log_q, log_p, labels)
+    torch.testing.assert_close(loss.detach(), (terms * active).sum())
+    torch.testing.assert_close(torch.autograd.grad(loss, log_q)[0], gradient * active)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_of_given_logits_have_their_dtype(dtype):
+    from liger_losses.integrations.liger.logits import LigerCrossEntropyLoss, apply_cross_entropy
+
+    logits, labels = normal(4, 7, dtype=dtype).requires_grad_(), torch.tensor([1, 2, -100, 0])
+    loss = LigerCrossEntropyLoss()(logits, labels)
+    assert loss.dtype == dtype
+    loss, z_loss, accuracy, _ = apply_cross_entropy(logits, labels, None, -100, 0.1, 0.0, "none", None, True, True)
+    assert (loss.dtype, z_loss.dtype, accuracy.dtype) == (dtype, dtype, torch.float32)
+    assert torch.autograd.grad(loss.sum(), logits)[0].dtype == dtype

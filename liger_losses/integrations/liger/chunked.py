@@ -1,17 +1,78 @@
-"""The ``apply`` of the autograd functions of ``liger_kernel.chunked_loss``, answered by this library.
+"""The classes of ``liger_kernel.chunked_loss``, and the ``apply`` of its autograd functions, by this library.
 
-Its classes are answered by this library's classes of the same names, which take the same arguments.
+The classes are this library's of the same names, which take the same arguments. B sequences of T positions, V
+vocabulary size.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import liger_losses
+
+
+def _with_their_metrics(loss: type) -> type:
+    """A loss of completions that takes its inputs, and defines its metrics, as liger-kernel's class does.
+
+    Logits are averaged (pairs) or summed (single completions) over all positions, prompts and padding too, and
+    ``chosen_nll_loss`` is 0 where it is not part of the loss. A reference is ignored with ``use_ref_model=False``, and
+    a missing ``kl`` is 0.
+    """
+    inner: Callable[..., tuple[Tensor, Any]] = loss.forward  # type: ignore[attr-defined]
+    names = list(inspect.signature(inner).parameters)[1:]
+
+    @functools.wraps(inner)
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> tuple[Tensor, Any]:
+        call = dict(zip(names, arguments, strict=False)) | keywords
+        hidden, weight = call.get("_input"), call.get("lin_weight")
+        if len(arguments) > len(names) or not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
+            return inner(self, *arguments, **keywords)  # a call in another form than liger-kernel's
+        if not self.use_ref_model:
+            call = {name: given for name, given in call.items() if not name.startswith("ref_")}
+        if "kl" in names and call.get("kl") is None:
+            call["kl"] = 0.0
+        value, metrics = inner(self, **call)
+        sums = _mean_logits_of_sequences(hidden.detach(), weight.detach(), call.get("bias"))
+        if "chosen_logits_sum" in metrics._fields:
+            chosen = call["preference_labels"].to(torch.bool)
+            per_logit = sums * len(weight)
+            parts = {
+                "chosen_logits_sum": (per_logit * chosen).sum(),
+                "rejected_logits_sum": (per_logit * ~chosen).sum(),
+            }
+        else:
+            means = sums.view(2, -1).mean(1) / hidden.shape[1]
+            parts = {"chosen_logits_mean": means[0], "rejected_logits_mean": means[1]}
+            if not self.compute_nll_loss:
+                parts["chosen_nll_loss"] = torch.zeros_like(metrics.chosen_nll_loss)
+        return value, metrics._replace(**parts)
+
+    return type(loss.__name__, (loss,), {"forward": forward, "__doc__": loss.__doc__, "__module__": __name__})
+
+
+def _mean_logits_of_sequences(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[B]``: the logits of ``hidden [B, T, H]``, averaged over the vocabulary and summed over the positions."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    sums = hidden.sum(1, dtype=wide) @ weight.mean(0, dtype=wide)
+    return sums if bias is None else sums + hidden.shape[1] * bias.detach().to(wide).mean()
+
+
+#: Classes by the middle of their name, ``LigerFusedLinear...Loss``.
+LOSSES: dict[str, type] = {
+    **{
+        middle: _with_their_metrics(getattr(liger_losses, f"LigerFusedLinear{middle}Loss"))
+        for middle in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
+    },
+    **{
+        middle: getattr(liger_losses, f"LigerFusedLinear{middle}Loss") for middle in ("GRPO", "JSD", "CosineSimilarity")
+    },
+}
 
 
 def function_class(name: str, apply: Callable[..., Any]) -> type:
@@ -63,37 +124,37 @@ _DISTILLATION = (
 #: function's differ from its class's.
 CHUNKED = {
     "DPO": _applied(
-        liger_losses.LigerFusedLinearDPOLoss,
+        LOSSES["DPO"],
         f"{_PAIRS} {_REFERENCE} ignore_index beta compute_nll_loss compiled use_ref_model average_log_prob chunk_size "
         "loss_type label_smoothing discopop_tau alpha",
     ),
     "ORPO": _applied(
-        liger_losses.LigerFusedLinearORPOLoss,
+        LOSSES["ORPO"],
         f"{_PAIRS} ignore_index beta compute_nll_loss nll_target compiled chunk_size",
     ),
     "CPO": _applied(
-        liger_losses.LigerFusedLinearCPOLoss,
+        LOSSES["CPO"],
         f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
         average_log_prob=False,
     ),
     "SimPO": _applied(
-        liger_losses.LigerFusedLinearSimPOLoss,
+        LOSSES["SimPO"],
         f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
         compute_nll_loss=False,
     ),
     "KTO": _applied(
-        liger_losses.LigerFusedLinearKTOLoss,
+        LOSSES["KTO"],
         f"_input lin_weight target preference_labels bias {_REFERENCE} kl ignore_index beta compiled use_ref_model "
         "average_log_prob chunk_size",
         use_ref_model=True,
     ),
     "GRPO": _applied(
-        liger_losses.LigerFusedLinearGRPOLoss,
+        LOSSES["GRPO"],
         "_input lin_weight selected_token_ids attention_mask advantages bias ref_per_token_logps old_per_token_logps "
         f"{_REFERENCE} beta epsilon_low epsilon_high loss_type max_completion_length importance_sampling_level "
         "sapo_temperature_pos sapo_temperature_neg temperature compiled use_ref_model chunk_size vllm_is_ratio delta "
         "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
     ),
-    "JSD": _applied(liger_losses.LigerFusedLinearJSDLoss, _DISTILLATION),
-    "CosineSimilarity": _applied(liger_losses.LigerFusedLinearCosineSimilarityLoss, _DISTILLATION),
+    "JSD": _applied(LOSSES["JSD"], _DISTILLATION),
+    "CosineSimilarity": _applied(LOSSES["CosineSimilarity"], _DISTILLATION),
 }

@@ -46,6 +46,14 @@ class LigerCrossEntropyLoss(on_logits.CrossEntropyOfLogits):
         """The class weights ``[V]``."""
         return self.ce_weight
 
+    def forward(self, _input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        """The loss, and the z-loss, in the dtype of the logits, as in liger-kernel."""
+        found = super().forward(_input, target)
+        if isinstance(found, Tensor):
+            return found.to(_input.dtype)
+        z_loss = None if found.z_loss is None else found.z_loss.to(_input.dtype)
+        return found._replace(loss=found.loss.to(_input.dtype), z_loss=z_loss)
+
 
 def triton_grpo_loss(
     logits: Tensor,

@@ -67,7 +67,7 @@ def _answers() -> dict[str, dict[str, Any]]:
 
     for module, middle in _CHUNKED.items():
         where, function = f"liger_kernel.chunked_loss.{module}", f"LigerFusedLinear{middle}Function"
-        add(where, f"LigerFusedLinear{middle}Loss", getattr(liger_losses, f"LigerFusedLinear{middle}Loss"))
+        add(where, f"LigerFusedLinear{middle}Loss", chunked.LOSSES[middle])
         names[where][function] = chunked.function_class(function, chunked.CHUNKED[middle])
         short = "cosine" if middle == "CosineSimilarity" else middle.lower()
         functional = names.setdefault("liger_kernel.chunked_loss.functional", {})

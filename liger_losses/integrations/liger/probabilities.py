@@ -21,13 +21,21 @@ def mean_jsd(
     ignore_index: int = -100,
     *_unused: Any,
 ) -> Tensor:
-    """``liger_jsd``: the mean of :func:`liger_losses.functional.jsd` over the active tokens.
+    """``liger_jsd``: the mean of the generalized JSD over the active tokens, as liger-kernel defines it.
+
+    ``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``, teacher p and student q; for beta 0
+    and 1 ``KL(p || q)`` and ``KL(q || p)``, where the inputs need not sum to 1.
 
     Args:
         input, target: ``[N, V]``, log-softmax of student and teacher.
         shift_labels: ``[N]``; only which are ``ignore_index`` matters. Without them, all tokens are active.
     """
-    values = jsd(input.float(), target.detach().float(), beta=beta)
+    log_q, log_p = (values.float().clamp(min=-10_000.0) for values in (input, target.detach()))  # a probability of 0
+    if beta in (0.0, 1.0):
+        log_a, log_b = (log_p, log_q) if beta == 0.0 else (log_q, log_p)
+        values = (log_a.exp() * (log_a - log_b)).sum(-1)
+    else:
+        values = jsd(log_q, log_p, beta=beta)
     if shift_labels is None:
         return values.mean().to(input.dtype)
     active = shift_labels != ignore_index

@@ -62,6 +62,7 @@ class Facts(NamedTuple):
     no_columns: Any
     twice: Any
     no_labels: Any
+    wide: Any = 0  # beside these: tokens with so many columns that products are faster
 
 
 class Sums(NamedTuple):
@@ -86,7 +87,7 @@ class GivenColumns:
     computed: range  # the columns that are computed here
     vocab_size: int  # V, of all ranks
     longest: int  # the most pairs of a token, or a bound
-    wide: Tensor | None  # [N], tokens with so many columns that products are faster
+    wide: Tensor | None  # [T] bool, tokens with so many columns that products are faster; None where none has
 
     @classmethod
     def of(
@@ -126,27 +127,14 @@ class GivenColumns:
         inside = (ids >= computed.start) & (ids < computed.stop) & active[tokens]
         if most is not None and longest > most:
             before = torch.cat([starts.new_zeros(1), (ids != -1).cumsum(0)])
-            wide = (active & (before[starts].diff() > most)).nonzero()[:, 0]
-        columns = torch.where(inside, ids - computed.start, -1).int()
-        wide = wide if wide is not None and len(wide) else None
+            wide = active & (before[starts].diff() > most)
+        columns = torch.where(inside, ids - computed.start if computed.start else ids, -1).int()
         return cls(ids, columns, tokens, starts, labels, ignore_index, computed, vocab_size, longest, wide)
 
     @cached_property
     def near(self) -> Tensor:
         """``columns`` whose rows are read one by one: -1 for those of wide tokens."""
-        return self.columns if self.wide is None else self.columns.masked_fill(self.slots[self.tokens] >= 0, -1)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """``[T]``: the number of each wide token among these, -1 for others."""
-        assert self.wide is not None
-        slots = torch.full((len(self.labels),), -1, device=self.wide.device)
-        return slots.index_copy_(0, self.wide, torch.arange(len(self.wide), device=self.wide.device))
-
-    @cached_property
-    def far(self) -> Tensor:
-        """The pairs of wide tokens, ``[P']``."""
-        return (self.slots[self.tokens] >= 0).nonzero()[:, 0]
+        return self.columns if self.wide is None else self.columns.masked_fill(self.wide[self.tokens], -1)
 
     @cached_property
     def sorted(self) -> tuple[Tensor, Tensor]:
@@ -187,6 +175,64 @@ def _with_labels(ids: Tensor, tokens: Tensor, starts: Tensor, labels: Tensor) ->
 
 
 @dataclass(frozen=True, eq=False)
+class Products:
+    """Products of N wide tokens with blocks of C rows after another, of which their P' pairs are taken."""
+
+    tokens: Tensor  # [N]
+    pairs: Tensor  # [P']
+    slots: Tensor  # [P'], which of the N tokens a pair is of
+    columns: Tensor  # [P']
+    dtype: torch.dtype  # of the operands
+    block_bytes: int  # of the logits of a block
+
+    @classmethod
+    def of(cls, given: GivenColumns, number: int, dtype: torch.dtype, block_bytes: int) -> Products:
+        """Of the wide tokens, so many."""
+        assert given.wide is not None
+        tokens, pairs = torch.nonzero_static(given.wide, size=number)[:, 0], given.wide[given.tokens].nonzero()[:, 0]
+        slots = torch.searchsorted(tokens, given.tokens[pairs].long())
+        return cls(tokens, pairs, slots, given.columns[pairs], dtype, block_bytes)
+
+    def blocks(self, rows: Tensor, first: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Which rows, these as operands, and where the pairs are in the flattened ``[N, C]``: N C for those of others.
+
+        ``first`` is the column of the first row.
+        """
+        width = max(128, self.block_bytes // (4 * len(self.tokens)) // 128 * 128)
+        for start in range(0, len(rows), width):
+            block, columns = rows[start : start + width].to(self.dtype), self.columns - first - start
+            inside = (columns >= 0) & (columns < len(block))
+            at = torch.where(inside, self.slots * len(block) + columns, len(self.tokens) * len(block))
+            yield slice(start, start + len(block)), block, at
+
+    def project_(self, projected: Tensor, hidden: Tensor, rows: Tensor, first: int) -> None:
+        operand, found = hidden.index_select(0, self.tokens).to(self.dtype), projected.new_zeros(len(self.pairs))
+        for _, block, at in self.blocks(rows, first):
+            product = projected.new_empty(len(operand) * len(block) + 1)
+            product[-1] = 0
+            matmul_into(product[:-1].view(len(operand), -1), operand, block.t())
+            found += product[at]
+        projected.index_add_(0, self.pairs, found)
+
+    def dense(self, values: Tensor, at: Tensor, block: Tensor) -> Tensor:
+        """``[N, C]``: the pairs' values at their columns of a block."""
+        dense = torch.zeros(len(self.tokens) * len(block) + 1, dtype=self.dtype, device=values.device)
+        # Pairs of other blocks are all written to one place, behind the end.
+        return dense.scatter_(0, at, values[self.pairs].to(self.dtype))[:-1].view(-1, len(block))
+
+    def add_grad_hidden_(self, grad: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
+        found = values.new_zeros(len(self.tokens), rows.shape[1])
+        for _, block, at in self.blocks(rows, first):
+            matmul_into(found, self.dense(values, at, block), block, accumulate=True)
+        grad.index_add_(0, self.tokens, found)
+
+    def add_grad_rows_(self, grad: Tensor, values: Tensor, hidden: Tensor, rows: Tensor) -> None:
+        operand = hidden.index_select(0, self.tokens).to(self.dtype)
+        for part, block, at in self.blocks(rows, 0):
+            matmul_into(grad[part], self.dense(values, at, block).t(), operand, accumulate=True)
+
+
+@dataclass(frozen=True, eq=False)
 class GivenCall:
     """All of a call but the tensors that autograd tracks."""
 
@@ -199,8 +245,7 @@ class GivenCall:
     no_columns: float = 0.0  # the log-sum-exp over none
     #: Begins to replace a tensor by its sum over ranks that share the vocabulary; returns what to ``wait()`` for.
     start_sum_: Callable[[Tensor], Any] | None = None
-    product_dtype: torch.dtype = torch.float32  # of the operands of wide tokens' products
-    block_bytes: int = 64 * 2**20  # and what a block of their logits takes
+    products: Products | None = None  # of wide tokens
 
     def parts(self, factor: int, rows: Tensor | None) -> Iterable[tuple[int, Tensor]]:
         """``(first column, rows)`` of a factor, of all its columns."""
@@ -224,8 +269,10 @@ class Evaluated(NamedTuple):
         return torch.where(call.given.columns >= 0, logits - self.lse[call.given.tokens], 0.0)
 
 
-def evaluate(call: GivenCall, bias: Tensor | None, *factors: Tensor | None) -> Evaluated:
-    """Projections, statistics and facts, without gradients.
+def evaluate(
+    call: GivenCall, bias: Tensor | None, *factors: Tensor | None, before: Evaluated | None = None
+) -> Evaluated:
+    """Projections, statistics and facts, without gradients; with ``before``, those of wide tokens are added to these.
 
     Args:
         call: the columns, and how to compute.
@@ -237,14 +284,16 @@ def evaluate(call: GivenCall, bias: Tensor | None, *factors: Tensor | None) -> E
     wide = functools.reduce(torch.promote_types, [f.dtype for f in factors if f is not None], torch.float32)
     with device_of(given.ids), torch.no_grad():
         projected = torch.zeros(len(given.ids), dtype=wide, device=given.ids.device)
+        projected = projected if before is None else before.projected
         for number, hidden, rows in _factors(factors):
             for first, part in call.parts(number, rows):
-                backend.project_(projected, hidden, part, given.by_token(first, len(part)))
-                if given.wide is not None:
-                    _project_far_(projected, hidden, part, first, call)
+                if before is None:
+                    backend.project_(projected, hidden, part, given.by_token(first, len(part)))
+                elif call.products is not None:
+                    call.products.project_(projected, hidden, part, first)
         found = Evaluated(projected, *backend.summarize(projected, bias, call))
-        if given.wide is not None:
-            found.facts[Facts._fields.index("twice")] += _twice(given, given.far)
+        if call.products is not None:
+            found.facts[Facts._fields.index("twice")] += _twice(given, call.products.pairs)
     return found
 
 
@@ -313,15 +362,12 @@ def _factors(factors: Sequence[Any]) -> Iterator[tuple[int, Tensor, Any]]:
 def _grad_hidden(values: Tensor, call: GivenCall, number: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
     """``[T, H]``, rounded unless it is one of several parts."""
     given, total = call.given, None
-    once = call.slabs[number] is None and given.wide is None and call.start_sum_ is None
+    once = call.slabs[number] is None and call.products is None and call.start_sum_ is None
     for first, part in call.parts(number, rows):
         sums = given.by_token(first, len(part))
         found = _BACKENDS[call.backend].sum_rows(values, sums, part, hidden.dtype if once else values.dtype)
-        if given.wide is not None:
-            of_wide = values.new_zeros(len(given.wide), part.shape[1])
-            for _, block, at in _blocks(call, part, first):
-                matmul_into(of_wide, _dense(values, at, block, call), block, accumulate=True)
-            found.index_add_(0, given.wide, of_wide)
+        if call.products is not None:
+            call.products.add_grad_hidden_(found, values, part, first)
         total = found if total is None else total.add_(found)
     assert total is not None
     return total
@@ -336,51 +382,9 @@ def _grad_rows(values: Tensor, call: GivenCall, hidden: Tensor, rows: Tensor) ->
         found = sum_rows(ordered, sums, hidden, rows.dtype)
         return torch.sparse_coo_tensor(present[None], found, rows.shape, is_coalesced=True, check_invariants=False)
     found = sum_rows(ordered, given.by_column(), hidden, rows.dtype)
-    if given.wide is not None:
-        operand = hidden.index_select(0, given.wide).to(call.product_dtype)
-        for start, block, at in _blocks(call, rows, 0):
-            target = found[start : start + len(block)]
-            matmul_into(target, _dense(values, at, block, call).t(), operand, accumulate=True)
+    if call.products is not None:
+        call.products.add_grad_rows_(found, values, hidden, rows)
     return found
-
-
-# --- Products, for wide tokens ----------------------------------------------------------------------------------------
-
-
-def _blocks(call: GivenCall, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Blocks ``[C, H]`` of the rows, their start, and where far pairs are in their flattened ``[N, C]``: N C for those
-    of other blocks."""
-    given = call.given
-    assert given.wide is not None
-    slots, columns = given.slots[given.tokens[given.far]], given.columns[given.far] - first
-    width = max(128, call.block_bytes // (4 * len(given.wide)) // 128 * 128)
-    for start in range(0, len(rows), width):
-        block = rows[start : start + width].to(call.product_dtype)
-        inside = (columns >= start) & (columns < start + len(block))
-        here = slots * len(block) + columns - start
-        yield start, block, torch.where(inside, here, len(given.wide) * len(block))
-
-
-def _project_far_(projected: Tensor, hidden: Tensor, rows: Tensor, first: int, call: GivenCall) -> None:
-    """Add ``hidden_t . rows_v`` of far pairs to their projections."""
-    given = call.given
-    assert given.wide is not None
-    operand, found = hidden.index_select(0, given.wide).to(call.product_dtype), projected.new_zeros(len(given.far))
-    for _, block, at in _blocks(call, rows, first):
-        product = projected.new_empty(len(operand) * len(block) + 1)
-        product[-1] = 0
-        matmul_into(product[:-1].view(len(operand), -1), operand, block.t())
-        found += product[at]
-    projected.index_add_(0, given.far, found)
-
-
-def _dense(values: Tensor, at: Tensor, block: Tensor, call: GivenCall) -> Tensor:
-    """``[N, C]``: the values of far pairs at their columns of a block."""
-    assert call.given.wide is not None
-    size = len(call.given.wide) * len(block)
-    # Pairs of other blocks are all written to one place, behind the end.
-    dense = torch.zeros(size + 1, dtype=call.product_dtype, device=values.device)
-    return dense.scatter_(0, at, values[call.given.far].to(dense.dtype))[:-1].view(-1, len(block))
 
 
 # --- Reference --------------------------------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ def _summarize_torch(projected: Tensor, bias: Tensor | None, call: GivenCall) ->
         no_labels=active & ((labels < 0) | (labels >= given.vocab_size)),
     )
     lse = torch.where(some, top + sums.log(), call.no_columns)
-    return logp, entropy, lse, torch.stack([fact.int() for fact in facts])
+    return logp, entropy, lse, torch.stack([fact.int() for fact in facts[:-1]])
 
 
 def _twice(given: GivenColumns, pairs: Tensor) -> Tensor:
@@ -506,7 +510,7 @@ def _summarize_triton(projected: Tensor, bias: Tensor | None, call: GivenCall) -
     given = call.given
     count, device = len(given.labels), projected.device
     logp, entropy, lse = (torch.empty(count, device=device) for _ in range(3))
-    facts = torch.empty(len(Facts._fields), count, dtype=torch.int32, device=device)
+    facts = torch.empty(len(Facts._fields) - 1, count, dtype=torch.int32, device=device)
     if count:
         _summarize_kernel[(count,)](
             logp, entropy, lse, facts, projected, given.columns, given.near, given.ids.contiguous(), given.starts,

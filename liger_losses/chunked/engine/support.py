@@ -32,6 +32,7 @@ from liger_losses.kernels.given_columns import (
     Facts,
     GivenCall,
     GivenColumns,
+    Products,
     evaluate,
     with_gradients,
 )
@@ -173,6 +174,10 @@ def linear_support_statistics(
             kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
             found = evaluate(kept.call, head.bias, *kept.factors)
             numbers = kept.numbers(found.facts, "logp" in names)
+            if numbers.wide:
+                kept = kept.with_products(numbers.wide, operand_dtype(compute_dtype, device, kept.call.backend))
+                found = evaluate(kept.call, head.bias, *kept.factors, before=found)
+                kept.numbers(found.facts, "logp" in names)
             if head.ranks.size > 1:
                 agreement.given = kept.given(names, labels, numbers)
     agreement.wait()
@@ -211,6 +216,7 @@ class _Kept:
     shift: int
     call: GivenCall
     factors: tuple[Tensor | None, ...]  # hidden states [T, H] and rows [V, H], one pair after another
+    block_bytes: int  # of the logits of wide tokens at a time
 
     @classmethod
     def of(
@@ -254,10 +260,13 @@ class _Kept:
             support.sparse_grad,
             NO_COLUMNS if ranks.size > 1 else 0.0,
             sums_over.start_sum_ if sums_over.size > 1 else None,
-            operand_dtype(compute_dtype, device, backend),
-            block_bytes,
         )
-        return cls(support, shift, call, factors)
+        return cls(support, shift, call, factors, block_bytes)
+
+    def with_products(self, number: int, dtype: torch.dtype) -> _Kept:
+        """These inputs with products of the wide tokens, so many."""
+        products = Products.of(self.call.given, number, dtype, self.block_bytes)
+        return replace(self, call=replace(self.call, products=products))
 
     def given(self, names: tuple[str, ...], labels: Tensor, numbers: Facts) -> Given:
         """What all ranks that share the vocabulary must have in common."""
@@ -267,12 +276,11 @@ class _Kept:
         found.values |= {
             "statistics": names,
             "kept columns are scored": f"{call.transform.said}, {call.backend}, sparse gradient: {call.sparse_grad}, "
-            f"products of {call.product_dtype}",
+            f"products: {None if call.products is None else call.products.dtype}",
             "gradients": f"{sums} ones of hidden states in {hidden.dtype}: {needs}",
         }
-        wide = 0 if call.given.wide is None else len(call.given.wide)
         found.add("labels", labels)
-        found.add("numbers of kept columns", torch.tensor([*numbers, wide], device="cpu"))
+        found.add("numbers of kept columns", torch.tensor(numbers, device="cpu"))
         found.add("kept columns", self.support.ids)
         found.add("offsets of kept columns", self.support.offsets)
         if isinstance(call.transform.temperature, Tensor):
@@ -289,11 +297,13 @@ class _Kept:
         if offsets is not None:
             wrong = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
             sums = torch.cat([sums, wrong.view(1)])
+        if given.wide is not None:
+            sums = torch.cat([sums, given.wide.sum().view(1)])
         read = _start_reading(sums)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.factors[1::2]):
             _ = given.sorted  # which backward needs: the GPU sorts while the host waits
-        *counts, wrong_offsets = [*read(), 0][: len(facts) + 1]
-        numbers, size = Facts(*counts), given.vocab_size
+        counts, size = read(), given.vocab_size
+        numbers = Facts._make([*counts[: len(facts)], 0 if given.wide is None else counts[-1]])
 
         def first(fact: str) -> int:
             return int(getattr(Facts(*facts), fact).nonzero()[0])
@@ -308,7 +318,7 @@ class _Kept:
                 f"the label {int(given.labels[first('no_labels')])}. Mask padding with ignore_index, and check that "
                 "the tokenizer and the weight have the same vocabulary."
             )
-        if wrong_offsets and offsets is not None:
+        if offsets is not None and counts[len(facts)]:
             raise ValueError(
                 f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from "
                 f"{int(offsets[0])} to {int(offsets[-1])}, by {int(offsets.diff().amin())} or more."

@@ -25,7 +25,7 @@ from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses import distillation
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, evaluate
+from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, Products, evaluate
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
@@ -157,10 +157,10 @@ def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch
     ids[1, :3, 3:] = torch.where(ids[1, :3, 3:] == labels[1, :3, None], ids[1, :3, 3:], -1)
     support = TokenSupport(ids) if form == "padded" else ragged(ids)
     seen = []
-    for function in ("_project_far_", "_dense"):
-        original = getattr(given_columns, function)
+    for function in ("project_", "dense"):
+        original = getattr(Products, function)
         monkeypatch.setattr(
-            given_columns, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
+            Products, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
         )
     costs = ((v // 6, 2), (v, 2), (v // 12, 0))  # some tokens take products; all that have more than one column; none
     for cost, products in costs[: 1 if backend == "triton" else 3]:

@@ -295,7 +295,7 @@ def decide(
         TypeError, ValueError: inputs that do not fit together.
     """
     hidden, labels = _listed(hidden_states, labels)
-    signature = _signature(hidden, head, labels, query, options)
+    signature = _signature(hidden, head, labels, query, options, memory)
     try:
         found = None if signature is None else _decisions.get(signature)
     except TypeError:  # a name or option that cannot be hashed is wrong, which the checks say
@@ -310,14 +310,11 @@ def decide(
 
 
 def _signature(
-    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions
+    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
 ) -> tuple[Any, ...] | None:
     """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
     special = (
-        head.ranks is not ALONE
-        or within_transform()
-        or not isinstance(options, EngineOptions)
-        or not isinstance(query.token_inputs, Mapping)
+        within_transform() or not isinstance(options, EngineOptions) or not isinstance(query.token_inputs, Mapping)
     )
     if special:
         return None
@@ -337,7 +334,7 @@ def _signature(
     of_head = _signature_of_head(head)
     if compared is None or tensors is None or of_head is None:
         return None
-    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings
+    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings, memory
 
 
 def _facts(*values: Any) -> tuple[Any, ...] | None:
@@ -360,7 +357,7 @@ def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
     transform, codes = head.transform, head.quantized
     facts = _facts(head.weight, head.bias, transform.temperature, transform.logit_scale, transform.softcap)
     of_codes = None if codes is None else (type(codes), codes.shape, codes.dtype, codes.device, codes.temporary_bytes)
-    return None if facts is None else (facts, of_codes, head.batch_invariant)
+    return None if facts is None else (facts, of_codes, head.batch_invariant, head.ranks.signature)
 
 
 def _signature_of_comparison(comparison: Comparison | None, head: Head) -> tuple[Any, ...] | None:
@@ -375,7 +372,7 @@ def _signature_of_comparison(comparison: Comparison | None, head: Head) -> tuple
         return None
     if isinstance(teacher, Teacher):
         of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
-        if of_head is None or teacher.head.ranks is not ALONE:
+        if of_head is None:
             return None
     elif isinstance(teacher.logits, Tensor):
         given = teacher.logits

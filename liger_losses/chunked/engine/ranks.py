@@ -48,6 +48,11 @@ class Ranks:
         return 1
 
     @property
+    def signature(self) -> tuple[Any, ...]:
+        """All that decides of a call how it runs."""
+        return ()
+
+    @property
     def of_gradients(self) -> Ranks:
         """The ranks over which the hidden states' gradients are summed here."""
         return ALONE if self.partial_gradients else self
@@ -135,6 +140,10 @@ class VocabularyRanks(Ranks):
     @property
     def tells(self) -> bool:  # type: ignore[override]
         return self.mesh is None  # ranks of a mesh may gather the hidden states before
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return self.group.group_name, self.rank, self.sizes, self.partial_gradients
 
     def vocab_size(self, rows: int = 0) -> int:
         return sum(self.sizes)

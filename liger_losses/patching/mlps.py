@@ -7,7 +7,7 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,6 +84,13 @@ class LinearsStay(Replacement):
         return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
 
     @classmethod
+    def only_linears(cls, module: nn.Module) -> bool:
+        """Whether nothing but the linear layers has parameters or buffers, and forward takes one argument."""
+        if any(probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())):
+            return False
+        return list(probing.positional_defaults(module.forward).values()).count(probing.REQUIRED) == 1
+
+    @classmethod
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Modules whose forward takes one argument and no more."""
         return len(probing.positional_defaults(module.forward)) == 1
@@ -125,27 +132,25 @@ class GatedMLP(LinearsStay):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        """Nothing but the linear layers has parameters or buffers, their sizes fit, and forward takes one argument."""
+        """Two or three linear layers whose sizes fit."""
         linears = linears_of(module)
-        if len(linears) not in (2, 3) or any(
-            probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())
-        ):
+        if len(linears) not in (2, 3) or not cls.only_linears(module):
             return False
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
-        if not any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner)):
-            return False
-        return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
+        return any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner))
 
     @classmethod
     def match(cls, module: nn.Module) -> GatedMLP:
-        """Runs copies whose linear layers return given values."""
+        """Runs copies with cheap layers: what is computed between them decides."""
         with probing.isolated():
-            observations = [found for case in _CASES if (found := _observe(module, *case)) is not None]
-            inner, down, _ = observations[0]
-            if any(names != [inner, down] for *names, _ in observations):
+            found = [observed for case in _CASES if (observed := _observe(module, *case)) is not None]
+            names = [list(calls) for calls, _ in found]
+            if any(calls != names[0] for calls in names):
                 raise Mismatch("it calls its layers in different orders")
-            return GatedMLP(inner, down, _match_gate(module, [case for *_, case in observations]))
+            *inner, down = names[0]
+            candidates = (GatedMLP(tuple(inner), down, gate) for gate in _gates(module, len(inner)))
+            return probing.first_match(candidates, [case for _, case in found])
 
 
 @dataclass(frozen=True)
@@ -176,10 +181,11 @@ class GatedExperts(Replacement):
             for name, leading, dtype, training in _CASES:
                 generator = torch.Generator().manual_seed(13)
                 copy: Any = probing.copy_of(module, generator, empty=True).train(training)
-                inner = [_inner_values(leading, 128, dtype, generator)]
+                inner = [_values(leading, 128, dtype, generator)]
                 with probing.unchanged(name, copy):
-                    cases.append(_case_of(name, inner, *probing.observe(copy._apply_gate, inner)))
-            return GatedExperts(_match_gate(module, cases))
+                    output, grads = probing.observe(copy._apply_gate, inner)
+                cases.append(_case_of(name, inner, output, grads, lambda gate: partial(gate.compute, backend="torch")))
+            return GatedExperts(probing.first_match(_gates(module, 1), cases, lambda gate: f"glu ({gate})"))
 
 
 def linears_of(module: nn.Module) -> dict[str, Any]:
@@ -191,83 +197,61 @@ def linears_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-class _Recorder(nn.Module):
-    """Stands in for a linear layer: adds itself to ``calls``, keeps its input, and returns the given values, a leaf."""
+class CheapLinear(nn.Module):
+    """Stands in for a linear layer of any size: each output is one input, scaled. Adds its name to ``calls``."""
 
-    def __init__(self, linear: Any, calls: list[_Recorder], values: Tensor) -> None:
+    def __init__(self, name: str, linear: Any, calls: list[str], generator: torch.Generator) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.calls, self.values = calls, values
+        self.name, self.in_features, self.out_features = name, linear.in_features, linear.out_features
+        self.calls, self.scale = calls, probing.random((self.out_features,), generator)
+        self.index = torch.arange(self.out_features) % self.in_features
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise Mismatch(f"a layer for {self.in_features} features is given {x.shape[-1]}")
-        self.calls.append(self)
-        self.input = x
-        return self.values.view_as(self.values)
+        self.calls.append(self.name)
+        return x[..., self.index] * self.scale.to(x.dtype)
+
+
+def with_cheap_layers(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[str]]:
+    """A copy of a module with cheap linear layers, and the list of their names that grows with their calls."""
+    calls: list[str] = []
+    cheap = {getattr(module, n): CheapLinear(n, layer, calls, generator) for n, layer in linears_of(module).items()}
+    return probing.copy_of(module, generator, cheap), calls
 
 
 def _observe(
     module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool
-) -> tuple[tuple[str, ...], str, Case] | None:
-    """The names of the inner layers and of the last one, and the product that the last one was given.
+) -> tuple[list[str], Case] | None:
+    """The names of the layers in the order of their calls, and what the module computes.
 
     ``None`` if the module does not take inputs of two dimensions: no model gives it any then.
     """
     generator = torch.Generator().manual_seed(13)
-    calls: list[_Recorder] = []
-    recorders = {
-        key: _Recorder(child, calls, _inner_values(leading, child.out_features, dtype, generator).requires_grad_())
-        for key, child in linears_of(module).items()
-    }
-    copy = probing.copy_of(module, generator, {getattr(module, key): recorder for key, recorder in recorders.items()})
-    copy.train(training)
-    state = torch.get_rng_state()
-    with probing.unchanged(name, copy, recorders):
-        for size in sorted({recorder.in_features for recorder in recorders.values()}):
+    copy, calls = with_cheap_layers(module, generator)
+    layers = linears_of(copy)
+    with probing.unchanged(name, copy.train(training), layers):
+        for size in sorted({layer.in_features for layer in layers.values()}):
             calls.clear()
-            x = probing.random((*leading, size), generator, dtype).requires_grad_()
+            inputs = [_values(leading, size, dtype, generator)]
             try:
-                output = copy(x)
+                output, grads = probing.observe(copy, inputs)
                 break
-            except Exception as error:
-                failure = f"{type(error).__name__}: {str(error)[:160]}"
+            except Mismatch as mismatch:
+                failure = mismatch
         else:
-            if name == "two dimensions":
+            if name == "two dimensions" and failure.__cause__ is not None:
                 return None
-            raise Mismatch(f"its code does not fit a gated MLP ({failure})")
-        if len(calls) != len(recorders) or len(set(calls)) != len(calls):
+            raise Mismatch(f"{name}: {failure}")
+        if sorted(calls) != sorted(layers):
             raise Mismatch(f"{name}: it does not call each of its layers once")
-        if not torch.equal(state, torch.get_rng_state()):
-            raise Mismatch(f"{name}: it draws random numbers")
-    *inner, down = calls
-    for recorder in inner:
-        _check_same(f"{name}: the input of a layer", recorder.input, x)
-    _check_same(f"{name}: the output", output, down.values)
-    product, leaves = down.input, [recorder.values for recorder in inner]
-    if not product.requires_grad:
-        raise Mismatch(f"{name}: no gradient reaches its inner layers")
-    upstream = probing.random(product.shape, torch.Generator().manual_seed(7), product.dtype)
-    *grads, of_input, of_output = torch.autograd.grad(product, [*leaves, x, down.values], upstream, allow_unused=True)
-    if of_input is not None or of_output is not None:
-        raise Mismatch(f"{name}: the last layer is given more than the product")
-    names = {recorder: key for key, recorder in recorders.items()}
-    case = _case_of(name, [leaf.detach() for leaf in leaves], product.detach(), list(grads))
-    return tuple(names[recorder] for recorder in inner), names[down], case
+    order = list(calls)
 
+    def function_of(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
+        inner = [layers[key] for key in mlp.inner]
+        return lambda x: layers[mlp.down](mlp.gate.compute(*(layer(x) for layer in inner), backend="torch"))
 
-def _check_same(what: str, actual: Any, expected: Tensor) -> None:
-    """Raise Mismatch unless a tensor equals another one and passes its gradient on to it unchanged."""
-    if type(actual) is not Tensor and actual is not expected:
-        raise Mismatch(f"{what} is not a tensor")
-    if actual.shape != expected.shape or actual.dtype != expected.dtype or not torch.equal(actual, expected):
-        raise Mismatch(f"{what} is changed")
-    grad = None
-    if actual.requires_grad:
-        upstream = probing.random(expected.shape, torch.Generator().manual_seed(5), expected.dtype)
-        (grad,) = torch.autograd.grad(actual, expected, upstream, allow_unused=True, retain_graph=True)
-    if grad is None or not torch.equal(grad, upstream):
-        raise Mismatch(f"{what} does not pass gradients on")
+    return order, _case_of(name, inputs, output, grads, function_of)
 
 
 #: Name, leading dimensions of the input, dtype, and whether in training mode.
@@ -281,23 +265,17 @@ _CASES = (
 _SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
 
 
-def _inner_values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Values for the output of an inner layer in a probe."""
+def _values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """An input of a probe, with rows of all scales."""
     scales = torch.tensor(_SCALES).repeat(2).view(*leading, 1)
     return (probing.random((*leading, size), generator) * scales).to(dtype)
 
 
-def _case_of(name: str, inner: list[Tensor], output: Tensor, grads: list[Tensor | None]) -> Case:
-    """The product that a module computed from the outputs of its inner layers, and their gradients."""
-    rare, grad_tolerance = (2**-6, 2**-5) if inner[0].dtype is torch.bfloat16 else (None, 1e-5)
-    return Case(
-        name, inner, output, grads, lambda gate: partial(gate.compute, backend="torch"), 1e-5, grad_tolerance, rare
-    )
-
-
-def _match_gate(module: nn.Module, cases: Sequence[Case]) -> Gate:
-    """The gate that computes the same in all cases; raises Mismatch if there is none."""
-    return probing.first_match(_gates(module, len(cases[0].inputs)), cases, lambda gate: f"glu ({gate})")
+def _case_of(
+    name: str, inputs: list[Tensor], output: Tensor, grads: list[Tensor | None], function_of: Callable[[Any], Any]
+) -> Case:
+    rare, grad_tolerance = (2**-6, 2**-5) if inputs[0].dtype is torch.bfloat16 else (None, 1e-5)
+    return Case(name, inputs, output, grads, function_of, 1e-5, grad_tolerance, rare)
 
 
 def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from liger_losses.kernels.plain import is_plain
 from liger_losses.patching import probing
-from liger_losses.patching.mlps import LinearsStay, linears_of
+from liger_losses.patching.mlps import LinearsStay, linears_of, with_cheap_layers
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import original_class
 from liger_losses.patching.tiles import Tiles, compute_tiled
@@ -43,10 +43,7 @@ class TokenMLP(LinearsStay):
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """At least two linear layers, one of them wider than the others' input, and nothing else with parameters."""
-        linears = linears_of(module)
-        if len(linears) < 2 or any(probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())):
-            return False
-        return sum(default is probing.REQUIRED for default in probing.positional_defaults(module.forward).values()) == 1
+        return len(linears_of(module)) >= 2 and cls.only_linears(module)
 
     @classmethod
     def match(cls, module: nn.Module) -> TokenMLP:
@@ -57,35 +54,15 @@ class TokenMLP(LinearsStay):
         return cls()
 
 
-class _CheapLinear(nn.Module):
-    """Stands in for a linear layer of any size: each output is one input, scaled, plus the mean of all, scaled."""
-
-    def __init__(self, linear: Any, calls: list[_CheapLinear], generator: torch.Generator) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.calls = calls
-        self.scale, self.mean_scale = (probing.random((self.out_features,), generator) for _ in range(2))
-        self.index = torch.arange(self.out_features) % self.in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
-            raise Mismatch(f"a layer for {self.in_features} features is given {x.shape[-1]}")
-        self.calls.append(self)
-        scale, mean_scale = self.scale.to(x.dtype), self.mean_scale.to(x.dtype)
-        return x[..., self.index] * scale + x.mean(-1, keepdim=True) * mean_scale
-
-
 def _check(module: nn.Module, training: bool, dtype: torch.dtype) -> None:
     """Raise Mismatch unless tokens give the same together and in parts, in forward and in backward."""
     generator = torch.Generator().manual_seed(23)
-    calls: list[_CheapLinear] = []
-    cheap = {name: _CheapLinear(child, calls, generator) for name, child in linears_of(module).items()}
-    copy = probing.copy_of(module, generator, {getattr(module, name): part for name, part in cheap.items()})
-    copy.train(training)
-    x = probing.random((1, 6, next(iter(cheap.values())).in_features), generator, dtype)
-    with probing.unchanged("float32", copy, cheap):
+    copy, calls = with_cheap_layers(module, generator)
+    layers = linears_of(copy)
+    x = probing.random((1, 6, next(iter(layers.values())).in_features), generator, dtype)
+    with probing.unchanged("float32", copy.train(training), layers):
         whole, (grad,) = probing.observe(copy, [x])
-        if {id(part) for part in calls} != {id(part) for part in cheap.values()}:
+        if set(calls) != set(layers):
             raise Mismatch("it does not call each of its layers")
         if whole.shape[:2] != x.shape[:2] or whole.dim() != 3:
             raise Mismatch(f"it returns {tuple(whole.shape)} for {tuple(x.shape)}")

@@ -25,6 +25,7 @@ from liger_losses.chunked.engine.documentation import DOCUMENTATION, see
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._tiles import has_tma
 from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED, triton
+from liger_losses.kernels.targets import standing
 from liger_losses.patching.report import PatchReport
 
 PACKAGES = ("triton", "transformers", "trl", "peft", "liger-kernel")
@@ -53,8 +54,7 @@ def devices() -> Iterator[str]:
     yield f"CPU, {torch.get_num_threads()} threads: {_kernels(torch.device('cpu'))}"
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        major, minor = torch.cuda.get_device_capability(device)
-        yield f"cuda:{index}, {torch.cuda.get_device_name(device)}, capability {major}.{minor}: {_kernels(device)}"
+        yield f"cuda:{index}, {torch.cuda.get_device_name(device)} ({standing(device)}): {_kernels(device)}"
     if not torch.cuda.is_available():
         yield "no GPU that this build of torch can use"
 

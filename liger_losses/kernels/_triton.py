@@ -80,8 +80,6 @@ def choose_backend(
     if asked == "torch" or (asked is None and present[0][0].type != "cuda"):
         return "torch"
     warns = True
-    if triton is None:
-        unsupported_reason = "triton is not installed"
     for device, dtype in present:
         if dtype not in dtypes:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in dtypes)
@@ -89,6 +87,8 @@ def choose_backend(
             warns = dtypes is not LOGIT_DTYPES
         elif not (device.type == "cuda" or INTERPRETED):
             unsupported_reason = f"it needs a GPU, and one of the tensors is on {device}"
+    if triton is None:
+        unsupported_reason, warns = "triton is not installed", True
     if unsupported_reason is None:
         return "triton"
     if asked == "triton":

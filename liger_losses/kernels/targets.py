@@ -42,6 +42,10 @@ _HOPPER = Tiling(Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 3), row_entries
 #: that take more than all registers of a multiprocessor.
 _OTHERS = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3), row_entries=16, longest_row=16384)
 
+#: Compiled, not measured: AMD's RDNA, whose warps of 32 have half as many registers for a tile as those of 64, and
+#: whose products (WMMA) take their operands from them. With 128 columns, up to 368 bytes are spilled.
+_NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=16, longest_row=16384)
+
 
 class Target(NamedTuple):
     """A GPU: threads of a warp, bytes of shared memory that a program can take, and its tiles.
@@ -75,7 +79,8 @@ def target_of(device: torch.device) -> Target:
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     if torch.version.hip is not None:  # an AMD GPU, whose architecture may have the number of one of NVIDIA's
         reason = "has no tensor memory accelerator (NVIDIA's Hopper and later have)"
-        return Target(properties.warp_size, properties.shared_memory_per_block, _OTHERS, reason)
+        tiling = _NARROW if properties.warp_size == 32 else _OTHERS
+        return Target(properties.warp_size, properties.shared_memory_per_block, tiling, reason)
     capability, shared = torch.cuda.get_device_capability(device), properties.shared_memory_per_block_optin
     hopper, needed = capability == (9, 0), 216 * 1024
     tiling = _HOPPER if hopper else _OTHERS
@@ -86,3 +91,20 @@ def target_of(device: torch.device) -> Target:
     else:
         return Target(32, shared, tiling, None, hopper)
     return Target(32, shared, tiling, reason)
+
+
+#: What is known of an architecture. Of those that are compiled for, ``make test-targets`` compiles every kernel, and
+#: none was run.
+MEASURED = {"sm_90": "measured on H100s and H200s, November 2026"}
+COMPILED = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1201")
+
+
+def standing(device: torch.device) -> str:
+    """An architecture's name, and whether the kernels were measured there, or compiled for it."""
+    if torch.version.hip is None:
+        name = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    else:
+        properties: Any = torch.cuda.get_device_properties(device)
+        name = properties.gcnArchName.partition(":")[0]
+    known = "compiled, not run" if name in COMPILED else "not tested: LIGER_LOSSES_BACKEND=torch leaves Triton out"
+    return f"{name}, {MEASURED.get(name, known)}"

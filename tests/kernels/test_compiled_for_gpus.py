@@ -4,6 +4,7 @@ Of each target what is most at risk is compiled here, and everything by ``make t
 ``COMPILED=all``.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from tests.kernels.cases import triton_or_skip
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 #: What runs on Hopper alone.
 HOPPER = [
@@ -47,8 +49,7 @@ def compiled(target: str, choice: str, folder: Path, *text: str, fusion: str = "
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": fusion}
     command = [sys.executable, "-m", "tests.kernels.compiling", target, choice, *text]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=3600)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
@@ -82,12 +83,27 @@ def test_every_kernel_compiles(target, tmp_path):
 PRODUCTS = ("linear_exp._exponentials_kernel", "linear_grad._linear_g", "linear_stats._linear_s")
 
 
+OPTIONS = """
+from tests.kernels import compiling
+compiling.pretend(compiling.TARGETS["sm_90"])
+from tests.kernels import launches
+found = compiling.recorded(launches.calls())
+print(sorted({(launch.name, launch.options["enable_fp_fusion"]) for launch in found}))
+"""
+
+
 def test_bits_do_not_depend_on_triton_s_default_of_contraction(tmp_path):
-    """Each launch says whether multiplications and additions are contracted."""
-    texts = ["RMSNorm, no weight", "cosine"]
-    found = [
-        [line["code"] for text in texts for line in compiled("sm_90", "all", tmp_path / fusion, text, fusion=fusion)]
-        for fusion in ("0", "1")
-    ]
-    assert found[0] == found[1]
-    assert len(found[0]) > 3
+    """Every launch says whether multiplications and additions are contracted: all but the batch-invariant ones."""
+    triton_or_skip()
+    options, codes = [], []
+    for fusion in ("0", "1"):
+        codes.append([line.get("code") for line in compiled("sm_90", "all", tmp_path, "RMSNorm, no w", fusion=fusion)])
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": fusion}
+        command = [sys.executable, "-W", "ignore", "-c", OPTIONS]
+        options.append(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True))
+    assert codes[0] == codes[1]
+    assert options[0].stdout == options[1].stdout
+    assert {name for name, contracted in ast.literal_eval(options[0].stdout) if not contracted} == {
+        "linear_exp_hopper.hopper_exponentials_kernel",
+        "linear_stats._linear_statistics_kernel",
+    }

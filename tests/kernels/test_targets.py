@@ -1,5 +1,6 @@
 """What is known of a GPU, and the tiles that it gets."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from liger_losses.kernels import _tiles
 from liger_losses.kernels._triton import warn_once
-from liger_losses.kernels.targets import INTERPRETER, target_of
+from liger_losses.kernels.targets import COMPILED, INTERPRETER, MEASURED, standing, target_of
+from tests.kernels.test_compiled_for_gpus import TARGETS
 
 CUDA = torch.device("cuda")
 #: Compute capability, ROCm's version, shared memory in KiB, threads of a warp; why no descriptors are used; columns of
@@ -20,7 +22,7 @@ GPUS = {
     "A100": ((8, 0), None, 163, 32, "no tensor memory accelerator", 128, False),
     "MI250X": ((9, 0), "7.0", 64, 64, "no tensor memory accelerator", 128, False),
     "MI355X": ((9, 5), "7.0", 160, 64, "no tensor memory accelerator", 128, False),
-    "RX 9070": ((12, 0), "7.0", 64, 32, "no tensor memory accelerator", 128, False),
+    "RX 9070": ((12, 0), "7.0", 64, 32, "no tensor memory accelerator", 64, False),
 }
 
 
@@ -53,3 +55,26 @@ def test_warps_of_a_program():
 
 def test_devices_without_a_gpu_are_the_interpreter_s():
     assert target_of(torch.device("cpu")) is INTERPRETER
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture", "known"),
+    [
+        ((9, 0), None, "sm_90, measured on H100s and H200s"),
+        ((12, 0), None, "sm_120, compiled, not run"),
+        ((7, 5), None, "sm_75, not tested: LIGER_LOSSES_BACKEND=torch"),
+        ((9, 4), "gfx942:sramecc+:xnack-", "gfx942, compiled, not run"),
+        ((11, 0), "gfx1100", "gfx1100, not tested"),
+    ],
+)
+def test_what_was_done_for_an_architecture(capability, architecture, known, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None if architecture is None else "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture))
+    assert standing(CUDA).startswith(known)
+
+
+def test_what_is_said_to_be_compiled_is():
+    assert {*MEASURED, *COMPILED} == {*TARGETS}
+    table = (Path(__file__).parents[2] / "docs/support.md").read_text().partition("## torch.compile")[0]
+    assert all(f"`{name}`" in table for name in TARGETS)

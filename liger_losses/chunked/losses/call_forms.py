@@ -220,14 +220,14 @@ def as_completions(value: Any, which: str) -> Completions:
     return value
 
 
-def _check_no_reference(what: str, *values: Tensor | None) -> None:
-    if any(value is not None for value in values):
-        raise ValueError(f"with {what}, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
-
-
-def _check_no_temperature(what: str, temperature: Tensor | None) -> None:
-    if temperature is not None:
-        raise ValueError(f"with {what}, give the temperature in Completions(..., temperature=).")
+def _only_in_completions(what: str, reference: Sequence[Tensor | None], temperature: Tensor | None) -> None:
+    """Raise ValueError for what :class:`Completions` bring with them."""
+    for name, values, fields in (
+        ("reference", reference, "ref_hidden_states=, ref_logps="),
+        ("temperature", [temperature], "temperature="),
+    ):
+        if any(value is not None for value in values):
+            raise ValueError(f"with {what}, give the {name} in Completions(..., {fields}).")
 
 
 def read_pairs(
@@ -244,8 +244,7 @@ def read_pairs(
     ``[2 B, T, H]`` or ``ref_logps`` of chosen and rejected completions.
     """
     if not isinstance(first, Tensor):
-        _check_no_reference("pairs", ref_input, *ref_logps)
-        _check_no_temperature("pairs", temperature)
+        _only_in_completions("pairs", (ref_input, *ref_logps), temperature)
         chosen, rejected = as_completions(first, "chosen"), as_completions(second, "rejected")
         counts = [side.labels.shape[0] for side in (chosen, rejected)]
         if counts[0] != counts[1]:
@@ -273,9 +272,8 @@ def read_pairs(
             f"the stacked form takes chosen rows, then as many rejected rows: got an odd number, {first.shape[0]}. "
             "Pass chosen and rejected separately as Completions if they were batched otherwise."
         )
-    refs = None if ref_input is None else [ref_input]
-    temperatures = None if temperature is None else [temperature]
-    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps, None, temperatures)
+    refs, temperatures = (None if value is None else [value] for value in (ref_input, temperature))
+    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps, temperatures=temperatures)
 
 
 def read_unpaired(
@@ -294,19 +292,18 @@ def read_unpaired(
 
     ``reference`` are the reference's hidden states and its log-probabilities in the last form.
     """
-    first, second, third = arguments
-    if isinstance(second, (Tensor, nn.Module, Head)):
-        check_tensor("_input", first, allow_dtensor=True)
-        check_tensor("target", third)
-        if first.dim() != 3 or third.dim() != 2:
+    weight, given, others = arguments
+    if isinstance(given, (Tensor, nn.Module, Head)):
+        hidden, weight, labels = arguments
+        check_tensor("_input", hidden, allow_dtensor=True)
+        check_tensor("target", labels)
+        if hidden.dim() != 3 or labels.dim() != 2:
             expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
             form = "in the form loss(_input, weight, target)"
-            raise ValueError(f"{expected} {form}, got {tuple(first.shape)} and {tuple(third.shape)}.")
-        weight, given, others = second, Completions(first, third, *reference, temperature), None
+            raise ValueError(f"{expected} {form}, got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
+        given, others = Completions(hidden, labels, *reference, temperature), None
     else:
-        _check_no_reference("completions", *reference)
-        _check_no_temperature("completions", temperature)
-        weight, given, others = arguments
+        _only_in_completions("completions", reference, temperature)
     head = Head.of(weight, bias, transform)
     if others is not None:
         if preference_labels is not None:

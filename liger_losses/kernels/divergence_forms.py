@@ -21,7 +21,6 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl
 from liger_losses.kernels.targets import HAS_LIBDEVICE
-from liger_losses.kernels.tracing import record
 
 try:
     from torch.utils._python_dispatch import _disable_current_modes as _without_modes
@@ -44,7 +43,6 @@ _LOG_OF_ZERO = -1e4
 SMALLEST_NORM = 1e-12
 
 
-@record
 @dataclass(frozen=True)
 class Divergence:
     """A sum over the vocabulary of a function of the student's softmax p and the teacher's softmax q.
@@ -66,7 +64,7 @@ class Divergence:
             )
         for name in ("a", "b", "c"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) and math.isfinite(value)):
+            if not (isinstance(value, Real) and -math.inf < float(value) < math.inf):
                 raise ValueError(f"the parameters of a divergence must be finite numbers, got {value!r}.")
 
     @property

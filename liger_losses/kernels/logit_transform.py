@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.tracing import record
 
 
-@record
 @dataclass(frozen=True)
 class LogitTransform:
     """``logits = softcap(logit_scale * (hidden_states @ weight.T + bias)) / temperature``
@@ -49,7 +47,7 @@ class LogitTransform:
             object.__setattr__(self, name, float(value))  # NumPy's numbers too: kernels take Python's
             if name != "logit_scale" and not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
-        if not math.isfinite(self.logit_scale):
+        if not -math.inf < self.logit_scale < math.inf:
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale!r}.")
 
     def __call__(self, projected: Tensor, bias: Tensor | None = None) -> Tensor:

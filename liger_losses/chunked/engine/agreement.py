@@ -222,7 +222,9 @@ def raise_on_all_ranks(
             of the error, or have gone on, and cannot be told.
         function: what was called: an operation, or the ``forward`` of the ``loss``.
     """
-    wrong = wrong_arguments(function, len(arguments), keywords, loss) if type(error) is TypeError else None
+    kind, wrong = None if loss is None else type(loss), None
+    if type(error) is TypeError:
+        wrong = wrong_arguments(function, len(arguments), keywords, kind)
     error = error if wrong is None else TypeError(wrong)
     ranks = _shared_ranks((*arguments, *keywords.values()))
     if ranks is not None and known_of(ranks.group).last <= since:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from liger_losses.chunked.engine.checks import LOSS_INPUTS
@@ -18,7 +19,7 @@ C = TypeVar("C", bound=Any)
 def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable[str], loss: Any = None) -> str | None:
     """What is wrong with a call that has so many positional arguments and these keywords; ``None`` if nothing is.
 
-    ``loss`` is that whose ``forward`` the function is.
+    ``loss`` is the class whose ``forward`` the function is.
     """
     signature, keywords = inspect.signature(function), list(keywords)
     if loss is not None:
@@ -40,7 +41,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         if options:
             named, given = (", ".join(f"{name}={value}" for name in options) for value in ("", "..."))
             verb = "is an option" if len(options) == 1 else "are options"
-            reason += f"; {named} {verb} of the constructor, {type(loss).__name__}({given})"
+            reason += f"; {named} {verb} of the constructor, {loss.__name__}({given})"
         if loss is None:
             return f"{function.__name__}: {reason}; its arguments are {', '.join(known)}."
         named = f"Its arguments are {', '.join(known)}; it takes no logits: {LOSS_INPUTS}."
@@ -50,7 +51,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
                 "of a reference model, give ref_logps, or ref_hidden_states with ref_weight= (run "
                 "loss_inputs(ref_model, ...) under torch.no_grad()): " + advice
             )
-        return f"{type(loss).__name__}: {reason}; {advice}"
+        return f"{loss.__name__}: {reason}; {advice}"
     return None
 
 
@@ -82,6 +83,7 @@ def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str,
     return cls(**options)
 
 
+@torch.compiler.assume_constant_result
 def meant(name: str, known: Iterable[str]) -> str:
     """In brackets, which of the known names this one is close to, if it is close to one."""
     close = difflib.get_close_matches(name, list(known), 1)

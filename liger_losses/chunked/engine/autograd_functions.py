@@ -15,12 +15,10 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import Call, make_call
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Query, Statistics, read_by
+from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens
-from liger_losses.chunked.engine.traced import differentiable, empty_statistics
 from liger_losses.kernels.autograd import once_differentiable, scale_
-from liger_losses.kernels.tracing import state
 
 
 def query_statistics(
@@ -30,9 +28,23 @@ def query_statistics(
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
     checked, call = make_call(hidden_states, head, labels, query, options)
-    if call is None:
-        return empty_statistics(checked, query)
     return statistics_of(call, head, checked.hidden_states)
+
+
+def flat_statistics(
+    hidden_states: Any,
+    head: Head,
+    labels: Any,
+    query: Query,
+    options: EngineOptions,
+    known: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The statistics ``[T]`` of all tokens; where nothing needs a gradient, with ``lse``.
+
+    ``known`` are these of an earlier call without gradients, which are not computed again.
+    """
+    checked, call = make_call(hidden_states, head, labels, query, options)
+    return _compute_statistics(call, head, checked.hidden_states, known)
 
 
 def separable_loss(
@@ -42,9 +54,6 @@ def separable_loss(
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
     checked, call = make_call(hidden_states, head, labels, query, options)
-    if call is None:
-        dtype = torch.promote_types(torch.float32, checked.compute_dtype)
-        return hidden_states.new_empty((), dtype=dtype), empty_statistics(checked, query)[0]
     hidden = checked.hidden_states
     if call.strategy == "one_pass":
         loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
@@ -57,7 +66,7 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
     """A separable loss that does not take one pass, and the detached statistics of each tensor of labels."""
     values = _compute_statistics(call, head, hidden)
     active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
-    detached = call.by_tensor({name: value.detach() for name, value in values.items()})
+    detached = call.by_tensor({name: values[name].detach() for name in call.outputs})
     if call.query.token_weights is not None:
         terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
         return torch.stack(terms).sum(), detached
@@ -68,25 +77,33 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
     return loss.to(call.work.logits_dtype), detached
 
 
+def differentiable(result: Any, statistics: Any, count: int) -> Tensor:
+    """What a token loss of so many tokens returned: where that is values and derivatives, a function that has both."""
+    losses, derivatives = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        raise wrong_token_losses(losses, count)
+    if derivatives is None:
+        return losses
+    values = {name: getattr(statistics, name) for name in derivatives}
+    return losses.detach() + sum(g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items())
+
+
 def statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    return call.by_tensor(_compute_statistics(call, head, hidden))
+    values = _compute_statistics(call, head, hidden)
+    return call.by_tensor({name: values[name] for name in call.outputs})
 
 
-def _compute_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def _compute_statistics(
+    call: Call, head: Head, hidden: tuple[Tensor, ...], known: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
-    names = dict.fromkeys(("lse", *call.outputs))
-    known = None if state.known is None else {name: next(state.known) for name in names}
     if call.strategy != "statistics":
         outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
         return dict(zip(call.outputs, outputs, strict=True))
-    if known is None:
-        with torch.no_grad(), _without_autocast(head.weight):
-            values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
-        known = {name: call.tokens.scatter(values[name]) for name in names}
-        if state.recorded is not None:
-            state.recorded += known.values()
-    return {name: known[name] for name in call.outputs}
+    with torch.no_grad(), _without_autocast(head.weight):
+        values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
+    return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, "lse"))}
 
 
 def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:

@@ -40,7 +40,6 @@ from liger_losses.kernels.autograd import autocast_dtype, within_transform
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
-from liger_losses.kernels.tracing import state
 
 
 @dataclass(frozen=True)
@@ -153,15 +152,13 @@ def _listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[
 
 def make_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[CheckedInputs, Call | None]:
-    """Check the inputs, select the active tokens, and decide how to run; no call where only shapes are asked for.
+) -> tuple[CheckedInputs, Call]:
+    """Check the inputs, select the active tokens, and decide how to run.
 
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
     if head.ranks is not ALONE:
         return _make_shared_call(hidden_states, head, labels, query, options)
-    if state.shapes_only:
-        return CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0]), None
     decision = decide(hidden_states, head, labels, query, options)
     checked = CheckedInputs.of(hidden_states, labels, decision.compute_dtype)
     return checked, _Draft(checked, head, query, options, decision).call()
@@ -169,7 +166,7 @@ def make_call(
 
 def _make_shared_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[CheckedInputs, Call | None]:
+) -> tuple[CheckedInputs, Call]:
     device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
@@ -181,14 +178,13 @@ def _make_shared_call(
     memory = head.ranks.least_memory(device_memory(device), device)
     with head.ranks.agreement(device) as agreement:
         checked = CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0])
-        if not state.shapes_only:
-            decision = decide(hidden_states, head, labels, query, options, memory)
-            draft = _Draft(checked, head, query, options, decision, memory)
-            agreement.given = draft.given()
-            if device.type == "cpu":  # which also finds what is wrong with the values of one rank
-                call = draft.call()
+        decision = decide(hidden_states, head, labels, query, options, memory)
+        draft = _Draft(checked, head, query, options, decision, memory)
+        agreement.given = draft.given()
+        if device.type == "cpu":  # which also finds what is wrong with the values of one rank
+            call = draft.call()
     try:
-        if not state.shapes_only and call is None:
+        if call is None:
             call = draft.call()  # while the ranks compare what they were given
     except Exception:
         with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
@@ -478,8 +474,8 @@ def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operan
 def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
     """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
     where they are few, as nobody then waits for their number."""
-    if state.shapes_only or not options.compact:
-        return options.compact
+    if not options.compact:
+        return False
     as_told = options.strategy is not None or options.chunk_size is not None
     special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
     tokens = sum([shape.numel() for shape in shapes])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.kernels.tracing import state
 
 #: What counts as several hidden states, heads or labels.
 LISTS = (list, tuple, nn.ModuleList)
@@ -118,7 +117,8 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
     """Raise TypeError or ValueError unless this is a finite number in ``[low, high]`` (above low with ``open_low``)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not math.isfinite(value) or not (low <= value <= high) or (open_low and value == low):
+    # Comparisons alone: of a number that changes, torch.compile traces nothing else.
+    if not (low <= value <= high and -math.inf < value < math.inf) or (open_low and value == low):
         left, right = "(" if open_low else "[", "]" if math.isfinite(high) else ")"
         range_ = f"lie in {left}{low}, {high}{right}" if math.isfinite(low) else "be a finite number"
         raise ValueError(f"{name} must {range_}, got {value!r}.")
@@ -177,13 +177,20 @@ def checked_items(value: Any, device: torch.device) -> Tensor:
     name = "num_items_in_batch"
     if not isinstance(value, Tensor):
         check_range(name, value, 0.0, math.inf)
-        return torch.full((), value, dtype=torch.float32, device=device)  # a copy from the host would wait
+        return as_tensor(value, device)
     if value.numel() != 1:
         raise ValueError(f"{name} must be one number, the sum over all processes, got shape {tuple(value.shape)}.")
-    if value.device.type == "cpu" and not (state.shapes_only or torch.compiler.is_compiling()):
+    if value.device.type == "cpu" and not torch.compiler.is_compiling():
         # Elsewhere it would be a synchronization.
         check_range(name, value.item(), 0.0, math.inf)
     return value.to(device, torch.float32).reshape(())
+
+
+def as_tensor(value: float, device: torch.device) -> Tensor:
+    """A number as a 0-dim fp32 tensor, without a copy from the host, which would wait."""
+    if torch.compiler.is_compiling():  # a number that changes would be compiled again for each value
+        return torch.ones((), dtype=torch.float32, device=device) * value
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
@@ -224,3 +231,15 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
     if vector.shape != (rows,):
         raise ValueError(f"{name} must be [{rows}], one value per row of the weight, got shape {tuple(vector.shape)}.")
     check_device(weight, **{name: vector})
+
+
+def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+    """Whether a layer's weight and bias are all that its logits are made of.
+
+    A linear layer of a subclass may have a forward of its own, which scales them, say; one of this library says
+    ``computes_linear``. An embedding's forward is not that of the head that shares its weight.
+    """
+    if isinstance(layer, nn.Embedding):
+        return True
+    kind = type(layer)
+    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or hasattr(kind, "computes_linear"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
-from liger_losses.chunked.engine.checks import check_vector, check_weight
+from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.engine.plan import fits_dequantized
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
@@ -23,14 +23,12 @@ from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, loc
 from liger_losses.chunked.engine.weights import Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
-from liger_losses.kernels.tracing import is_weight_and_bias, record
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
 _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
 
 
-@record
 @dataclass(frozen=True, eq=False, init=False)
 class Head:
     """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.

@@ -26,7 +26,6 @@ from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.engine.traced import empty_statistics
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -54,25 +53,37 @@ def count_targets(**given: Any) -> int:
 def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[Tensor]:
     """The labels of each target, checked and moved by its number of positions."""
     check_shift(shift)
-    found, moved = dict[tuple[int, int], Tensor](), []
+    moved: list[Tensor] = []
+    known: list[tuple[Tensor, int, Tensor]] = []  # torch.compile guards what is looked up by id()
     for part, positions in zip(one_each(labels, count), one_each(shift, count), strict=True):
         check_labels(part)
-        key = id(part), int(positions)
-        if key not in found:
-            found[key] = shift_labels(part, ignore_index, int(positions)) if positions else part
-        moved.append(found[key])
+        same = [made for given, by, made in known if given is part and by == positions]
+        made = same[0] if same else shift_labels(part, ignore_index, int(positions)) if positions else part
+        known.append((part, positions, made))
+        moved.append(made)
     return moved
 
 
 def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTransform | None) -> list[Head]:
     """The head of each target, checked and made once for those that share it."""
-    made, heads = dict[tuple[int, int], Head](), []
-    for layer, bias in zip(layers, biases, strict=True):
-        key = id(layer), id(bias)
-        if key not in made:
-            made[key] = Head.of(layer, bias, transform)
-        heads.append(made[key])
+    heads: list[Head] = []
+    pairs = list(zip(layers, biases, strict=True))
+    for i, (layer, bias) in enumerate(pairs):
+        same = [k for k in range(i) if pairs[k][0] is layer and pairs[k][1] is bias]
+        heads.append(heads[same[0]] if same else Head.of(layer, bias, transform))
     return heads
+
+
+def _in_one_stream(one: Head, other: Head) -> bool:
+    """Whether these have the same rows, which may come in several layers, or heads.
+
+    A temperature per token is one target's alone.
+    """
+    names = ("weight", "bias", "quantized", "adapters")
+    same = all(getattr(one, name) is getattr(other, name) for name in names)
+    if not same or isinstance(one.transform.temperature, Tensor) or isinstance(other.transform.temperature, Tensor):
+        return False
+    return one.transform == other.transform and one.batch_invariant == other.batch_invariant
 
 
 @dataclass(frozen=True)
@@ -150,41 +161,38 @@ class Targets:
         given = {"hidden states": hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
         given["selected"] = selected
         given |= {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
-        count, groups = count_targets(**given), dict[Any, HeadGroup]()
+        count = count_targets(**given)
+        groups: list[HeadGroup] = []
         moved = shift_each(labels, shift, count, options.ignore_index)
         hidden, layers, biases = (one_each(value, count) for value in (hidden_states, weight, bias))
         for i, head in enumerate(heads_of(layers, biases, transform or LogitTransform())):
-            # The same rows may come in several layers, or heads. A temperature per token is one target's alone.
-            alone = i if isinstance(head.transform.temperature, Tensor) else None
-            tensors = id(head.weight), id(head.bias), id(head.quantized), id(head.adapters)
-            same = tensors, head.transform, head.batch_invariant, alone
-            group = groups.setdefault(same, HeadGroup(head, [], [], []))
+            group = next((group for group in groups if _in_one_stream(group.head, head)), None)
+            if group is None:
+                group = HeadGroup(head, [], [], [])
+                groups.append(group)
             group.places.append(i)
             group.hidden_states.append(hidden[i])
             group.labels.append(moved[i])  # type: ignore[union-attr]
-        devices = {str(group.head.weight.device) for group in groups.values()}
+        devices = {str(group.head.weight.device) for group in groups}
         if len(devices) > 1:
             raise ValueError(
                 f"the heads of one call must be on one device, got {', '.join(sorted(devices))}; move them with "
                 ".to(...), or make a call for each device."
             )
-        for key, group in groups.items():
+        for i, group in enumerate(groups):
             if group.head.ranks is ALONE:  # else hidden states may be DTensors, of which the call takes its part
                 check_inputs(group.hidden_states, group.head, group.labels)
             if group.head.adapters:
                 expanded, head = group.head.expand(group.hidden_states)
-                groups[key] = replace(group, head=head, hidden_states=expanded)
-        return cls(list(_select(list(groups.values()), options)), count, options)
+                groups[i] = replace(group, head=head, hidden_states=expanded)
+        return cls(list(_select(groups, options)), count, options)
 
     def statistics(self, query: Query) -> list[Statistics]:
         """The statistics of each target, differentiable."""
         found = list[tuple[HeadGroup, list[Statistics]]]()
         for group, checked, call in self._calls(query):
-            hidden = checked.hidden_states
-            found.append(
-                (group, empty_statistics(checked, query) if call is None else statistics_of(call, group.head, hidden))
-            )
-        return self._in_order(found)
+            found.append((group, statistics_of(call, group.head, checked.hidden_states)))
+        return self.in_order(found)
 
     def token_loss(self, query: Query, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Statistics]]:
         """The sum of all targets' separable losses, and the detached statistics of each."""
@@ -193,10 +201,7 @@ class Targets:
         one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
         for group, checked, call in self._calls(query, each):
             head, hidden = group.head, checked.hidden_states
-            if call is None:
-                found.append((group, empty_statistics(checked, query)))
-                losses.append(hidden[0].new_empty((), dtype=torch.promote_types(torch.float32, checked.compute_dtype)))
-            elif call.strategy == "one_pass":
+            if call.strategy == "one_pass":
                 one_pass.append((group, call))
                 tensors.append((head.weight, head.bias, *hidden))
             else:
@@ -207,7 +212,7 @@ class Targets:
             loss, values = token_losses([call for _, call in one_pass], tensors)
             losses.append(loss)
             found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
-        return torch.stack(losses).sum(), self._in_order(found)
+        return torch.stack(losses).sum(), self.in_order(found)
 
     def check(self, query: Query) -> None:
         """Raise what :meth:`statistics` or :meth:`token_loss` would before any work, but for wrong inputs of tokens."""
@@ -215,9 +220,9 @@ class Targets:
 
     def _calls(
         self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> list[tuple[HeadGroup, CheckedInputs, Call | None]]:
+    ) -> list[tuple[HeadGroup, CheckedInputs, Call]]:
         """The calls of each group; all are made, and so checked, before the first one runs."""
-        calls, kept = list[tuple[HeadGroup, CheckedInputs, Call | None]](), 0
+        calls, kept = list[tuple[HeadGroup, CheckedInputs, Call]](), 0
 
         def make(group: HeadGroup, options: EngineOptions) -> None:
             asked = group.query(query, inputs or {})
@@ -226,8 +231,6 @@ class Targets:
         for group in self.groups:
             make(group, self.options)
             call, before = calls[-1][-1], len(calls) - 1
-            if call is None:
-                continue
             if call.strategy == "resident":  # what all heads keep until backward fits one workspace
                 size = call.work.row_bytes * call.tokens.count
                 if kept and kept + size > call.plan.kept:
@@ -238,7 +241,7 @@ class Targets:
             elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not self._bounded:
                 for part in group.parts(call):
                     make(part, self.options)
-                several = any(part is not None and part.strategy == "one_pass" for *_, part in calls[before + 1 :])
+                several = any(part.strategy == "one_pass" for *_, part in calls[before + 1 :])
                 del calls[slice(before, before + 1) if several else slice(before + 1, None)]
         return calls
 
@@ -247,9 +250,9 @@ class Targets:
         """Whether the user's workspace leaves no room to add up gradients of the weight from several streams."""
         return self.options.workspace is not None or default_bound() is not None
 
-    def _in_order(self, found: Sequence[tuple[HeadGroup, list[Statistics]]]) -> list[Statistics]:
+    def in_order(self, found: Sequence[tuple[HeadGroup, list[Statistics]]]) -> list[Statistics]:
         """From what each group has for its targets to one list of all targets."""
-        placed = dict[int, Statistics]()
+        placed: dict[int, Statistics] = {}
         for group, values in found:
             placed |= zip(group.places, values, strict=True)
         return [placed[i] for i in range(self.count)]
@@ -258,7 +261,8 @@ class Targets:
 def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGroup]:
     """The groups with their active tokens, where one vocabulary serves all: the host waits for the device once."""
     vocab_size = groups[0].head.vocab_size
-    if any(group.head.ranks is not ALONE or group.head.vocab_size != vocab_size for group in groups):
+    several = any(group.head.ranks is not ALONE or group.head.vocab_size != vocab_size for group in groups)
+    if several or torch.compiler.is_dynamo_compiling():
         yield from groups
         return
     labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]

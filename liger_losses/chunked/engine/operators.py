@@ -1,417 +1,532 @@
-"""torch.compile sees a call of a loss, or of an operation on the output of ``lm_head``, as one operator of its graph.
+"""Under torch.compile, what the engine computes is a registered operator, and losses are traced as the code they are.
 
-``liger_losses::evaluate`` makes the call eagerly when the compiled graph runs. Where a loss is a number, it computes
-the gradients too, and backward scales them.
+``liger_losses::statistics`` returns statistics of every token, and ``liger_losses::gradients`` is its backward;
+``liger_losses::token_loss`` returns a separable loss, and gradients that its backward scales.
+
+T tokens.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
-import inspect
-import itertools
-import os
-import re
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.fx.experimental.symbolic_shapes as symbolic_shapes
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
 from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
+from liger_losses.chunked.engine.autograd_functions import differentiable, flat_statistics, separable_loss
+from liger_losses.chunked.engine.call import check
+from liger_losses.chunked.engine.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.given import running
-from liger_losses.chunked.engine.query import Statistics
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.many_heads import Targets
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.query import Comparison, Query, Statistics, read_by
+from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.autograd import autocast_dtype
-from liger_losses.kernels.tracing import decode, encode, state, without_values
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform
 
+C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What an operator calls, by name: operations, and ``forward`` of losses.
-_operations: dict[str, Callable[..., Any]] = {}
-#: The losses that there are, by a name of each.
-losses: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+#: Whether torch.compile knows a number while it traces; where torch cannot say, all numbers are taken to change.
+has_static_value: Callable[[Any], bool] = getattr(symbolic_shapes, "has_static_value", lambda value: False)
+#: Losses of tokens that an operator can compute: frozen dataclasses of numbers and words, by their names.
+_token_losses: dict[str, Any] = {}
+#: The arguments of all operators, as in :class:`Given`.
+_SCHEMA = (
+    "Tensor[] hidden_states, Tensor[] labels, Tensor weight, Tensor? bias, bool batch_invariant, str[] statistics, "
+    "str[] metrics, Tensor? class_weight, Tensor? selected, Tensor[] support, bool add_label, SymInt shift, "
+    "Tensor[] teacher, str divergence, float[] numbers, Tensor?[] changing, SymInt ignore_index, bool compact, "
+    "SymInt? workspace, SymInt? chunk_size, ScalarType? accum_dtype, str? backend, str? strategy, "
+    "ScalarType? autocast, ScalarType dtype"
+)
 
 
-class _Results:
-    """Named tuples that calls return. (Of a dictionary, torch.compile does not see what is added while it traces.)"""
+def token_operator(cls: C) -> C:
+    """Decorate a frozen dataclass of numbers and words whose instances are token losses: compiled, it takes one pass.
 
-
-def register(function: F) -> F:
-    """A function that :func:`call_in_graph` can call. What a loss returns beside a number, or a list, are metrics."""
-    _operations[function.__qualname__] = function
-    return function
-
-
-def operator(function: F, *, opaque: bool = True) -> F:
-    """Decorate an operation: errors say how it is called, and one rank's error is raised on all that share the head.
-
-    In a compiled function, a call is one operator of its graph; without ``opaque``, its code is part of the graph.
+    Any other function of a token's statistics is traced, and takes two.
     """
-    name = function.__qualname__  # torch.compile cannot read it
-
-    def traced(*arguments: Any, **keywords: Any) -> Any:
-        if not opaque:
-            return function(*arguments, **keywords)
-        metrics: Any = keywords.get("metrics", ())
-        found = call_in_graph(name, arguments, keywords)
-        return _detached(found, (metrics,) if isinstance(metrics, str) else tuple(metrics))
-
-    return _operator(function, traced)
+    _token_losses[cls.__name__] = cls
+    return cls
 
 
-def loss_operator(forward: F, *, opaque: bool = True) -> F:
+class Given(NamedTuple):
+    """What operators are given."""
+
+    hidden_states: Sequence[Tensor]
+    labels: Sequence[Tensor]
+    weight: Tensor
+    bias: Tensor | None
+    batch_invariant: bool
+    statistics: Sequence[str]
+    metrics: Sequence[str]
+    class_weight: Tensor | None
+    selected: Tensor | None
+    support: Sequence[Any]  # ids, and offsets
+    add_label: bool
+    shift: int  # of labels beside a support
+    teacher: Sequence[Any]  # hidden states, weight and bias; or logits
+    divergence: str
+    numbers: Sequence[float]  # scales, soft-caps, temperatures, a divergence's parameters; NaN for None
+    changing: Sequence[Tensor | None]  # in the same order, numbers that differ from call to call, or token to token
+    ignore_index: int
+    compact: bool
+    workspace: int | None
+    chunk_size: int | None
+    accum_dtype: torch.dtype | None
+    backend: str | None
+    strategy: str | None
+    autocast: torch.dtype | None
+    dtype: torch.dtype  # of statistics
+
+    def number(self, place: int) -> Any:
+        """One of the numbers; a tensor where each token has its own."""
+        tensor: Any = self.changing[place]
+        if tensor is not None:
+            return tensor if tensor.dim() else tensor.item()
+        return None if math.isnan(self.numbers[place]) else self.numbers[place]
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of statistics that the user gets."""
+        return list(dict.fromkeys((*self.statistics, *self.metrics)))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what ``liger_losses::statistics`` returns, of which some serve its backward alone."""
+        return self.asked if self.support else list(dict.fromkeys(("lse", *self.asked)))
+
+    @property
+    def trained(self) -> list[Tensor | None]:
+        """What may need a gradient: hidden states, weight and bias."""
+        return [*self.hidden_states, self.weight, self.bias]
+
+    def opened(self) -> tuple[Head, Query, EngineOptions]:
+        """The engine's own objects."""
+        numbers, comparison = [self.number(place) for place in range(9)], None
+        head = Head(self.weight, self.bias, LogitTransform(*numbers[:3]), batch_invariant=self.batch_invariant)
+        if self.teacher:
+            teacher: Any = TeacherLogits(self.teacher[0])
+            if len(self.teacher) > 1:
+                hidden, weight, *bias = self.teacher
+                teacher = Teacher(hidden, weight, bias[0] if bias else None, numbers[3], numbers[4])
+            teacher = replace(teacher, columns_correspond=True)
+            comparison = Comparison(teacher, Divergence(self.divergence, *numbers[5:8]), numbers[8])
+        asked = tuple(self.statistics), tuple(self.metrics)
+        query = Query(*asked, class_weight=self.class_weight, selected=self.selected, comparison=comparison)
+        return head, query, EngineOptions(*[getattr(self, field.name) for field in fields(EngineOptions)])
+
+    def flat(self, found: Sequence[Statistics], names: Sequence[str]) -> list[Tensor]:
+        """Statistics ``[T]`` of all tokens, from those of each tensor of labels."""
+        dims = [part.dim() for part in self.labels]
+        pairs = list(zip(found, dims, strict=True))
+        return [torch.cat([getattr(part, name).flatten(0, dim - 1) for part, dim in pairs]) for name in names]
+
+    def shaped(self, found: Mapping[str, Tensor]) -> list[Statistics]:
+        """The inverse of :meth:`flat`; metrics have no gradient."""
+        shapes = [part.shape for part in self.labels]
+        sizes = [shape.numel() for shape in shapes]
+        parts: dict[str, Any] = {}
+        for name in self.asked:
+            parts[name] = (found[name] if name in self.statistics else found[name].detach()).split(sizes)
+        return [
+            Statistics(**{name: part[i].reshape(*shape, *part[i].shape[1:]) for name, part in parts.items()})
+            for i, shape in enumerate(shapes)
+        ]
+
+    def empty(self, names: Sequence[str]) -> list[Tensor]:
+        """Statistics ``[T]`` without values."""
+        tokens = sum([part.numel() for part in self.labels])
+        width = [] if self.selected is None else self.selected.shape[-1:]
+        shapes = [(tokens, *width) if name == "selected_logps" else (tokens,) for name in names]
+        dtypes = [torch.int64 if name == "argmax" else self.dtype for name in names]
+        return [self.weight.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+# --- Tracing: torch.compile traces this part --------------------------------------------------------------------------
+
+
+def traced_statistics(
+    hidden_states: Any,
+    head: Head,
+    labels: Any,
+    query: Query,
+    options: EngineOptions,
+    support: TokenSupport | None = None,
+    shift: int = 0,
+) -> list[Statistics]:
+    """The statistics of each tensor of labels, in its shape, or with ``support`` those over kept columns."""
+    given = _given(hidden_states, head, labels, query, options, support, shift)
+    return given.shaped(dict(zip(given.names, torch.ops.liger_losses.statistics(*given), strict=True)))
+
+
+def traced_token_loss(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> tuple[Tensor, list[Statistics]]:
+    """A separable loss, in one pass where an operator computes it, and the statistics of each tensor of labels.
+
+    fp16 gradients underflow without the loss scale, which is only known in backward: they take two passes.
+    """
+    loss, inputs = query.token_loss, query.token_weights or query.token_inputs
+    name = "" if loss is None else type(loss).__name__
+    known = name in _token_losses
+    values = [getattr(loss, field) for field in loss.__match_args__] if known else []  # type: ignore[union-attr]
+    words, numbers = ([v for v in values if isinstance(v, str) == text] for text in (True, False))
+    given = _given(hidden_states, head, labels, query, options, numbers=numbers)
+    halves = torch.float16 in (given.autocast, *[tensor.dtype for tensor in given.trained if tensor is not None])
+    if (known or loss is None) and not halves:
+        needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in given.trained]
+        arguments = list(inputs.values()), list(inputs), name, words, needs
+        total, *found = torch.ops.liger_losses.token_loss(*given, *arguments)
+        return total, given.shaped({n: value.detach() for n, value in zip(given.asked, found, strict=False)})
+    every = dict(zip(given.names, torch.ops.liger_losses.statistics(*given), strict=True))
+    targets, asked = torch.cat([part.flatten() for part in given.labels]), {n: every[n] for n in given.asked}
+    dims, mask = given.labels[0].dim() if len(given.labels) == 1 else 1, targets != given.ignore_index
+    flat = {n: value.detach().flatten(0, dims - 1) for n, value in inputs.items()}
+    if loss is None:
+        terms = torch.stack([weight * asked[n] for n, weight in flat.items()]).sum(0)
+    else:
+        named = read_by(loss, Statistics(**asked))
+        result = loss(named, targets.masked_fill(~mask, 0), **flat)
+        terms = differentiable(result, named, targets.shape[0])
+    detached = given.shaped({n: value.detach() for n, value in asked.items()})
+    return torch.where(mask, terms, 0.0).sum().to(given.dtype), detached
+
+
+def traced_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None = None) -> Any:
+    """Statistics of several targets; with ``inputs``, their separable loss, and detached statistics."""
+    found: list[Any] = []
+    losses: list[Tensor] = []
+    each = {name: one_each(value, targets.count) for name, value in (inputs or {}).items()}
+    for group in targets.groups:
+        call = group.hidden_states, group.head, group.labels
+        if inputs is None:
+            found.append((group, traced_statistics(*call, group.query(query, {}), targets.options)))
+        else:
+            loss, statistics = traced_token_loss(*call, group.query(query, each), targets.options)
+            losses.append(loss)
+            found.append((group, statistics))
+    values = targets.in_order(found)
+    return values if inputs is None else (torch.stack(losses).sum(), values)
+
+
+def _given(
+    hidden_states: Any,
+    head: Head,
+    labels: Any,
+    query: Query,
+    options: EngineOptions,
+    support: TokenSupport | None = None,
+    shift: int = 0,
+    numbers: Sequence[Any] = (),
+) -> Given:
+    """A call that fits together; ``numbers`` are those of its token loss."""
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
+    hidden = list(hidden_states) if isinstance(hidden_states, (list, tuple)) else [hidden_states]
+    targets = list(labels) if isinstance(labels, (list, tuple)) else [labels]
+    dtype, _ = check(hidden, head, targets, query)
+    transform, comparison = head.transform, query.comparison
+    teacher: list[Any] = []
+    of_teacher: list[Any] = [None] * 6
+    if comparison is not None:
+        taught, which, of_teacher = comparison.teacher, comparison.divergence, [None, None]
+        if isinstance(taught, Teacher):
+            own = taught.head
+            teacher = [tensor for tensor in (taught.hidden_states, own.weight, own.bias) if tensor is not None]
+            of_teacher = [own.transform.logit_scale, own.transform.softcap]
+        else:
+            teacher = [taught.logits]
+        of_teacher = [*of_teacher, which.a, which.b, which.c, comparison.temperature]
+    kept = []
+    if support is not None:
+        support.check(targets[0], head.weight)
+        kept = [support.ids] if support.offsets is None else [support.ids, support.offsets]
+    every = [transform.temperature, transform.logit_scale, transform.softcap, *of_teacher, *numbers]
+    static = [not isinstance(value, Tensor) and (value is None or has_static_value(value)) for value in every]
+    pairs = list(zip(every, static, strict=True))
+    return Given(
+        hidden_states=hidden,
+        labels=targets,
+        weight=head.weight,
+        bias=head.bias,
+        batch_invariant=head.batch_invariant,
+        statistics=list(query.statistics),
+        metrics=list(query.metrics),
+        class_weight=query.class_weight,
+        selected=query.selected,
+        support=kept,
+        add_label=support is not None and support.add_label,
+        shift=shift,
+        teacher=teacher,
+        divergence="" if comparison is None else comparison.divergence.form,
+        numbers=[math.nan if value is None else float(value) if known else 0.0 for value, known in pairs],
+        changing=[None if known else _as_tensor(value) for value, known in pairs],
+        ignore_index=options.ignore_index,
+        compact=options.compact,
+        workspace=options.workspace,
+        chunk_size=options.chunk_size,
+        accum_dtype=options.accum_dtype,
+        backend=options.backend,
+        strategy=options.strategy,
+        autocast=autocast_dtype(head.weight.device),
+        dtype=torch.promote_types(torch.float32, dtype),
+    )
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """As an operator's argument, a number that changes would be compiled anew for each value."""
+    return value if isinstance(value, Tensor) else torch.ones((), dtype=torch.float64) * value
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def _operator(name: str, others: str = "") -> Any:
+    """Register a function of :class:`Given`'s fields, and others, that returns tensors."""
+    schema = f"({_SCHEMA}{others}) -> Tensor[]"
+    name = f"liger_losses::{name}"
+    return torch.library.custom_op(name, mutates_args=(), schema=schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def _autocast(given: Given) -> torch.autocast:
+    return torch.autocast(given.weight.device.type, dtype=given.autocast, enabled=given.autocast is not None)
+
+
+def _compute(given: Given, known: Mapping[str, Tensor] | None = None) -> list[Any]:
+    """Statistics ``[T]`` of all tokens; ``known`` ones are not computed again where a gradient is."""
+    (head, query, options), (hidden, *_), (labels, *_) = given.opened(), given.hidden_states, given.labels
+    with _autocast(given):
+        if not given.support:
+            values = flat_statistics(given.hidden_states, head, given.labels, query, options, known)
+            return [values.get(name) for name in given.names]
+        ids, *offsets = given.support
+        kept = TokenSupport(ids, offsets[0] if offsets else None, given.add_label)
+        names = tuple(given.names)
+        found = linear_support_statistics(hidden, head, labels, kept, names, options, shift=given.shift)
+        return given.flat([found], names)
+
+
+def _separate(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """An operator's outputs share no memory."""
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _leaves(given: Given, needs: Sequence[bool]) -> tuple[Given, list[Any]]:
+    """The call of leaves of a graph, and those of which gradients are needed."""
+    pairs = zip(given.trained, needs, strict=True)
+    leaves: list[Any] = [None if tensor is None else tensor.detach().requires_grad_(need) for tensor, need in pairs]
+    *hidden, weight, bias = leaves
+    made = given._replace(hidden_states=hidden, weight=weight, bias=bias)
+    return made, [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+
+
+def _differentiate(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
+    found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
+    pairs = zip(leaves, found, strict=True)
+    return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for leaf, grad in pairs]
+
+
+def _empty_gradients(given: Given, needs: Sequence[bool]) -> list[Tensor]:
+    pairs = zip(given.trained, needs, strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, need in pairs if need and tensor is not None]
+
+
+def _by_input(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What a backward returns: lists of tensors have lists of gradients."""
+    found = iter(gradients)
+    *hidden, weight, bias = [next(found) if need else None for need in ctx.needs]
+    lists = [isinstance(value, list) and all(part is _SAVED for part in value) for value in ctx.inputs]
+    nothing = [[None] * len(value) if listed else None for value, listed in zip(ctx.inputs, lists, strict=True)]
+    return hidden, nothing[1], weight, bias, *nothing[4:]
+
+
+@_operator("statistics")
+def _statistics(*given: Any) -> list[Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return _separate(_compute(Given(*given)))
+
+
+@_statistics.register_fake
+def _(*given: Any) -> list[Tensor]:
+    return Given(*given).empty(Given(*given).names)
+
+
+@_operator("gradients", ", Tensor[] values, Tensor?[] upstream, bool[] needs")
+def _gradients(*arguments: Any) -> list[Tensor]:
+    """From the gradients of statistics to those of what ``needs`` them; ``values`` are all that forward returned."""
+    *given, values, upstream, needs = arguments
+    with torch.inference_mode(False), torch.enable_grad():
+        call, leaves = _leaves(Given(*given), needs)
+        found = _compute(call, dict(zip(call.names, values, strict=True)))
+        asked = [(f, g) for f, g in zip(found, upstream, strict=True) if f is not None and g is not None]
+        pairs = [(f, g) for f, g in asked if f.requires_grad]
+        return _differentiate([f for f, _ in pairs], leaves, [g for _, g in pairs])
+
+
+@_gradients.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return _empty_gradients(Given(*arguments[:-3]), arguments[-1])
+
+
+def _mapped(inputs: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Inputs, or entries of those that are lists, changed."""
+    return [[change(v) for v in value] if isinstance(value, (list, tuple)) else change(value) for value in inputs]
+
+
+def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    tensors = list[Tensor]()
+    ctx.set_materialize_grads(False)
+
+    def save(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _SAVED
+
+    ctx.inputs = _mapped(inputs, save)
+    ctx.needs = [tensor is not None and tensor.requires_grad for tensor in Given(*inputs).trained]
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
+    saved = iter(ctx.saved_tensors)
+    given = _mapped(ctx.inputs, lambda v: next(saved) if v is _SAVED else v)
+    found = torch.ops.liger_losses.gradients(*given, list(saved), list(upstream), ctx.needs)
+    return _by_input(ctx, found)
+
+
+_SAVED = object()
+_statistics.register_autograd(_backward_of_statistics, setup_context=_save_call)
+
+
+@_operator("token_loss", ", Tensor[] token_inputs, str[] names, str token_loss, str[] words, bool[] needs")
+def _token_loss(*arguments: Any) -> list[Tensor]:
+    """The loss, its statistics ``[T]``, and the gradients of what ``needs`` them."""
+    *given, inputs, names, name, words, needs = arguments
+    call, leaves = _leaves(Given(*given), needs)
+    (head, query, options), tensors = call.opened(), dict(zip(names, inputs, strict=True))
+    if name:
+        numbers = [call.number(place) for place in range(9, len(call.numbers))]
+        query = replace(query, token_loss=_made(_token_losses[name], words, numbers))
+    with torch.inference_mode(False), torch.set_grad_enabled(bool(leaves)), _autocast(call):
+        if len(call.labels) > 1:
+            sizes = [part.numel() for part in call.labels]
+            parts = {name: list(value.split(sizes)) for name, value in tensors.items()}
+            rows = [part.flatten(0, -2) for part in call.hidden_states]
+            call = call._replace(labels=[part.flatten() for part in call.labels])
+            loss, found = Targets.of(rows, [head] * len(sizes), call.labels, options).token_loss(query, parts)
+        else:
+            query = replace(query, token_inputs=tensors) if name else replace(query, token_weights=tensors)
+            loss, *found = separable_loss(call.hidden_states[0], head, call.labels[0], query, options)
+        gradients = _differentiate([loss] if loss.requires_grad else [], leaves)
+    return [*_separate([loss, *call.flat(found, call.asked)]), *gradients]
+
+
+def _made(cls: Any, words: Sequence[str], numbers: Sequence[Any]) -> Any:
+    """A dataclass of these words, and of these numbers, in the order of its fields."""
+    texts, others, values = iter(words), iter(numbers), []
+    for field in fields(cls):
+        value = next(texts if field.type == "str" else others)
+        values.append(_KINDS.get(str(field.type), lambda v: v)(value) if value is not None else None)
+    return cls(*values)
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "int | None": int}
+
+
+@_token_loss.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    call = Given(*arguments[:-5])
+    loss = call.weight.new_empty((), dtype=call.dtype)
+    return [loss, *call.empty(call.asked), *_empty_gradients(call, arguments[-1])]
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.needs, ctx.inputs = inputs[-1], _mapped(inputs, lambda v: _SAVED if isinstance(v, Tensor) else v)
+    ctx.save_for_backward(*output[1 + len(Given(*inputs[:-5]).asked) :])
+
+
+def _backward_of_token_loss(ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
+    scaled = [None if upstream[0] is None else gradient * upstream[0] for gradient in ctx.saved_tensors]
+    return _by_input(ctx, scaled)
+
+
+_token_loss.register_autograd(_backward_of_token_loss, setup_context=_save_gradients)
+
+
+# --- The way in -------------------------------------------------------------------------------------------------------
+
+
+def operator(function: F) -> F:
+    """Decorate an operation: errors say how it is called, and one rank's error is raised on all that share the head."""
+    return _entry(function, of_loss=False)
+
+
+def loss_operator(forward: F) -> F:
     """:func:`operator` for the ``forward`` of a loss, which may also be one of ranks that hold slices of sequences."""
-    name = forward.__qualname__
-
-    def traced(loss: Any, *arguments: Any, **keywords: Any) -> Any:
-        if loss.spans_ranks:
-            return _call_eagerly(name, loss._name_for_operators, arguments, keywords)
-        if not opaque:
-            check_arguments(name, arguments, keywords, loss._name_for_operators)
-            return forward(loss, *arguments, **keywords)
-        return call_in_graph(name, arguments, keywords, loss._name_for_operators, dict(loss.named_parameters()))
-
-    return _operator(forward, traced, of_loss=True)
+    return _entry(forward, of_loss=True)
 
 
-def _operator(function: F, traced: Callable[..., Any], of_loss: bool = False) -> F:
-    """The registered function that raises on all ranks, and calls ``traced`` in a function that is being compiled."""
+def _entry(function: F, of_loss: bool) -> F:
+    @torch.compiler.assume_constant_result
+    def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
+        return wrong_arguments(function, count, keywords, kind)
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
         if of_loss:
-            keywords = by_forward_names(arguments[0], len(arguments) - 1, keywords)
+            keywords = by_forward_names(loss, len(given), keywords)
         if torch.compiler.is_dynamo_compiling():
-            return traced(*arguments, **keywords)
+            message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
+            if message is not None:
+                raise TypeError(message)
+            spans_ranks = loss is not None and loss.spans_ranks
+            traced = not spans_ranks and all(_is_traced(value) for value in (*given, *keywords.values()))
+            return (function if traced else outside)(*arguments, **keywords)
         since, before = running.exchanges, (running.loss, running.noted)
         if of_loss:
-            running.loss, running.noted = arguments[0], ()
+            running.loss, running.noted = loss, ()
         try:
             return function(*arguments, **keywords)
         except (TypeError, ValueError, RankError) as error:
-            loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
             raise_on_all_ranks(error, since, function, given, keywords, loss)
             raise
         finally:
             if of_loss:
                 running.loss, running.noted = before
 
-    # torch.compile limits how often one code object is compiled again; without this, all functions would share one.
-    own = cast(FunctionType, wrapped)
-    own.__code__ = own.__code__.replace(co_name=function.__name__)
-    return cast(F, register(wrapped))
+    outside = torch.compiler.disable(wrapped)
+    return wrapped  # type: ignore[return-value]
 
 
-def name_of(loss: nn.Module) -> str:
-    """A new name by which operators find a loss; a graph that was compiled for the old one is compiled again.
-
-    Torch keeps compiled graphs on disk. A loss with other options, whose outputs may have other shapes, must not find
-    them, nor one whose code may have changed.
-    """
-    options = [f"{key}={value!r}" for key, value in vars(loss).items() if key[0] != "_" and not torch.is_tensor(value)]
-    known = type(loss).__module__.startswith(__name__.partition(".")[0] + ".")
-    digest = hashlib.sha256(repr(options).encode() if known else os.urandom(8)).hexdigest()[:16]
-    name = f"{type(loss).__name__} {next(_numbers)} {digest}"
-    losses[name] = loss
-    return name
-
-
-def _detached(found: Any, metrics: tuple[str, ...]) -> Any:
-    """What a call returns, its metrics without a gradient. (An operator's outputs all have one.)"""
-    if isinstance(found, Statistics):
-        named = zip(Statistics._fields, found, strict=True)
-        return Statistics(*[value.detach() if name in metrics else value for name, value in named])
-    return [_detached(part, metrics) for part in found] if isinstance(found, list) else found
-
-
-# --- Tracing: this part is itself compiled ----------------------------------------------------------------------------
-
-
-def call_in_graph(name: str, arguments: Any, keywords: Any, loss: str = "", parameters: Any = None) -> Any:
-    """Put one call into the graph that is being compiled, and return what it will return.
-
-    Args:
-        name: of an operation, or of the ``forward`` of the loss that has the name ``loss`` and these ``parameters``.
-    """
-    tensors: list[Tensor] = []
-    form = encode([arguments, keywords, parameters], tensors)
-    if form is None or not tensors:
-        return _call_eagerly(name, loss, arguments, keywords)
-    check_arguments(name, arguments, keywords, loss)
-    dtypes = ", ".join([str(tensor.dtype) for tensor in tensors])
-    key = f"{name}|{loss}|{_autocast_name(tensors)}|{dtypes}|{form}"
-    needs = [i for i, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []
-    found = torch.ops.liger_losses.evaluate(tensors, needs, key)
-    structure = _structure(key)
-    attached = _attached(structure) if loss else len(found) if found[0].dim() else 1
-    values = [value if i < attached else value.detach() for i, value in enumerate(found)]
-    return _rebuild(structure, iter(values))
-
-
-def check_arguments(name: str, arguments: Any, keywords: Any, loss: str = "") -> None:
-    """Raise a TypeError that says how it is called, if these are no arguments of an operation, or of a loss."""
-    wrong = _wrong_arguments(name, loss, len(arguments), tuple(keywords))
-    if wrong is not None:  # in one graph, torch.compile shows the message of what the code that it traces raises
-        raise TypeError(wrong)
-
-
-@torch.compiler.assume_constant_result
-def _wrong_arguments(name: str, loss: str, count: int, keywords: tuple[str, ...]) -> str | None:
-    return wrong_arguments(_operations[name], count, keywords, losses.get(loss))
-
-
-def _attached(structure: Any) -> int:
-    """How many of a loss's tensors have a gradient: the first one, or those of a list that comes first."""
-    first = structure if structure == "tensor" else structure[1][0]
-    return len(first[1]) if first[0] == "list" else 1
-
-
-def _autocast_name(tensors: list[Tensor]) -> str:
-    dtype = autocast_dtype(tensors[0].device)
-    return "" if dtype is None else str(dtype)
-
-
-def _rebuild(structure: Any, values: Iterator[Tensor]) -> Any:
-    """What :func:`_describe` described, of other tensors."""
-    if structure == "tensor":
-        return next(values)
-    if structure == "none":
-        return None
-    kind, parts = structure
-    parts = [_rebuild(part, values) for part in parts]
-    if kind == "list":
-        return parts
-    if isinstance(kind, tuple):
-        return dict(zip(kind, parts, strict=True))
-    return tuple(parts) if kind == "tuple" else getattr(_Results, kind)(*parts)
-
-
-@torch.compiler.assume_constant_result
-def _structure(key: str) -> Any:
-    return _structures[key].structure
-
-
-@torch.compiler.disable
-def _call_eagerly(name: str, loss: str, arguments: Any, keywords: Any) -> Any:
-    """A call that no operator can make, such as one with a function or a shared head: the graph ends here."""
-    own = [losses[loss]] if loss else []
-    return _operations[name](*own, *arguments, **keywords)
-
-
-# --- Running ----------------------------------------------------------------------------------------------------------
-
-
-class _Result(NamedTuple):
-    """What a call returns: how its tensors are arranged, how many there are, and whether backward scales gradients."""
-
-    structure: Any
-    tensors: int
-    scaled: bool
-
-
-_structures: dict[str, _Result] = {}
-
-
-def _named(name: str, loss: str) -> Callable[..., Any]:
-    """The function itself: where a graph runs, errors are not raised on all ranks."""
-    function = inspect.unwrap(_operations[name])
-    if not loss:
-        return function
-    if loss not in losses:
-        raise RuntimeError(
-            f"a {loss.split()[0]} was deleted before the backward of a compiled function: make the loss outside of "
-            "that function, and keep it."
-        )
-    return functools.partial(function, losses[loss])
-
-
-class _Key(NamedTuple):
-    """What the text says that describes a call."""
-
-    name: str
-    loss: str
-    autocast: torch.dtype | None
-    form: Any
-
-
-@functools.lru_cache(4096)
-def _parsed(key: str) -> _Key:
-    name, loss, autocast, _, form = key.split("|", 4)
-    dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
-    return _Key(name, loss, dtype, ast.literal_eval(form))
-
-
-def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """How a result's tensors, which are appended, are arranged."""
+def _is_traced(value: Any) -> bool:
+    """Whether an argument may be one of operators: the graph ends at shared and quantized heads, and at functions that
+    return a teacher's logits."""
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return "tensor"
-    if value is None:
-        return "none"
-    kind: Any = type(value).__name__
-    if isinstance(value, dict):
-        kind, value = tuple(value), value.values()
-    elif not isinstance(value, (tuple, list)):
-        raise TypeError(f"in a compiled function, losses return tensors in tuples, lists or dictionaries, got {kind}.")
-    elif type(value) not in (tuple, list):
-        kind = re.sub(r"\W", "_", f"{type(value).__module__}.{type(value).__qualname__}")
-        setattr(_Results, kind, type(value))
-    return kind, tuple(_describe(part, tensors) for part in value)
-
-
-def _call(key: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The structure of what a call returns, and its tensors."""
-    name, loss, autocast, form = _parsed(key)
-    arguments, keywords, parameters = decode(form, tensors)
-    own = _replaced(losses[loss], parameters) if parameters else nullcontext()
-    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None), own:
-        result = _named(name, loss)(*arguments, **keywords)
-    found: list[Tensor] = []
-    return _describe(result, found), found
-
-
-@contextmanager
-def _replaced(loss: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Within this context, a loss has other tensors as its parameters or buffers of these names."""
-    before = list[tuple[dict[str, Any], str, Tensor | None]]()
-    for name, tensor in tensors.items():
-        owner, _, last = name.rpartition(".")
-        module = loss.get_submodule(owner)
-        table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
-        before.append((table, last, table[last]))
-        table[last] = tensor
-    try:
-        yield
-    finally:
-        for table, last, tensor_before in before:
-            table[last] = tensor_before
-
-
-def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
-    return [tensor.detach().requires_grad_(i in needs) for i, tensor in enumerate(tensors)]
-
-
-def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> list[Tensor]:
-    found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-    pairs = zip(leaves, found, strict=True)
-    return [leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous() for leaf, grad in pairs]
-
-
-@torch.library.custom_op("liger_losses::evaluate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _evaluate(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
-    """The tensors that a call returns; then the gradients of the inputs ``needs`` if backward can scale them, else the
-    statistics of which backward computes them."""
-    scaled = _structures[key].scaled
-    with torch.inference_mode(False):
-        leaves = _leaves(tensors, needs)
-        with torch.set_grad_enabled(scaled and bool(needs)), _recording() as recorded:
-            _, outputs = _call(key, leaves)
-        if needs and scaled:
-            recorded = _gradients(outputs[:1], [leaves[i] for i in needs], None)
-        # Outputs of an operator share no memory.
-        return [*(output.detach().clone(memory_format=torch.contiguous_format) for output in outputs), *recorded]
-
-
-@_evaluate.register_fake
-def _(tensors: Sequence[Tensor], needs: Sequence[int], key: str) -> list[Tensor]:
-    with _without_values(key, tensors), _recording() as recorded:
-        structure, outputs = _call(key, tensors)
-    if not outputs:
-        raise ValueError(
-            f"{_parsed(key).name} was asked for nothing, and in a compiled function a call must return a tensor: name "
-            "at least one statistic, such as statistics=('logp',)."
-        )
-    # fp16 gradients underflow without the loss scale, which is only known in backward.
-    scaled = outputs[0].dim() == 0 and torch.float16 not in (_parsed(key).autocast, *(t.dtype for t in tensors))
-    _structures[key] = _Result(structure, len(outputs), scaled)
-    if needs and scaled:
-        recorded = [tensors[i].new_empty(tensors[i].shape) for i in needs]
-    return [*(output.new_empty(output.shape) for output in outputs), *recorded]
-
-
-@contextmanager
-def _recording() -> Iterator[list[Tensor]]:
-    """Within this context, the statistics that are computed without gradients are recorded."""
-    before, state.recorded = state.recorded, []
-    try:
-        yield state.recorded
-    finally:
-        state.recorded = before
-
-
-@contextmanager
-def _without_values(key: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """:func:`without_values`, for the loss's buffers too."""
-    loss = losses.get(_parsed(key).loss)
-    buffers = {} if loss is None else dict(loss.named_buffers())
-    empty = {n: tensors[0].new_empty(b.shape, dtype=b.dtype, device=b.device) for n, b in buffers.items()}
-    with without_values(), _replaced(loss, empty) if loss is not None and buffers else nullcontext():
-        yield
-
-
-@torch.library.custom_op("liger_losses::differentiate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _differentiate(
-    tensors: Sequence[Tensor],
-    recorded: Sequence[Tensor],
-    upstream: Sequence[Tensor],
-    which: Sequence[int],
-    needs: Sequence[int],
-    key: str,
-) -> list[Tensor]:
-    """The gradients of the inputs ``needs``, from those of the outputs ``which``: the call is made again, with the
-    statistics that it has recorded."""
-    before, state.known = state.known, iter(recorded)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            leaves = _leaves(tensors, needs)
-            _, outputs = _call(key, leaves)
-            pairs = [(outputs[i], g) for i, g in zip(which, upstream, strict=True) if outputs[i].requires_grad]
-            if not pairs:
-                return [tensors[i].new_zeros(tensors[i].shape) for i in needs]
-            return _gradients([o for o, _ in pairs], [leaves[i] for i in needs], [g for _, g in pairs])
-    finally:
-        state.known = before
-
-
-@_differentiate.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    recorded: Sequence[Tensor],
-    upstream: Sequence[Tensor],
-    which: Sequence[int],
-    needs: Sequence[int],
-    key: str,
-) -> list[Tensor]:
-    return [tensors[i].new_empty(tensors[i].shape) for i in needs]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, ctx.needs, ctx.key = inputs
-    ctx.set_materialize_grads(False)
-    ctx.count = len(tensors)
-    _, count, scaled = _structures[ctx.key]
-    ctx.save_for_backward(*([] if scaled else tensors), *output[count:])
-
-
-def _backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
-    grads: list[Tensor | None] = [None] * ctx.count
-    which, saved = [i for i, g in enumerate(upstream) if g is not None], ctx.saved_tensors
-    if not which or not ctx.needs:
-        return grads, None, None
-    if _structures[ctx.key].scaled:
-        found = [gradient * upstream[0] for gradient in saved]
-    else:
-        tensors, recorded, given = saved[: ctx.count], saved[ctx.count :], [upstream[i] for i in which]
-        found = torch.ops.liger_losses.differentiate(tensors, recorded, given, which, ctx.needs, ctx.key)
-    for i, gradient in zip(ctx.needs, found, strict=True):
-        grads[i] = gradient
-    return grads, None, None
-
-
-_evaluate.register_autograd(_backward, setup_context=_setup_context)
+        subclass = hasattr(value, "full_tensor") or hasattr(type(value), "__tensor_flatten__")
+        return not subclass and not hasattr(value, "quant_state")
+    if isinstance(value, (nn.Linear, nn.Embedding)):
+        return is_weight_and_bias(value) and value.weight.is_floating_point() and _is_traced(value.weight)
+    if isinstance(value, Head):
+        return value.ranks is ALONE and value.quantized is None
+    if isinstance(value, (list, tuple, nn.ModuleList)):
+        return all(_is_traced(part) for part in value)
+    if isinstance(value, TeacherLogits):
+        return isinstance(value.logits, Tensor)
+    if isinstance(value, Teacher):
+        return _is_traced(value.hidden_states) and _is_traced(value.weight)
+    return not isinstance(value, nn.Module)

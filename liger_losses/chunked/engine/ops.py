@@ -10,26 +10,24 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.autograd_functions import query_statistics, separable_loss
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import rows_of_all
 from liger_losses.chunked.engine.many_heads import Targets
-from liger_losses.chunked.engine.operators import operator
+from liger_losses.chunked.engine.operators import operator, traced_statistics, traced_targets, traced_token_loss
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Comparison, Query, Statistics
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.engine.traced import traced_token_loss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -79,12 +77,13 @@ def linear_statistics(
     query = Query(_names(statistics), _names(metrics), class_weight=class_weight, selected=selected)
     if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, selected=selected)
-        return targets.statistics(query)
+        return traced_targets(targets, query) if is_dynamo_compiling() else targets.statistics(query)
     head = Head.of(weight, bias, transform)
     if isinstance(selected, (list, tuple)) and isinstance(labels, (list, tuple, Tokens)):
         shapes: Any = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
         query = replace(query, selected=rows_of_all("selected", selected, shapes, head))
-    found = query_statistics(hidden_states, head, labels, query, options)
+    compute = traced_statistics if is_dynamo_compiling() else query_statistics
+    found = compute(hidden_states, head, labels, query, options)
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
@@ -147,7 +146,8 @@ def linear_logps(
         if support is not None:
             raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
-        found = targets.statistics(Query(names))
+        query = Query(names)
+        found = traced_targets(targets, query) if is_dynamo_compiling() else targets.statistics(query)
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
@@ -155,9 +155,7 @@ def linear_logps(
         labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
-        statistics = linear_support_statistics(
-            hidden_states, head, labels, support, names, options, whole=linear_statistics, shift=int(shift)
-        )
+        statistics = support_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))
     return statistics if len(names) > 1 else statistics.logp
 
 
@@ -202,10 +200,11 @@ def linear_divergence(
     """
     names = ("divergence", "logp") if logp else ("divergence",)
     query = Query(names, comparison=Comparison(teacher, divergence, temperature))
-    return query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
+    compute = traced_statistics if is_dynamo_compiling() else query_statistics
+    return compute(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
 
 
-@functools.partial(operator, opaque=False)
+@operator
 def linear_token_loss(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -255,21 +254,6 @@ def linear_token_loss(
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
     if not many:
         check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    if torch.compiler.is_dynamo_compiling() and not isinstance(labels, Tokens):
-        # No operator can call a function, which becomes part of the graph: the loss takes two passes.
-        found = linear_statistics(
-            hidden_states,
-            weight,
-            labels,
-            statistics,
-            metrics=metrics,
-            selected=selected,
-            bias=bias,
-            class_weight=class_weight,
-            transform=transform,
-            options=options,
-        )
-        return traced_token_loss(found, labels, token_loss, token_inputs or {}, options.ignore_index)
     query = Query(
         _names(statistics),
         _names(metrics),
@@ -283,8 +267,8 @@ def linear_token_loss(
         targets = Targets.of(
             hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs, selected=selected
         )
-        return targets.token_loss(query, inputs)
-    return separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+        return traced_targets(targets, query, inputs) if is_dynamo_compiling() else targets.token_loss(query, inputs)
+    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
 
 
 @operator
@@ -318,7 +302,34 @@ def linear_divergence_loss(
     """
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
-    return separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+
+
+def support_statistics(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    support: TokenSupport,
+    names: tuple[str, ...],
+    options: EngineOptions,
+    shift: int = 0,
+) -> Statistics:
+    """:func:`linear_support_statistics`, also in a compiled function."""
+    if is_dynamo_compiling():
+        if support.sparse_grad:
+            raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
+        query = Query(names, selected=support.ids if "selected_logps" in names else None)
+        return traced_statistics(hidden_states, head, labels, query, options, support, shift)[0]
+    return linear_support_statistics(hidden_states, head, labels, support, names, options, shift=shift)
+
+
+def _separable_loss(
+    hidden_states: Tensor, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> tuple[Tensor, Statistics]:
+    if not is_dynamo_compiling():
+        return separable_loss(hidden_states, head, labels, query, options)
+    loss, found = traced_token_loss(hidden_states, head, labels, query, options)
+    return loss, found[0]
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:

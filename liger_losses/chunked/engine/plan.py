@@ -18,7 +18,6 @@ from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, 
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.matmul import wide_dtype
-from liger_losses.kernels.tracing import record
 
 MiB = 2**20
 
@@ -77,7 +76,6 @@ STRATEGIES = {
 }
 
 
-@record
 @dataclass(frozen=True)
 class EngineOptions:
     """How to stream; no option changes a result beyond rounding.

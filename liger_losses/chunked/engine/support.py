@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses.chunked.engine.autograd_functions import query_statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.given import Given, given_to_loss
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Statistics
+from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
@@ -36,7 +37,6 @@ from liger_losses.kernels.given_columns import (
     evaluate,
     with_gradients,
 )
-from liger_losses.kernels.tracing import record, state
 
 #: What can be asked about kept columns.
 SUPPORT_STATISTICS = ("logp", "entropy", "lse")
@@ -48,7 +48,6 @@ _COST = {"cuda": (160, 190), "cpu": (300, 300)}
 _INTEGERS = (torch.int32, torch.int64)
 
 
-@record
 @dataclass(frozen=True, eq=False)
 class TokenSupport:
     """The columns of the vocabulary that a sampler kept for each token (by top-k, top-p, min-p ...), its support.
@@ -127,7 +126,6 @@ def linear_support_statistics(
     names: tuple[str, ...],
     options: EngineOptions,
     *,
-    whole: Callable[..., Statistics],
     shift: int = 0,
 ) -> Statistics:
     """Per-token statistics over the kept columns, differentiable.
@@ -141,7 +139,6 @@ def linear_support_statistics(
             log-probabilities ``[..., K]`` of the columns. The label must be among these for ``logp`` alone.
         options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns,
             and the rows that are dequantized at a time.
-        whole: :func:`liger_losses.linear_statistics`, for tokens without a cut.
         shift: position ``t`` predicts the label at ``t + shift``.
 
     Returns:
@@ -154,8 +151,6 @@ def linear_support_statistics(
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    if support.sparse_grad and (state.shapes_only or state.recorded is not None):
-        raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
     device = head.weight.device
     # Exchanges that all ranks reach, before checks that one alone may fail.
     local = head.ranks.local(hidden_states)
@@ -165,34 +160,21 @@ def linear_support_statistics(
         support.check(labels, head.weight)
         if isinstance(head.transform.temperature, Tensor):
             check_temperature(head.transform.temperature, device, [labels.shape])
-        if state.shapes_only:
-            wide = torch.promote_types(torch.float32, compute_dtype)
-            shapes = {"selected_logps": support.ids.shape}
-            values = {name: local.new_empty(shapes.get(name, labels.shape), dtype=wide) for name in names}
-        else:
-            labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
-            kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
-            found = evaluate(kept.call, head.bias, *kept.factors)
-            numbers = kept.numbers(found.facts, "logp" in names)
-            if numbers.wide:
-                kept = kept.with_products(numbers.wide, operand_dtype(compute_dtype, device, kept.call.backend))
-                found = evaluate(kept.call, head.bias, *kept.factors, before=found)
-                kept.numbers(found.facts, "logp" in names)
-            if head.ranks.size > 1:
-                agreement.given = kept.given(names, labels, numbers)
+        labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
+        kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
+        found = evaluate(kept.call, head.bias, *kept.factors)
+        numbers = kept.numbers(found.facts, "logp" in names)
+        if numbers.wide:
+            kept = kept.with_products(numbers.wide, operand_dtype(compute_dtype, device, kept.call.backend))
+            found = evaluate(kept.call, head.bias, *kept.factors, before=found)
+            kept.numbers(found.facts, "logp" in names)
+        if head.ranks.size > 1:
+            agreement.given = kept.given(names, labels, numbers)
     agreement.wait()
-    if state.shapes_only:
-        return Statistics(**values)
     parts = []
     if numbers.uncut:
         uncut = labels.masked_fill(Facts(*found.facts).uncut.view(labels.shape) == 0, options.ignore_index)
-        # The backward of a compiled function repeats this call: it takes nothing from what other calls have recorded.
-        before = state.recorded, state.known
-        state.recorded = state.known = None
-        try:
-            parts.append(whole(hidden_states, head, uncut, names, options=options))
-        finally:
-            state.recorded, state.known = before
+        parts += query_statistics([hidden_states], head, [uncut], Query(names), options)
     if numbers.cut or not parts:
         if head.ranks.size > 1:
             head.ranks.merge_(kept.call.given.labels, {name: getattr(found, name) for name in SUPPORT_STATISTICS})

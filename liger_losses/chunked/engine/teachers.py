@@ -24,7 +24,6 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import check_teacher_ranks
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
-from liger_losses.kernels.tracing import record, state
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize")
@@ -32,7 +31,6 @@ TAILS = ("bucket", "renormalize")
 MOST_PADDING = 1024
 
 
-@record
 @dataclass(frozen=True, eq=False)
 class Teacher:
     """Hidden states and a head: the teacher's logits are computed block by block and never materialized.
@@ -54,9 +52,17 @@ class Teacher:
     softcap: float | None = None
     columns_correspond: bool = False
 
-    @cached_property
+    @property
     def _parts(self) -> tuple[Tensor, Head]:
         """Hidden states and head, checked when they are first read; adapters are columns of both."""
+        # torch.compile cannot trace a cached property.
+        return self._checked() if torch.compiler.is_dynamo_compiling() else self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Head]:
+        return self._checked()
+
+    def _checked(self) -> tuple[Tensor, Head]:
         try:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
@@ -94,7 +100,6 @@ class Teacher:
         _check_columns(self, student)
 
 
-@record
 @dataclass(frozen=True, eq=False)
 class TeacherLogits:
     """Logits that are in memory, or that a function returns when they are needed.
@@ -146,7 +151,6 @@ class TeacherLogits:
         return found.detach()
 
 
-@record
 @dataclass(frozen=True, eq=False)
 class TeacherTopK:
     """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
@@ -183,7 +187,7 @@ class TeacherTopK:
 
     def check_active(self, mask: Tensor, vocab_size: int) -> None:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
-        if state.shapes_only:
+        if torch.compiler.is_dynamo_compiling():
             return
         logps, indices = self.logps[mask], self.indices[mask]
         ordered = indices.sort(-1).values

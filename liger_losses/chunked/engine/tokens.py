@@ -15,7 +15,6 @@ from torch import Tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import label_facts, masked_labels
-from liger_losses.kernels.tracing import state
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -268,7 +267,7 @@ class Counting:
         self.facts: Tensor | None = None
         self.on_host: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
-        if not compact or state.shapes_only:
+        if not compact:
             return
         on_gpu = self.labels[0].is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -319,11 +318,8 @@ class Counting:
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
         merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
-        backend = "torch" if state.shapes_only else self.backend
-        safe, ignored, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=backend)
-        if state.shapes_only:
-            pass
-        elif host_checks(merged.device):
+        safe, ignored, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
+        if host_checks(merged.device):
             if not right:
                 found = merged[~ignored]
                 _check_vocabulary([int(found.amin()), int(found.amax())], self.vocab_size, self.ignore_index)

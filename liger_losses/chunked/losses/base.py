@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +19,7 @@ from liger_losses.chunked.engine.arguments import constructor_signature, named_o
 from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.given import note
-from liger_losses.chunked.engine.operators import loss_operator, name_of
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
@@ -73,12 +72,6 @@ class LossOptions:
 _STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
 
 
-def _compiles_again(name: str, before: Any, value: Any) -> bool:
-    """Whether graphs of a loss are others once an attribute is: not with another number, unless it is or was 0."""
-    number = all(type(each) in (int, float) for each in (value, before)) and bool(value) == bool(before)
-    return not (number or name == "training" or (type(value) in (bool, str) and value == before))
-
-
 class _Signature:
     """The signature of a loss's constructor, for :func:`inspect.signature` and ``help``."""
 
@@ -127,6 +120,8 @@ class ChunkedLoss(nn.Module):
     #: The dataclass of its options, and which of them the constructor takes by position.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
+    #: Those that say how the engine streams.
+    streaming: ClassVar[tuple[str, ...]] = _STREAMING
     settings: Any  # which is one of these
     #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = FORMS["tokens"]
@@ -151,7 +146,6 @@ class ChunkedLoss(nn.Module):
             del self.__dict__[name]  # a subclass has assigned an option before it has called this
         self.settings = settings
         self.check_options()
-        self._name_for_operators = name_of(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.options_type.__dataclass_fields__ and "settings" in self.__dict__:
@@ -159,21 +153,14 @@ class ChunkedLoss(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        constructed, renames = "settings" in self.__dict__, False
-        if constructed and name in {*self.options_type.__dataclass_fields__, *self.__dict__} - {"_name_for_operators"}:
-            renames = _compiles_again(name, getattr(self, name), value)
+        constructed = "settings" in self.__dict__
+        if constructed and name in {*self.options_type.__dataclass_fields__, *self.__dict__}:
             if name in self.options_type.__dataclass_fields__:
                 name, value = "settings", replace(self.settings, **{name: value})  # which checks it
             changed = copy.copy(self)
             changed.__dict__[name] = value
             changed.check_options()
         super().__setattr__(name, value)
-        if renames:
-            self.__dict__["_name_for_operators"] = name_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__["_name_for_operators"] = name_of(self)
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that do not fit, of subclasses that have some beside options.
@@ -206,7 +193,7 @@ class ChunkedLoss(nn.Module):
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        return EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+        return EngineOptions(**{name: getattr(self, name) for name in self.streaming})
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:
         """:attr:`transform`, with a temperature per token where a call gives one."""
@@ -273,7 +260,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
-    @functools.partial(loss_operator, opaque=False)
+    @loss_operator
     def forward(
         self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.agreement import all_gather
-from liger_losses.kernels.tracing import state
 
 
 def world_size() -> int:
@@ -17,7 +16,7 @@ def world_size() -> int:
 
 def sum_over_processes(values: Tensor) -> Tensor:
     """All processes' values, added up entry by entry; the values themselves where there is one."""
-    if world_size() > 1 and not state.shapes_only:
+    if world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)
     return values
@@ -25,7 +24,7 @@ def sum_over_processes(values: Tensor) -> Tensor:
 
 def gather_over_processes(values: Tensor) -> Tensor:
     """All processes' values ``[n]``, of which each may have another number."""
-    if world_size() == 1 or state.shapes_only:
+    if world_size() == 1:
         return values
     sizes = values.new_zeros(world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = len(values)

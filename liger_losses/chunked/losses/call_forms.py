@@ -19,7 +19,6 @@ from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_device, check_tensor
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.tracing import record
 
 #: The documented names of a call's arguments by position, in the forms that each kind of loss has. They are keywords,
 #: too, beside the names of liger-kernel, which the parameters of ``forward`` have.
@@ -39,7 +38,6 @@ AnyHead = Tensor | nn.Module | Head
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK
 
 
-@record
 @dataclass(frozen=True)
 class Completions:
     """A batch of completions: one side of pairs, for example.
@@ -137,11 +135,13 @@ class CompletionBatch:
         groups = {name: self.groups([getattr(part, name) for part in found]) for name in names}
         return [Statistics(**{name: groups[name][i] for name in names}) for i in range(len(self.names))]
 
-    def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Tokens:
+    def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Any:
         """The active tokens of all labels (and of ``extra`` ones), for policy and reference alike."""
         labels = [*self.labels, *extra]
         for part in labels:
             check_device(self.head.weight, labels=part)
+        if torch.compiler.is_dynamo_compiling():
+            return labels
         compact = drops_tokens([part.shape for part in labels], self.head, options)
         chosen = options.ignore_index, compact, options.backend
         if self.ref_head is None or self.ref_head.vocab_size >= self.head.vocab_size:
@@ -149,13 +149,12 @@ class CompletionBatch:
         with naming_the_reference():
             return Tokens.select(labels, self.ref_head.vocab_size, *chosen)
 
-    @torch.no_grad()
-    def reference_logps(self, tokens: Tokens, options: EngineOptions) -> list[Tensor | None]:
+    def reference_logps(self, tokens: Any, options: EngineOptions) -> list[Tensor | None]:
         """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one."""
         if self.ref_hidden_states is None or self.ref_head is None:
             return [None if logps is None else logps.detach() for logps in self.ref_logps]
-        with naming_the_reference():
-            tokens = tokens.first(len(self.labels))
+        with torch.no_grad(), naming_the_reference():
+            tokens = tokens.first(len(self.labels)) if isinstance(tokens, Tokens) else tokens[: len(self.labels)]
             head = self.at_temperatures(self.ref_head)
             found = linear_statistics(self.ref_hidden_states, head, tokens, options=options)
         return list(self.groups([part.logp for part in found]))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
@@ -111,11 +111,8 @@ class CompletionLoss(ChunkedLoss):
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
     options_type: ClassVar[type[LossOptions]] = CompletionOptions
-
-    @property
-    def options(self) -> EngineOptions:
-        """How the engine streams: without :attr:`chunk_size`, which counts completions in liger-kernel."""
-        return replace(super().options, chunk_size=None)
+    #: Without ``chunk_size``, which counts completions in liger-kernel.
+    streaming = tuple(name for name in ChunkedLoss.streaming if name != "chunk_size")
 
     @property
     def needs_reference(self) -> str | None:
@@ -185,7 +182,8 @@ class CompletionLoss(ChunkedLoss):
         found = linear_statistics(hidden, head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
-        average, group, groups = self.settings.averages, self.group, list[Scored]()
+        average, group = self.settings.averages, self.group
+        groups: list[Scored] = []
         for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
             logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
             if ref_logps is None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import (
     LISTS,
     check_device,
@@ -24,7 +24,7 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
@@ -129,6 +129,85 @@ def cross_entropy(
     if lse_square_scale:
         derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
+
+
+@token_operator
+@dataclass(frozen=True)
+class TokenCrossEntropy:
+    """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
+
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    use_token_scaling: bool = False
+    reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
+
+    def __call__(
+        self,
+        values: Statistics,
+        labels: Tensor,
+        ce_total: Tensor,
+        z_total: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss ``[n]`` of tokens with these numbers, and its derivatives."""
+        totals = ce_total, ce_total if z_total is None else z_total
+        ce, z, derivatives = self.terms(values, *totals, token_weights, label_weights)
+        return ce + z, derivatives
+
+    def terms(
+        self,
+        values: Statistics,
+        ce_total: Tensor,
+        z_total: Tensor,
+        token_weights: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> CrossEntropyTerms:
+        """Its parts; denominators are ``[]`` or ``[n]``."""
+        ce_scale = ce_total.to(values.logp.dtype).reciprocal()
+        z_scale = ce_scale if z_total is ce_total else z_total.to(values.logp.dtype).reciprocal()
+        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
+        scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
+        if self.use_token_scaling:
+            scales.append(values.logp.detach().exp())
+        for scale in scales:
+            ce_scale, z_scale = ce_scale * scale, z_scale * scale
+        return cross_entropy(
+            values.logp,
+            mean_logps=values.mean_logp if self.label_smoothing else None,
+            lse=values.lse if self.lse_square_scale or self.reads_lse else None,
+            label_weights=None if label_weights is None else label_weights.to(ce_scale.dtype),
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            ce_scale=ce_scale,
+            z_scale=z_scale,
+        )
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    class_weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
+    per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
+    names = ("logp", "mean_logp") if label_smoothing else ("logp",)
+    label_weights = None if class_weight is None else class_weight[labels.where(mask, 0)]
+    counted = mask if label_weights is None else label_weights.where(mask, 0.0)
+    total = counted.sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
+    inputs = {"ce_total": total.masked_fill(total == 0, 1).to(torch.float32).expand(labels.shape)}
+    inputs |= {} if label_weights is None else {"label_weights": label_weights}
+    given: dict[str, Any] = {"options": EngineOptions(ignore_index)}
+    given["class_weight"] = class_weight if label_smoothing else None
+    if reduction == "none":
+        found = linear_statistics(hidden_states, head, labels, names, **given)
+        return torch.where(mask, per_token(found, labels, **inputs)[0], 0.0)
+    return linear_token_loss(hidden_states, head, labels, per_token, names, token_inputs=inputs, **given)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +401,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             hidden,
             heads,
             labels,
-            self._token_loss if several else functools.partial(self._token_loss, target=targets[0]),
+            self._function(targets, several),
             statistics,
             metrics=metrics,
             token_inputs=self._token_inputs(targets, scales, several),
@@ -342,10 +421,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def _token_inputs(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> dict[str, Any]:
         """What :meth:`_token_loss` gets of each target, one value per token."""
-        if not several:
+        if not (several or torch.compiler.is_dynamo_compiling()):
             weights = targets[0].token_weights
             return {} if weights is None else {"token_weights": weights}
-        dtype, each = torch.promote_types(targets[0].head.weight.dtype, torch.float32), list[Tensor]()
+        dtype = torch.promote_types(targets[0].head.weight.dtype, torch.float32)
+        each: list[Tensor] = []
         for target, scale in zip(targets, scales, strict=True):
             weight = torch.full((), scale, dtype=dtype, device=target.labels.device)
             own = target.token_weights
@@ -354,7 +434,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         for name, i in (("ce_total", 0), ("z_total", 1)):
             if i == 0 or self.ce_weight is not None:  # else they are the same
                 inputs[name] = [self._totals(each)[i].to(dtype).expand(each.labels.shape) for each in targets]
-        return inputs
+        if self.ce_weight is not None and torch.compiler.is_dynamo_compiling():
+            inputs["label_weights"] = [self.ce_weight[each.labels.where(each.mask, 0)] for each in targets]
+        return inputs if several else {name: values[0] for name, values in inputs.items()}
 
     def _token_loss(
         self,
@@ -368,9 +450,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """Tokens' losses and their derivatives, over the denominators of each, or of the target that has them all."""
         if target is not None:
             ce_total, z_total = self._totals(target)
-        divided_by = ce_total, ce_total if z_total is None else z_total
-        ce, z, derivatives = self._terms(values, active, divided_by, token_weights)
-        return ce + z if self.lse_square_scale or self.return_z_loss else ce, derivatives
+        label_weights = None if self.ce_weight is None else self.ce_weight[active]
+        return self._per_token(values, active, ce_total, z_total, token_weights, label_weights)
+
+    def _function(self, targets: Sequence[_Target], several: bool) -> Any:
+        """The loss of tokens; in a graph of torch.compile, one that an operator computes from numbers and tensors."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._per_token
+        return self._token_loss if several else functools.partial(self._token_loss, target=targets[0])
+
+    @property
+    def _per_token(self) -> TokenCrossEntropy:
+        return TokenCrossEntropy(
+            self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss
+        )
 
     def _of_tokens(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
@@ -405,26 +498,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def _terms(
         self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
     ) -> CrossEntropyTerms:
-        """:func:`cross_entropy` over the denominators, with token weights and token scaling."""
-        ce_total, z_total = totals
-        ce_scale = ce_total.to(values.logp.dtype).reciprocal()
-        z_scale = ce_scale if z_total is ce_total else z_total.to(values.logp.dtype).reciprocal()
-        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
-        scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
-        if self.use_token_scaling:
-            scales.append(values.logp.detach().exp())
-        for scale in scales:
-            ce_scale, z_scale = ce_scale * scale, z_scale * scale
-        return cross_entropy(
-            values.logp,
-            mean_logps=values.mean_logp if self.label_smoothing else None,
-            lse=values.lse if self.lse_square_scale or self.return_z_loss else None,
-            label_weights=None if self.ce_weight is None else self.ce_weight.to(ce_scale.dtype)[labels],
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            ce_scale=ce_scale,
-            z_scale=z_scale,
-        )
+        """The terms of tokens with these labels."""
+        label_weights = None if self.ce_weight is None else self.ce_weight[labels]
+        return self._per_token.terms(values, *totals, token_weights, label_weights)
 
     def _totals(self, target: _Target) -> tuple[Tensor, Tensor]:
         """What a target's cross-entropy and z-loss are divided by, which is known before any logit.

@@ -20,14 +20,13 @@ from liger_losses.chunked.engine import (
     Tokens,
     TokenSupport,
     linear_divergence_loss,
-    linear_statistics,
     linear_token_loss,
 )
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.ops import support_statistics
 from liger_losses.chunked.engine.query import Comparison, Query
-from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
@@ -79,7 +78,8 @@ class _SumOfTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
-        f, h = terms(which, log_p, log_q)
+        compute = _terms if torch.compiler.is_compiling() else terms
+        f, h = compute(which, log_p, log_q)
         ctx.save_for_backward(h)
         return f.sum(-1)
 
@@ -88,6 +88,21 @@ class _SumOfTerms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         (h,) = ctx.saved_tensors
         return h * g[..., None], None, None
+
+
+def _terms(which: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`terms` as an operator: torch.compile cannot trace how a power series is found."""
+    return _terms_operator(log_p, log_q, which.form, which.a, which.b, which.c)
+
+
+@torch.library.custom_op("liger_losses::divergence_terms", mutates_args=())
+def _terms_operator(log_p: Tensor, log_q: Tensor, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    return terms(Divergence(form, a, b, c), log_p, log_q)
+
+
+@_terms_operator.register_fake
+def _(log_p: Tensor, log_q: Tensor, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(log_p), torch.empty_like(log_p)
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -353,13 +368,9 @@ class DistillationLoss(ChunkedLoss):
         """Loss and statistics for a teacher of which k columns are known."""
         which, mask, options = self.divergence, labels != self.ignore_index, self.options
         (soft_head, query), *others = self._sparse_calls(head, mask, teacher, tuple(weights), temperature)
-        tokens = Tokens.select(
-            [labels],
-            vocab_size=head.vocab_size,
-            ignore_index=self.ignore_index,
-            compact=self.compact,
-            backend=self.backend,
-        )
+        tokens: Any = labels
+        if not torch.compiler.is_dynamo_compiling():
+            tokens = Tokens.select([labels], head.vocab_size, self.ignore_index, self.compact, self.backend)
 
         def soft_loss(s: Statistics, labels: Tensor, teacher_logps: Tensor, soft: Tensor, hard: Any = None) -> Tensor:
             loss = soft * sparse_divergence(s.selected_logps, teacher_logps, which, teacher.tail)
@@ -370,14 +381,13 @@ class DistillationLoss(ChunkedLoss):
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
         if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
-            found = linear_support_statistics(
+            found = support_statistics(
                 hidden,
                 soft_head,
                 labels,
                 TokenSupport(teacher.indices),
                 ("selected_logps",),
                 options,
-                whole=linear_statistics,
             )
             losses = soft_loss(found, labels, teacher_logps.masked_fill(~mask[..., None], -1.0), inputs["soft"])
             loss = torch.where(mask, losses, 0.0).sum()
@@ -558,4 +568,4 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
     @property
     def factor(self) -> float:
         """What the divergence is multiplied by: ``beta`` too."""
-        return super().factor * self.beta
+        return self.beta * self.temperature**2 if self.temperature_squared else self.beta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from liger_losses.chunked.losses.call_forms import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.tracing import state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,9 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
         note(labels, self.ignore_index, old_logps=old_logps)
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
-        tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
+        tokens: Any = [labels]
+        if not torch.compiler.is_dynamo_compiling():
+            tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
         with torch.no_grad():
             (student,) = linear_statistics([hidden_states], head, tokens, options=self.options)
             (found,) = linear_statistics([teacher.hidden_states], teacher.head, tokens, options=self.options)
@@ -140,9 +142,14 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
     check_alike(rewards=rewards)
     mask = checked_mask("mask", mask, "rewards", rewards)
     check_range("gamma", gamma, 0.0, 1.0)
+    compute = _returns_operator if torch.compiler.is_compiling() else _returns
+    return compute(rewards, mask, gamma, length_normalization)
+
+
+def _returns(rewards: Tensor, mask: Tensor, gamma: float, length_normalization: bool) -> Tensor:
     # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
     out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1
-    while not state.shapes_only and length < rewards.shape[1]:
+    while length < rewards.shape[1]:
         shifted = torch.zeros_like(out)
         shifted[:, :-length] = out[:, length:]
         out, length = out + gamma**length * shifted, 2 * length
@@ -150,3 +157,12 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
         after = mask.flip(1).cumsum(1).flip(1) - mask.long()
         out = out / after.clamp(min=1)
     return out
+
+
+#: In a graph of torch.compile, how often the loop runs would bind the graph to one number of tokens.
+_returns_operator = torch.library.custom_op("liger_losses::minillm_returns", _returns, mutates_args=())
+
+
+@_returns_operator.register_fake
+def _(rewards: Tensor, mask: Tensor, gamma: float, length_normalization: bool) -> Tensor:
+    return torch.empty_like(rewards)

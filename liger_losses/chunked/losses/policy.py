@@ -13,9 +13,10 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.given import checksum
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.operators import loss_operator, token_operator
+from liger_losses.chunked.engine.ops import support_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
@@ -23,7 +24,6 @@ from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBat
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
-from liger_losses.kernels.tracing import changes_state
 
 
 class AdaptiveEntropy:
@@ -45,6 +45,11 @@ class AdaptiveEntropy:
         self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
         self.last_entropy = math.inf
         self._window, self._counted = torch.zeros(2), no_batches(1)
+        self._update_tensor()
+
+    def _update_tensor(self) -> None:
+        #: :attr:`coef` for torch.compile, which would compile a function again for every other number.
+        self.coef_tensor = torch.tensor(self.coef, device="cpu")
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint needs; the loss that holds this saves it with its own."""
@@ -53,6 +58,7 @@ class AdaptiveEntropy:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint."""
         self.value, self.last_entropy = state["value"], state["last_entropy"]
+        self._update_tensor()
 
     @property
     def coef(self) -> float:
@@ -85,6 +91,29 @@ class AdaptiveEntropy:
         self.last_entropy = total / tokens
         change = self.delta if self.last_entropy <= self.target else -self.delta
         self.value = min(max(self.value + change, self.low), self.high)
+        self._update_tensor()
+
+
+@token_operator
+@dataclass(frozen=True)
+class TokenPolicyLoss(PolicyOptions):
+    """The loss of each token, where its term depends on that token alone."""
+
+    def __call__(
+        self,
+        s: Statistics,
+        labels: Tensor,
+        weights: Tensor,
+        advantages: Tensor,
+        old: Tensor | None = None,
+        ref: Tensor | None = None,
+        is_ratio: Tensor | None = None,
+        entropy_weight: Tensor | None = None,
+    ) -> Tensor:
+        """``[n]``, of tokens with these numbers."""
+        log_ratio = s.logp - (s.logp.detach() if old is None else old)
+        terms = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, self)
+        return terms if entropy_weight is None else terms - entropy_weight * s.entropy
 
 
 class PolicyMetrics(NamedTuple):
@@ -236,7 +265,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             if support is None:
                 return linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)[0]
             names = tuple(dict.fromkeys((*names, *metrics)))
-            return linear_support_statistics(hidden, head, labels, support, names, options, whole=linear_statistics)
+            return support_statistics(hidden, head, labels, support, names, options)
 
         if self.beta and support is not None and ref_input is not None:
             assert batch.ref_head is not None
@@ -295,9 +324,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return {**super().common_options, "entropy_coef": self._coef}
 
     @property
-    def _coef(self) -> float | None:
+    def _coef(self) -> Any:
         """The weight of the entropy bonus; ``None`` for losses without one."""
-        return self.entropy_coef.coef if isinstance(self.entropy_coef, AdaptiveEntropy) else self.entropy_coef or None
+        if not isinstance(self.entropy_coef, AdaptiveEntropy):
+            return self.entropy_coef or None
+        compiling = torch.compiler.is_dynamo_compiling()
+        return self.entropy_coef.coef_tensor if compiling else self.entropy_coef.coef
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The statistics that the loss reads, and further ones."""
@@ -305,7 +337,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
 
     def _observe(self, entropy_sum: Tensor, tokens: Tensor, logps: Tensor) -> None:
-        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training and changes_state():
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
             self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
 
     def _one_pass(
@@ -313,16 +345,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
         coef, (names, _) = self._coef, self._names()
-        entropy_weight = None if coef is None else coef / inputs.tokens.clamp(min=1)
-
-        def token_loss(s: Statistics, labels: Tensor, weights: Tensor, advantages: Tensor, **given: Tensor) -> Tensor:
-            log_ratio = s.logp - given.get("old", s.logp.detach())
-            terms = policy_terms(log_ratio, s.logp, advantages, given.get("ref"), given.get("is_ratio"), inputs.options)
-            return weights * terms if entropy_weight is None else weights * terms - entropy_weight * s.entropy
-
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
+        if coef is not None:
+            optional["entropy_weight"] = (coef / inputs.tokens.clamp(min=1)).expand(inputs.mask.shape)
         token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
+        token_loss = TokenPolicyLoss(**{name: getattr(inputs.options, name) for name in PolicyOptions.__match_args__})
         loss, found = linear_token_loss(
             hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
         )

@@ -32,7 +32,6 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.kernels.tracing import state
 
 
 @dataclass(frozen=True)
@@ -482,17 +481,25 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
     check_alike(entropy=entropy)
     mask = checked_mask("mask", mask, "entropy", entropy)
     check_range("share", share, 0.0, 1.0, open_low=True)
-    if state.shapes_only:
-        return mask
-    entropy = entropy.detach()
+    return _high_entropy_mask(entropy.detach(), mask, share, copies)
+
+
+@torch.library.custom_op("liger_losses::high_entropy_mask", mutates_args=())
+def _high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, copies: int) -> Tensor:
+    """An operator, as the number of tokens depends on values."""
     values = gather_over_processes(entropy[mask])
     if not values.numel():
-        return mask
+        return mask.clone()
     # The quantile 1 - share; torch.quantile takes no more than 16 million values.
     ordered = values.sort().values[::copies]
     at = (1 - share) * (ordered.numel() - 1)
     low, high = math.floor(at), math.ceil(at)
     return mask & (entropy >= torch.lerp(ordered[low], ordered[high], at - low))
+
+
+@_high_entropy_mask.register_fake
+def _(entropy: Tensor, mask: Tensor, share: float, copies: int) -> Tensor:
+    return torch.empty_like(mask)
 
 
 def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, copies: int, ranks: int) -> Tensor:

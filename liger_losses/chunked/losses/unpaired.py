@@ -17,6 +17,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import (
+    as_tensor,
     check_alike,
     check_names,
     check_number,
@@ -32,7 +33,6 @@ from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches,
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch
 from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.kernels.tracing import changes_state
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -270,7 +270,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         elif kl is not None:
             if not isinstance(kl, Tensor):
                 check_range("kl", kl, 0.0, math.inf)
-                kl = torch.full((), kl, dtype=torch.float32, device=head.weight.device)
+                kl = as_tensor(kl, head.weight.device)
             kl = torch.as_tensor(kl, device=head.weight.device).detach()
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
@@ -300,7 +300,6 @@ class UnpairedPreferenceLoss(CompletionLoss):
         ]
         return (losses.sum() / max(count, 1)).float(), UnpairedMetrics(*sums)
 
-    @torch.no_grad()
     def divergence(
         self,
         weight: AnyHead,
@@ -316,7 +315,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         head = Head.of(weight, bias, self.transform)
         completions = call_forms.as_completions(kl_completions, "kl_completions")
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
-        ((scored,), _) = self.score(batch)
+        with torch.no_grad():
+            ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
 
 
@@ -371,8 +371,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         batches = batches + new
         mean = torch.where(new, total / count.clamp(min=1), 0.0)
         shift = torch.where(new, shift + (mean - shift) / batches.clamp(min=1), shift).float()
-        if changes_state():
-            self.running_shift, self.batches = shift, batches
-            self.counted = with_batch(counted, torch.cat([key, bits_of(shift[None])]), new)
+        self.running_shift, self.batches = shift, batches
+        self.counted = with_batch(counted, torch.cat([key, bits_of(shift[None])]), new)
         # In a second forward, what the first one took.
         return torch.where(counts & again, known.to(torch.int32).view(torch.float32)[0], shift)

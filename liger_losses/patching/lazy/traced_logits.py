@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.operators import call_in_graph, register
-from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
@@ -249,25 +248,17 @@ def _cross_entropy(
     if not supported or size_average is not None or reduce is not None:
         logits, target = _without_traced(logits), _without_traced(target)
         return F.cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    inputs = (logits.hidden_states, *logits.head, *logits.transform, target, weight)
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    (head_weight, bias), (scale, softcap) = logits.head, logits.transform
+    head = Head(head_weight, bias, LogitTransform(1.0, scale, softcap))
     with torch.autocast(logits.device.type, logits.autocast, enabled=logits.autocast is not None):
-        loss = call_in_graph("cross_entropy_of_logits", inputs, options)
+        loss = linear_cross_entropy(
+            logits.hidden_states,
+            head,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
     # Autocast runs it in fp32.
     return loss if autocast_dtype(logits.device) is not None else loss.to(logits.dtype)
-
-
-@register
-def cross_entropy_of_logits(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """``F.cross_entropy`` of the logits of hidden states ``[T, H]``."""
-    head = Head(weight, bias, LogitTransform(1.0, scale, softcap))
-    return LigerFusedLinearCrossEntropyLoss(class_weight, **options)(head, hidden_states, target)

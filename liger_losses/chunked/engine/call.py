@@ -137,12 +137,6 @@ class CheckedInputs(NamedTuple):
     shapes: tuple[torch.Size, ...]  # of each tensor of labels
     compute_dtype: torch.dtype
 
-    @classmethod
-    def of(cls, hidden_states: Any, labels: Any, compute_dtype: torch.dtype) -> CheckedInputs:
-        """From tensors or sequences of them; ``labels`` may be the :class:`Tokens` selected from them."""
-        hidden, labels = _listed(hidden_states, labels)
-        return cls(hidden, labels, _shapes_of(labels), compute_dtype)
-
 
 def _listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:
     alone = not isinstance(hidden_states, (list, tuple))
@@ -159,8 +153,9 @@ def make_call(
     """
     if head.ranks is not ALONE:
         return _make_shared_call(hidden_states, head, labels, query, options)
-    decision = decide(hidden_states, head, labels, query, options)
-    checked = CheckedInputs.of(hidden_states, labels, decision.compute_dtype)
+    hidden, labels = _listed(hidden_states, labels)
+    decision = decide(hidden, head, labels, query, options)
+    checked = CheckedInputs(hidden, labels, _shapes_of(labels), decision.compute_dtype)
     return checked, _Draft(checked, head, query, options, decision).call()
 
 
@@ -177,8 +172,9 @@ def _make_shared_call(
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.ranks.least_memory(device_memory(device), device)
     with head.ranks.agreement(device) as agreement:
-        checked = CheckedInputs.of(hidden_states, labels, check(hidden_states, head, labels, query)[0])
-        decision = decide(hidden_states, head, labels, query, options, memory)
+        hidden, labels = _listed(hidden_states, labels)
+        decision = decide(hidden, head, labels, query, options, memory)
+        checked = CheckedInputs(hidden, labels, _shapes_of(labels), decision.compute_dtype)
         draft = _Draft(checked, head, query, options, decision, memory)
         agreement.given = draft.given()
         if device.type == "cpu":  # which also finds what is wrong with the values of one rank
@@ -281,7 +277,12 @@ def _shapes_of(labels: tuple[Tensor, ...] | Tokens) -> tuple[torch.Size, ...]:
 
 
 def decide(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None = None
+    hidden: tuple[Tensor, ...],
+    head: Head,
+    labels: tuple[Tensor, ...] | Tokens,
+    query: Query,
+    options: EngineOptions,
+    memory: int | None = None,
 ) -> Decision:
     """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
 
@@ -290,7 +291,6 @@ def decide(
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
-    hidden, labels = _listed(hidden_states, labels)
     signature = _signature(hidden, head, labels, query, options, memory)
     try:
         found = None if signature is None else _decisions.get(signature)
@@ -325,10 +325,10 @@ def _signature(
         default_bound(),
         os.environ.get(BACKEND_VARIABLE),
     )
-    compared = _signature_of_comparison(query.comparison, head)
+    compared = None if query.comparison is None else _signature_of_comparison(query.comparison, head)
     tensors = _facts(*hidden, *targets, *beside)
     of_head = _signature_of_head(head)
-    if compared is None or tensors is None or of_head is None:
+    if tensors is None or of_head is None or (compared is None and query.comparison is not None):
         return None
     return len(hidden), of_labels, tensors, of_head, compared, names, options, settings, memory
 
@@ -356,10 +356,7 @@ def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
     return None if facts is None else (facts, of_codes, head.batch_invariant, head.ranks.signature)
 
 
-def _signature_of_comparison(comparison: Comparison | None, head: Head) -> tuple[Any, ...] | None:
-    """Without a comparison, no entries."""
-    if comparison is None:
-        return ()
+def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, ...] | None:
     teacher = comparison.teacher
     of_head: Any = None
     given: Tensor | None = None

@@ -260,7 +260,7 @@ class Counting:
         compact: bool,
         backend: str,
     ) -> None:
-        self.shapes, self.vocab_size, self.ignore_index = tuple(part.shape for part in labels), vocab_size, ignore_index
+        self.shapes, self.vocab_size, self.ignore_index = tuple([p.shape for p in labels]), vocab_size, ignore_index
         self.backend = backend
         self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
         #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
@@ -305,10 +305,14 @@ class Counting:
         facts, flat = self.on_host.tolist(), self.labels
         extremes = [extreme for _, low, high, _ in facts for extreme in (low, high)]
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
-        counts = tuple(count for count, *_ in facts)
+        counts = tuple([count for count, *_ in facts])
         indices = tuple(
-            None if count == part.numel() else torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
-            for part, count in zip(flat, counts, strict=True)
+            [
+                None
+                if count == part.numel()
+                else torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
+                for part, count in zip(flat, counts, strict=True)
+            ]
         )
         active = [
             part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
@@ -325,5 +329,5 @@ class Counting:
                 _check_vocabulary([int(found.amin()), int(found.amax())], self.vocab_size, self.ignore_index)
         else:
             torch._assert_async(right)
-        counts = tuple(part.numel() for part in self.labels)
+        counts = tuple([part.numel() for part in self.labels])
         return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored)

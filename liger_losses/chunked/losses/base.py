@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -145,21 +145,26 @@ class ChunkedLoss(nn.Module):
         for name in {*vars(self)} & {*vars(settings)}:
             del self.__dict__[name]  # a subclass has assigned an option before it has called this
         self.settings = settings
+        self.__dict__.update(vars(settings))  # each option is an attribute too
         self.check_options()
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.options_type.__dataclass_fields__ and "settings" in self.__dict__:
-            return getattr(self.settings, name)
-        return super().__getattr__(name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An option."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        constructed = "settings" in self.__dict__
-        if constructed and name in {*self.options_type.__dataclass_fields__, *self.__dict__}:
+        if "settings" in self.__dict__ and name in self.__dict__:
+            values = {name: value}
             if name in self.options_type.__dataclass_fields__:
-                name, value = "settings", replace(self.settings, **{name: value})  # which checks it
+                settings = replace(self.settings, **values)  # which checks it
+                values = {"settings": settings, **vars(settings)}
             changed = copy.copy(self)
-            changed.__dict__[name] = value
+            changed.__dict__.update(values)
             changed.check_options()
+            if len(values) > 1:
+                self.__dict__.update(values)
+                return
         super().__setattr__(name, value)
 
     def check_options(self) -> None:

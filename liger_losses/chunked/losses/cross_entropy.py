@@ -67,16 +67,20 @@ class _Target:
     head: Any  # and hidden states: none where logits exist already
     hidden_states: Any
     labels: Tensor
-    mask: Tensor
+    ignore_index: int
     items: Tensor | None
     token_weights: Tensor | None
     totals: tuple[Tensor, Tensor] | None = None  # what cross-entropy and z-loss are divided by, once it was asked for
 
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens carry loss. (Not kept: the first product does not wait for it.)"""
+        return self.labels != self.ignore_index
+
     def without_tokens(self) -> _Target:
         """A target of the same head that has none of the tokens."""
         weights = None if self.token_weights is None else self.token_weights[:0]
-        hidden, labels, mask = self.hidden_states[:0], self.labels[:0], self.mask[:0]
-        return replace(self, hidden_states=hidden, labels=labels, mask=mask, token_weights=weights)
+        return replace(self, hidden_states=self.hidden_states[:0], labels=self.labels[:0], token_weights=weights)
 
 
 def cross_entropy(
@@ -317,11 +321,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
                 "or one number as shift= and no head_weights=."
             )
-        heads = heads_of(one_each(lin_weight, count), one_each(bias, count), self.transform)
+        given_each = lin_weight, bias, _input, num_items_in_batch, token_weights
+        layers, biases, hidden, numbers, weights = [one_each(v, count) if several else [v] for v in given_each]
+        heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
-        numbers = one_each(num_items_in_batch, count)
-        weights = one_each(token_weights, count) if several else [token_weights]
-        hidden = one_each(_input, count) if several else [_input]
         parts = zip(heads, hidden, labels, numbers, weights, strict=True)
         targets = [self._target(*part) for part in parts]
         for k, each in enumerate(targets):
@@ -356,7 +359,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def of_statistics(self, values: Statistics, labels: Tensor) -> Any:
         """What :meth:`forward` returns, from the statistics ``[...]`` of logits that exist already, differentiable."""
-        target = _Target(None, None, labels, labels != self.ignore_index, None, None)
+        target = _Target(None, None, labels, self.ignore_index, None, None)
         loss, _ = self._of_tokens(values, target)
         return self._with_outputs(loss if self.reduction == "none" else loss.sum(), values, target)
 
@@ -389,8 +392,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 raise TypeError(f"token_weights must be real, got {token_weights.dtype}.")
             check_device(head.weight, token_weights=token_weights)
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
-        mask = labels != self.ignore_index
-        return _Target(head, hidden_states, labels, mask, num_items_in_batch, token_weights)
+        return _Target(head, hidden_states, labels, self.ignore_index, num_items_in_batch, token_weights)
 
     def _loss(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> tuple[Any, list[Statistics]]:
         """The sum of the targets' losses, and their statistics; ``None`` and these for reduction ``none``."""
@@ -492,8 +494,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """The statistics that the loss reads, and further ones."""
         read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        statistics, metrics = (tuple(name for name, wanted in names.items() if wanted) for names in (read, also))
-        return statistics, metrics
+        return tuple([n for n, wanted in read.items() if wanted]), tuple([n for n, wanted in also.items() if wanted])
 
     def _terms(
         self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
@@ -539,8 +540,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
 def _arguments(targets: Sequence[_Target], several: bool) -> tuple[Any, Any, Any]:
     """Hidden states, heads and labels, as the engine's operations take them: lists for several heads."""
-    each = [[getattr(target, name) for target in targets] for name in ("hidden_states", "head", "labels")]
-    return tuple(each if several else [values[0] for values in each])
+    if not several:
+        return targets[0].hidden_states, targets[0].head, targets[0].labels
+    return [each.hidden_states for each in targets], [each.head for each in targets], [each.labels for each in targets]
 
 
 def _stacked(of_heads: Sequence[Tensor | None]) -> Tensor | None:

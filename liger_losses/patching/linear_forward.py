@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.checks import is_weight_and_bias
 from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import allow_materialization, lazy_linear
-from liger_losses.patching.lazy.linear import linear
+from liger_losses.patching.lazy.linear_products import linear
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.probing import Mismatch, call_with, check_close, isolated, observe, random, shape_of
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.accumulation import HeadGradients
 from liger_losses.chunked.engine.call import OpenCall
-from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import on_device
 from liger_losses.chunked.engine.weights import Projection

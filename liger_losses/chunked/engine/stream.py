@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.gradients import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.query import Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.accumulation import HeadGradients
 from liger_losses.chunked.engine.blocks import Block, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.gradients import HeadGradients
 from liger_losses.chunked.engine.head import can_fuse
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.patching.lazy.linear import linear
-from liger_losses.patching.lazy.weights import HeadWeights, version_of
+from liger_losses.patching.lazy.head_weights import HeadWeights, version_of
+from liger_losses.patching.lazy.linear_products import linear
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,8 @@ from liger_losses.patching.lazy.gradients import (
     make_empty,
     without_subclasses,
 )
+from liger_losses.patching.lazy.head_weights import Gather, HeadWeights, version_of
 from liger_losses.patching.lazy.warning import warn_materialized
-from liger_losses.patching.lazy.weights import Gather, HeadWeights, version_of
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}

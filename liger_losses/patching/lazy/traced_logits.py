@@ -13,8 +13,8 @@ from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.head_weights import HeadWeights, samples_of
 from liger_losses.patching.lazy.tensor import LazyLogits, autocast_of, can_be_lazy
-from liger_losses.patching.lazy.weights import HeadWeights, samples_of
 
 
 def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

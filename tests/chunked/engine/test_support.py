@@ -15,7 +15,6 @@ from liger_losses import (
     TokenSupport,
     functional,
     linear_logps,
-    linear_statistics,
     workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
@@ -245,7 +244,7 @@ def test_log_probabilities_of_the_columns(backend):
     upstream = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2))
     names, options = ("selected_logps", "lse"), EngineOptions(backend=backend)
     head = Head(weight, bias, LogitTransform(**TRANSFORM))
-    found = linear_support_statistics(hidden, head, labels, TokenSupport(ids), names, options, whole=linear_statistics)
+    found = linear_support_statistics(hidden, head, labels, TokenSupport(ids), names, options)
     logits = plain_logits(hidden, weight, bias, **TRANSFORM)
     kept_logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, float("-inf"))
     active = (labels != -100)[..., None] & (ids >= 0)

@@ -359,6 +359,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     scratch = max(min(size // 8, scratch_limit), least_scratch) if work.temporaries else 0
     copies = size // (COPIES_OF_TILES if work.walks else COPIES)
     chunk = min(max(1, copies // max(work.copied_row_bytes, 1)), work.vocab_size) if work.copied_row_bytes else 0
+    chunk = chunk // 64 * 64 or chunk  # aligned products
     taken = scratch + chunk * work.copied_row_bytes
     return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, chunk or work.vocab_size)
 

@@ -14,7 +14,16 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.kernels import _tiles, autograd, label_rows, linear_exp, linear_grad, linear_stats, softmax_grad
+from liger_losses.kernels import (
+    _tiles,
+    autograd,
+    label_rows,
+    linear_exp,
+    linear_grad,
+    linear_stats,
+    softmax_grad,
+    targets,
+)
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
@@ -179,8 +188,8 @@ def test_devices_without_tma_say_so_once(monkeypatch):
     hidden, weight, labels, _ = on_gpu(300, 64, 5003, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = linear_logps(hidden, weight, labels)
-        _tiles.has_tma.cache_clear()
-        warn_once.cache_clear()
+        for known in (_tiles.has_tma, targets.target_of, warn_once):
+            known.cache_clear()
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
         try:
             with pytest.warns(RuntimeWarning, match="tensor memory accelerator"):
@@ -190,6 +199,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
                 second = linear_logps(hidden, weight, labels)
         finally:
             _tiles.has_tma.cache_clear()
+            targets.target_of.cache_clear()
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)
 

@@ -56,7 +56,8 @@ def test_distillation_stays_under_its_workspace_and_repeats_itself():
     weight = torch.randn(50257, 256, device="cuda", dtype=torch.bfloat16).mul_(0.1).requires_grad_()
     teacher = Teacher(hidden.detach().roll(1, 0), weight.detach().roll(1, 0))
     labels = torch.randint(50257, (4096,), device="cuda")
-    LigerFusedLinearJSDLoss()(weight, hidden, labels, teacher)  # cuBLAS allocates its own workspaces at the first call
+    for workspace in (None, 24 * MiB):  # cuBLAS allocates its own workspaces at the first call, and on a second stream
+        LigerFusedLinearJSDLoss(workspace=workspace)(weight, hidden, labels, teacher)
     # The smaller ones in tiles of the vocabulary, whose sums are cut by the processors alone.
     for workspace, kind in itertools.product(
         (24 * MiB, 64 * MiB, 300 * MiB, None), (LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss)

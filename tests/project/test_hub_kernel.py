@@ -54,6 +54,7 @@ def test_it_imports_nothing_but_torch_and_triton(builder):
         for package, at_the_top in found:
             assert package in allowed or (package in OPTIONAL.get(name, ()) and not at_the_top), (name, package)
         assert "torch.ops.liger_losses" not in text, name
+        assert '"liger_losses::' not in text, name  # operators of another build, beside this one
 
 
 def annotate(monkeypatch, cls, name):

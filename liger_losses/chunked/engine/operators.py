@@ -296,7 +296,6 @@ def _as_tensor(value: Any) -> Tensor:
 def _operator(name: str, others: str = "") -> Any:
     """Register a function of :class:`Given`'s fields, and others, that returns tensors."""
     schema = f"({_SCHEMA}{others}) -> Tensor[]"
-    name = f"liger_losses::{name}"
     return torch.library.custom_op(name, mutates_args=(), schema=schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -352,7 +351,7 @@ def _by_input(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return hidden, nothing[1], weight, bias, *nothing[4:]
 
 
-@_operator("statistics")
+@_operator("liger_losses::statistics")
 def _statistics(*given: Any) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         return _separate(_compute(Given(*given)))
@@ -363,7 +362,7 @@ def _(*given: Any) -> list[Tensor]:
     return Given(*given).empty(Given(*given).names)
 
 
-@_operator("gradients", ", Tensor[] values, Tensor?[] upstream, bool[] needs")
+@_operator("liger_losses::gradients", ", Tensor[] values, Tensor?[] upstream, bool[] needs")
 def _gradients(*arguments: Any) -> list[Tensor]:
     """From the gradients of statistics to those of what ``needs`` them; ``values`` are all that forward returned."""
     *given, values, upstream, needs = arguments
@@ -411,7 +410,9 @@ _SAVED = object()
 _statistics.register_autograd(_backward_of_statistics, setup_context=_save_call)
 
 
-@_operator("token_loss", ", Tensor[] token_inputs, str[] names, str token_loss, str[] words, bool[] needs")
+@_operator(
+    "liger_losses::token_loss", ", Tensor[] token_inputs, str[] names, str token_loss, str[] words, bool[] needs"
+)
 def _token_loss(*arguments: Any) -> list[Tensor]:
     """The loss, its statistics ``[T]``, and the gradients of what ``needs`` them."""
     *given, inputs, names, name, words, needs = arguments

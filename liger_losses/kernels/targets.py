@@ -42,6 +42,10 @@ _HOPPER = Tiling(Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 3), row_entries
 #: that take more than all registers of a multiprocessor.
 _OTHERS = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3), row_entries=16, longest_row=16384)
 
+#: Compiled, not measured: AMD's CDNA with 64 KiB of shared memory. The fp32 projections of 128 columns take all of it
+#: on their way to memory; those of 64 columns take 32, and loads 24 beside them.
+_SMALL = _OTHERS._replace(by_pointers=Tile(128, 64, 32, 8, 3))
+
 #: Compiled, not measured: AMD's RDNA, whose warps of 32 have half as many registers for a tile as those of 64, and
 #: whose products (WMMA) take their operands from them. With 128 columns, up to 368 bytes are spilled.
 _NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=16, longest_row=16384)
@@ -79,7 +83,8 @@ def target_of(device: torch.device) -> Target:
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     if torch.version.hip is not None:  # an AMD GPU, whose architecture may have the number of one of NVIDIA's
         reason = "has no tensor memory accelerator (NVIDIA's Hopper and later have)"
-        tiling = _NARROW if properties.warp_size == 32 else _OTHERS
+        wide = _SMALL if properties.shared_memory_per_block <= 64 * 1024 else _OTHERS
+        tiling = _NARROW if properties.warp_size == 32 else wide
         return Target(properties.warp_size, properties.shared_memory_per_block, tiling, reason)
     capability, shared = torch.cuda.get_device_capability(device), properties.shared_memory_per_block_optin
     hopper, needed = capability == (9, 0), 216 * 1024

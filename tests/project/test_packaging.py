@@ -123,4 +123,4 @@ from liger_losses import LigerFusedLinearCrossEntropyLoss
 print(float(LigerFusedLinearCrossEntropyLoss()(torch.zeros(8, 3), torch.ones(5, 3), torch.arange(5))))
 """
     assert float(run(python, "-I", "-c", code, cwd=tmp_path)) == pytest.approx(math.log(8))
-    assert 'pip install "trl>=1.16"' in run(python, "-I", "-m", "liger_losses.doctor", cwd=tmp_path)
+    assert 'pip install "trl>=1.15"' in run(python, "-I", "-m", "liger_losses.doctor", cwd=tmp_path)

@@ -113,7 +113,8 @@ def grpo_loss(
         is_ratio=is_ratio,
         num_items_in_batch=num_items_in_batch,
     )
-    kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps.detach())
+    estimate = objectives.KL_ESTIMATORS[o.kl_estimator]
+    kl = torch.zeros_like(logps) if inputs.ref_logps is None else estimate(inputs.ref_logps - logps.detach())
     clipped, ratio = objectives.clipped_tokens(logps.detach(), inputs)
     kl = torch.where(active, kl * ratio if o.use_bias_correction_kl else kl, 0.0)
     terms = torch.where(active, objectives.coupled_terms(logps, inputs), 0.0)

@@ -23,7 +23,8 @@ from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
-from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyOptions, clip_fraction, policy_terms
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
+from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, PolicyOptions
 
 
 class AdaptiveEntropy:
@@ -109,10 +110,12 @@ class TokenPolicyLoss(PolicyOptions):
         ref: Tensor | None = None,
         is_ratio: Tensor | None = None,
         entropy_weight: Tensor | None = None,
+        sampler: Tensor | None = None,
     ) -> Tensor:
         """``[n]``, of tokens with these numbers."""
         log_ratio = s.logp - (s.logp.detach() if old is None else old)
-        terms = weights * policy_terms(log_ratio, s.logp, advantages, ref, is_ratio, self)
+        terms = policy_terms(s.logp, log_ratio, advantages, self, old=old, sampler=sampler, ref=ref, is_ratio=is_ratio)
+        terms = weights * terms
         return terms if entropy_weight is None else terms - entropy_weight * s.entropy
 
 
@@ -217,6 +220,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         sampling_per_token_logps: Tensor | None = None,
         support: TokenSupport | None = None,
         temperature: Tensor | None = None,
+        prompts: Tensor | None = None,
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
         """The loss of completions.
 
@@ -235,6 +239,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 are given should be too.
             temperature: ``[B, T]``, what the logits of each token are divided by, policy's and reference's alike, in
                 place of the loss's own ``temperature``, which is then 1.
+            prompts: ``[B]`` integers, which prompt each completion answers; see :func:`grpo_loss`.
 
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
@@ -251,6 +256,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
         for name, value in {**of_completions, **of_tokens}.items():  # checked before any work
             objectives.per_token(name, value, mask, column=name in of_completions)
+        objectives.check_needs(self.settings, mask, sampling_per_token_logps, prompts, self.group)
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
@@ -285,6 +291,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             sampling_logps=sampling_per_token_logps,
             is_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
+            prompts=prompts,
             group=self.group,
             head=head,
             common_options=None if self.group is None else self.common_options,
@@ -298,7 +305,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         clip_ratio, ratio = clip_fraction(logps, inputs)
         if not self.beta:
             return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
-        kl = torch.zeros_like(logps) if inputs.ref_logps is None else objectives.k3(inputs.ref_logps - logps)
+        estimate = KL_ESTIMATORS[self.kl_estimator]
+        kl = torch.zeros_like(logps) if inputs.ref_logps is None else estimate(inputs.ref_logps - logps)
         kl = kl * ratio if self.use_bias_correction_kl else kl
         kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.tokens.clamp(min=1)
         return loss.float(), PolicyMetrics(kl, clip_ratio)
@@ -346,6 +354,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
         coef, (names, _) = self._coef, self._names()
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
+        if inputs.sampling_logps is not None and inputs.options.reads_sampler:
+            optional["sampler"] = inputs.sampler
         if coef is not None:
             optional["entropy_weight"] = (coef / inputs.tokens.clamp(min=1)).expand(inputs.mask.shape)
         token_inputs = {name: value for name, value in optional.items() if value is not None}

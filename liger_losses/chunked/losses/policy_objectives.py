@@ -1,16 +1,14 @@
 """Policy optimization as pure functions of log-probabilities: the GRPO family, PPO, RLOO, REINFORCE.
 
 B completions, T tokens of the longest. Every loss is ``sum_t weight_t (-objective_t + beta kl_t)`` over completion
-tokens, and a choice from the tables :data:`RATIOS`, :data:`OBJECTIVES` and :data:`NORMALIZERS`.
+tokens, and a row of the tables in ``policy_tables.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import (
     check_alike,
     check_group,
-    check_names,
     check_range,
     check_tensor,
     checked_items,
@@ -32,200 +29,16 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """The options of :func:`grpo_loss`.
-
-    Args:
-        loss_type: one of :data:`LOSS_TYPES`.
-        beta: weight of the KL divergence from the reference.
-        epsilon_low, epsilon_high: the ratio is clipped to ``[1 - epsilon_low, 1 + epsilon_high]``; by ``cispo`` to
-            ``[0, epsilon_high]``.
-        delta: largest ratio of the unclipped objective (two-sided clipping), or ``None``.
-        importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO) or ``sequence_sum`` (RLOO).
-        max_completion_length: largest number of tokens in a completion, for ``dr_grpo``.
-        use_bias_correction_kl: multiply ``kl`` by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        off_policy_mask_threshold: completions of negative advantage whose mean ``log p_sampler - log p`` is above it
-            have no policy objective (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
-        sapo_temperature_pos, sapo_temperature_neg: for tokens with positive advantage, and for the others.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the gamma weighting for
-            non-negative advantages, and for negative ones.
-
-    Raises:
-        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
-    """
-
-    loss_type: str = "dapo"
-    beta: float = 0.04
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    importance_sampling_level: str = "token"
-    max_completion_length: int | None = None
-    use_bias_correction_kl: bool = False
-    off_policy_mask_threshold: float | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        level, limit = self.importance_sampling_level, self.max_completion_length
-        check_names([self.loss_type], LOSS_TYPES, "loss_type")
-        check_names([level], RATIOS, "importance_sampling_level")
-        not_negative = ("beta", "epsilon_low", "epsilon_high")
-        for name in (*not_negative, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-            check_range(name, getattr(self, name), 0.0, math.inf)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", *([] if self.delta is None else ["delta"])):
-            check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
-        if self.off_policy_mask_threshold is not None:
-            check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
-        if level != "token" and LOSS_TYPES[self.loss_type].of_tokens:
-            message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
-            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
-        if self.loss_type == "dr_grpo" and (not isinstance(limit, Integral) or limit < 1):
-            raise ValueError(
-                f"loss_type='dr_grpo' divides by max_completion_length=, a positive integer, got {limit!r}."
-            )
-
-    @property
-    def separable(self) -> bool:
-        """Whether every token's loss depends on that token alone."""
-        masks, weights = self.off_policy_mask_threshold is not None, LOSS_TYPES[self.loss_type].weights is not None
-        return self.importance_sampling_level == "token" and not (masks or weights)
-
-
-#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
-RATIOS: dict[str, Callable[[Tensor, PolicyInputs], Tensor]] = {
-    "token": lambda log_ratio, inputs: log_ratio,
-    # the geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)
-    "sequence": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio) / inputs.lengths,
-    # the completion's own probability ratio: RLOO (arXiv:2402.14740)
-    "sequence_sum": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio),
-}
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(max=MAX_EXPONENT).exp()
-
-
-def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
-    (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
-    """
-    ratio = _ratio(log_ratio)
-    clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
-    bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
-    return torch.minimum(bounded * advantages, clipped * advantages)
-
-
-def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
-    """``4 / t sigmoid(t (r - 1)) A``, ``t`` by the advantage's sign: SAPO (arXiv:2511.20347)."""
-    t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
-    return torch.sigmoid(t * (_ratio(log_ratio) - 1)) * 4 / t * advantages
-
-
-class Objective(NamedTuple):
-    """What is maximized, from (log ratios, log-probabilities, advantages, options); and where clipping removes its
-    gradient, as bool from (ratios, advantages, options), for the metric."""
-
-    value: Callable[[Tensor, Tensor, Tensor, PolicyOptions], Tensor]
-    cut: Callable[[Tensor, Tensor, PolicyOptions], Tensor] | None = None
-
-
-OBJECTIVES = {
-    "clipped": Objective(
-        _clipped,
-        lambda ratio, a, o: ((ratio < 1 - o.epsilon_low) & (a < 0)) | ((ratio > 1 + o.epsilon_high) & (a > 0)),
-    ),
-    # detach(min(r, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
-    "cispo": Objective(
-        lambda log_ratio, logps, a, o: _ratio(log_ratio).clamp(max=o.epsilon_high).detach() * a * logps,
-        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
-    ),
-    "sapo": Objective(_sapo),
-    # A log p: REINFORCE
-    "score": Objective(lambda log_ratio, logps, a, o: a * logps),
-}
-
-
-@torch.no_grad()
-def vespo_weights(
-    log_ratio: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    is_ratio: Tensor | None,
-    o: PolicyOptions,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """``phi(w) = e^lambda w^k e^(-lambda w)`` of the completion's importance ratio ``w``, ``[B, 1]`` or ``[B, T]``.
-
-    Args:
-        log_ratio, mask: ``[B, T]``.
-        advantages: ``[B, 1]`` or ``[B, T]``; their sign selects k and lambda.
-        is_ratio: correction of the sampler's probabilities, ``[B, 1]`` or ``[B, T]``, or ``None``.
-        o: the options, whose ``vespo_`` fields are k and lambda.
-        group: the ranks that hold slices of these completions.
-    """
-    lowest, highest = math.log(1e-8), 20.0
-    total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
-    if group is not None:
-        (total,) = sum_over_group(group, total)
-    if is_ratio is not None:
-        correction = is_ratio.log().clamp(lowest, highest)
-        # One factor per token, or one for the whole completion.
-        if is_ratio.shape[1] > 1:
-            correction = torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True)
-            if group is not None:
-                (correction,) = sum_over_group(group, correction)
-        total = total + correction
-    log_w = total.clamp(lowest, highest)
-    k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
-    rate = torch.where(advantages >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
-    return (rate + k * log_w - rate * log_w.exp()).exp()
-
-
-#: What tokens are divided by: (mask ``[B, T]``, lengths ``[B, 1]``, completions' token limit, items) to weights
-#: ``[B, T]``. Items are the tokens of all completions for ``token_mean``.
-NORMALIZERS: dict[str, Callable[[Tensor, Tensor, int | None, Tensor], Tensor]] = {
-    "sequence_mean": lambda mask, lengths, limit, items: mask / lengths / max(len(mask), 1),
-    "sequence_sum": lambda mask, lengths, limit, items: mask / max(len(mask), 1),
-    "token_mean": lambda mask, lengths, limit, items: mask / items.clamp(min=1),
-    "limit": lambda mask, lengths, limit, items: mask / (max(len(mask), 1) * (limit or 1)),
-    "items": lambda mask, lengths, limit, items: mask / items,
-}
-
-
-class LossType(NamedTuple):
-    """A row of :data:`OBJECTIVES` and one of :data:`NORMALIZERS`; and what else is a loss's own.
-
-    Args:
-        of_tokens: it is defined for tokens' ratios, not for a completion's.
-        weights: what advantages are multiplied by, from all of a completion's tokens, sampler's correction included.
-    """
-
-    objective: str
-    normalizer: str
-    of_tokens: bool = False
-    weights: Callable[..., Tensor] | None = None
-
-
-LOSS_TYPES = {
-    "grpo": LossType("clipped", "sequence_mean"),  # arXiv:2402.03300, eq. 3
-    "bnpo": LossType("clipped", "token_mean"),
-    "dr_grpo": LossType("clipped", "limit"),  # arXiv:2503.20783
-    "dapo": LossType("clipped", "items"),  # arXiv:2503.14476, eq. 8
-    "cispo": LossType("cispo", "items", of_tokens=True),  # arXiv:2506.13585, eq. 4
-    "sapo": LossType("sapo", "sequence_mean", of_tokens=True),  # arXiv:2511.20347
-    "luspo": LossType("clipped", "sequence_sum"),  # arXiv:2602.05261
-    "vespo": LossType("score", "items", of_tokens=True, weights=vespo_weights),  # arXiv:2602.10693
-    "ppo": LossType("clipped", "token_mean"),  # arXiv:1707.06347, eq. 7
-    "reinforce": LossType("score", "token_mean", of_tokens=True),
-}
+from liger_losses.chunked.losses.policy_tables import (
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    NORMALIZERS,
+    OBJECTIVES,
+    RATIOS,
+    PolicyOptions,
+    Sizes,
+    ratio_of,
+)
 
 
 class PolicyInputs:
@@ -252,6 +65,7 @@ class PolicyInputs:
         sampling_logps: Tensor | None = None,
         is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
+        prompts: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
         head: Head | None = None,
         common_options: Mapping[str, Any] | None = None,
@@ -261,6 +75,8 @@ class PolicyInputs:
             return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
 
         check_tensor("advantages", advantages)
+        check_needs(options, mask, sampling_logps, prompts, group)
+        self.prompts = prompts
         self.options, self.mask, self.group = options, mask, group
         self.advantages = masked("advantages", advantages, column=True)
         self.old_logps, self.ref_logps = masked("old_logps", old_logps), masked("ref_logps", ref_logps)
@@ -279,8 +95,8 @@ class PolicyInputs:
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
             agree(group, **{**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
-        self.tokens, self.lengths = lengths.sum(), lengths.clamp(min=1)
-        normalizer = LOSS_TYPES[options.loss_type].normalizer
+        self.tokens, self.lengths, self.has_tokens = lengths.sum(), lengths.clamp(min=1), lengths > 0
+        normalizer = options.row_normalizer
         # Only losses that divide by it synchronize all processes.
         copies = 1 if head is None else head.vocabulary_ranks
         ranks = copies * (1 if group is None else dist.get_world_size(group))
@@ -289,11 +105,35 @@ class PolicyInputs:
             if head is not None and num_items_in_batch is None:
                 meet(head)  # a rank whose inputs are wrong does not get to the sum
             items = _items(mask, num_items_in_batch, copies, ranks)
-        self.weights = NORMALIZERS[normalizer](mask.float(), self.lengths, options.max_completion_length, items)
+        sizes = Sizes(mask.float(), self.lengths, options.max_completion_length, items)
+        if prompts is not None:
+            same, of_prompt = self.of_one_prompt()
+            tokens = (same * lengths[:, 0]).sum(1, keepdim=True)
+            sizes = sizes._replace(of_prompt=tokens, prompts=self.number_of_prompts(of_prompt))
+        self.weights = NORMALIZERS[normalizer](sizes)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""
         return logps - (logps.detach() if self.old_logps is None else self.old_logps)
+
+    def of_one_prompt(self) -> tuple[Tensor, Tensor]:
+        """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
+        assert self.prompts is not None
+        same = (self.prompts[:, None] == self.prompts) & self.has_tokens & self.has_tokens[:, 0]
+        return same, same.sum(1)
+
+    @staticmethod
+    def number_of_prompts(of_prompt: Tensor) -> Tensor:
+        """The number of prompts, 0-dim, from that of the completions of each one's prompt ``[B]``."""
+        return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
+
+    @property
+    def sampler(self) -> Tensor | None:
+        """The sampler's log-probabilities ``[B, T]``, the old policy's where they are unknown; ``None`` if both are."""
+        if self.sampling_logps is None:
+            return self.old_logps
+        unknown = torch.zeros_like(self.sampling_logps) if self.old_logps is None else self.old_logps
+        return torch.where(self.sampling_logps.isnan(), unknown, self.sampling_logps)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``, for functions of each token."""
@@ -323,13 +163,26 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
-
-    It is unbiased and never negative (joschu.net/blog/kl-approx.html).
-    """
-    d = log_ratio.clamp(max=MAX_EXPONENT)
-    return torch.expm1(d) - d
+def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
+    """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
+    loss = f"loss_type={options.loss_type!r}"
+    if group is not None and options.needs_order:
+        raise ValueError(f"{loss} reads the tokens of whole completions: pass these, and no group=.")
+    if options.mask.of_sampler and sampling_logps is None:
+        raise ValueError(
+            f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
+            "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
+        )
+    if prompts is None:
+        if options.needs_prompts:
+            raise ValueError(f"{loss}, normalizer={options.row_normalizer!r} needs prompts=, int64 numbers [B].")
+        return
+    check_tensor("prompts", prompts)
+    if prompts.shape != mask.shape[:1] or prompts.is_floating_point():
+        raise ValueError(
+            f"prompts must be integers [{len(mask)}], which prompt each completion answers, got {prompts.dtype} of "
+            f"shape {list(prompts.shape)}."
+        )
 
 
 def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
@@ -342,21 +195,42 @@ def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
 
 
 def policy_terms(
-    log_ratio: Tensor, logps: Tensor, advantages: Tensor, ref: Tensor | None, is_ratio: Tensor | None, o: PolicyOptions
+    logps: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    o: PolicyOptions,
+    *,
+    old: Tensor | None = None,
+    sampler: Tensor | None = None,
+    ref: Tensor | None = None,
+    is_ratio: Tensor | None = None,
+    inputs: PolicyInputs | None = None,
 ) -> Tensor:
-    """``-objective_t + beta kl_t`` of tokens, elementwise; arguments as in :func:`grpo_loss`."""
+    """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
+    :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
     row = LOSS_TYPES[o.loss_type]
-    objective = OBJECTIVES[row.objective].value(log_ratio, logps, advantages, o)
-    if is_ratio is not None and row.weights is None:
+    objective = OBJECTIVES[row.objective].value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
+    if is_ratio is not None and not row.corrected:
         objective = objective * is_ratio
+    penalty, keep = o.value("log_ratio_penalty"), o.mask.weights
+    if penalty or keep is not None:
+        constant = logps.detach()
+        old = constant if old is None else old
+        sampler = old if sampler is None else sampler
+        if keep is not None:
+            with torch.no_grad():
+                weights = keep(constant, old, sampler, advantages, o)
+            objective = torch.where(weights != 0, objective * weights, 0.0)
+        if penalty:
+            objective = objective - penalty * (logps - sampler).square()
     if not o.beta or ref is None:
         return -objective
     log_ref_ratio = ref - logps
-    kl = k3(log_ref_ratio)
-    if o.use_bias_correction_kl and o.importance_sampling_level == "token":
-        kl = _corrected_k3(log_ref_ratio, kl, _ratio(log_ratio))
+    kl = KL_ESTIMATORS[o.kl_estimator](log_ref_ratio)
+    if o.use_bias_correction_kl and o.level == "token" and o.kl_estimator == "k3":
+        kl = _corrected_k3(log_ref_ratio, kl, ratio_of(log_ratio))
     elif o.use_bias_correction_kl:
-        kl = kl * _ratio(log_ratio)
+        kl = kl * ratio_of(log_ratio)
     return o.beta * kl - objective
 
 
@@ -368,23 +242,27 @@ def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = No
 def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
     o, mask, dtype = inputs.options, inputs.mask, logps.dtype
-    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.importance_sampling_level != "token":
+    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.level != "token":
         # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
         # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
         logps = logps.to(wide_dtype(logps.device))
-    number, log_ratio = mask.float(), inputs.log_ratio(logps)
-    acting = mask if acting is None else acting
+    log_ratio, acting = inputs.log_ratio(logps), mask if acting is None else acting
     if o.off_policy_mask_threshold is not None:
         sampler = next(x for x in (inputs.sampling_logps, inputs.old_logps, logps.detach()) if x is not None)
-        drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * number
+        drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * mask
         drift = inputs.sequence_sums(drift) / inputs.lengths
         acting = acting & ((inputs.advantages >= 0) | (drift <= o.off_policy_mask_threshold))
-    advantages = inputs.advantages * acting
-    weights = LOSS_TYPES[o.loss_type].weights
-    if weights is not None:
-        advantages = advantages * weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
-    level = RATIOS[o.importance_sampling_level](log_ratio, inputs)
-    return policy_terms(level, logps, advantages, inputs.ref_logps, inputs.token_is_ratio, o).to(dtype)
+    return policy_terms(
+        logps,
+        RATIOS[o.level](log_ratio, inputs),
+        inputs.advantages * acting,
+        o,
+        old=inputs.old_logps,
+        sampler=inputs.sampler,
+        ref=inputs.ref_logps,
+        is_ratio=inputs.token_is_ratio,
+        inputs=inputs if OBJECTIVES[LOSS_TYPES[o.loss_type].objective].coupled else None,
+    ).to(dtype)
 
 
 def grpo_loss(
@@ -398,6 +276,7 @@ def grpo_loss(
     is_ratio: Tensor | None = None,
     acting: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
+    prompts: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Tensor:
@@ -413,11 +292,13 @@ def grpo_loss(
         mask: ``[B, T]``, 0 for padding; what other tensors hold there never matters, if it is finite in ``logps``.
         old_logps, ref_logps, sampling_logps: ``[B, T]``, under the policy that the ratio is to (the current one by
             default), the reference (no KL divergence without), and the sampler (the old policy by default; NaN if
-            unknown; for the off-policy mask).
+            unknown; for masks and the penalty on its log-ratio).
         is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
         acting: ``[B, T]`` bool, tokens that have an objective (:func:`high_entropy_mask`); all by default.
         num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: completion tokens over all processes and
             accumulated batches; this batch's by default.
+        prompts: ``[B]`` integers, which prompt each completion answers, for ``real`` and the normalizer
+            ``prompt_mean``.
         group: ranks that hold slices ``[B, T]`` of the same completions: all get the loss of the whole completions,
             and the gradient by their own log-probabilities. Backward is a collective for ratios of completions.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
@@ -447,6 +328,7 @@ def grpo_loss(
             sampling_logps=sampling_logps,
             is_ratio=is_ratio,
             num_items_in_batch=num_items_in_batch,
+            prompts=prompts,
             group=group,
         )
     return coupled_loss(logps, inputs, acting)
@@ -456,9 +338,19 @@ def grpo_loss(
 def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
     o = inputs.options
-    ratio = _ratio(RATIOS[o.importance_sampling_level](inputs.log_ratio(logps), inputs))
-    cut = OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut
-    return torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o) & inputs.mask, ratio
+    ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
+    cut, keep, dropped = (
+        OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut,
+        o.mask.weights,
+        torch.zeros_like(inputs.mask),
+    )
+    if cut is not None:
+        dropped = cut(ratio, inputs.advantages, o)
+    if keep is not None:
+        old = logps if inputs.old_logps is None else inputs.old_logps
+        sampler = old if inputs.sampler is None else inputs.sampler
+        dropped = dropped | (keep(logps, old, sampler, inputs.advantages, o) == 0)
+    return dropped & inputs.mask, ratio
 
 
 def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:

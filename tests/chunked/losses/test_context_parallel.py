@@ -15,7 +15,7 @@ from liger_losses.chunked.engine.agreement import RankError, agree
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.chunked.losses.policy import AdaptiveEntropy
-from liger_losses.chunked.losses.policy_objectives import LOSS_TYPES
+from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import case_named, start
 
@@ -140,6 +140,10 @@ def policy_over_kept_columns(loss, p):
     return policy(loss, p, **options, support=TokenSupport(ids))
 
 
+def policy_of_prompts(loss, p):
+    return policy(loss, p, prompts=torch.arange(len(p.labels)) // 2, sampling_per_token_logps=p.logps)
+
+
 def policy_observed(loss, p):
     found, metrics = policy(loss, p)
     loss.entropy_coef.step()
@@ -174,6 +178,7 @@ def distilled_in_ligers_form(loss, p):
     return loss(p.hidden, p.weight, p.ref_hidden, p.ref_weight, p.labels, p.bias)
 
 
+SAMPLERS = ("icepop", "kpop")  # of which the sampler's log-probabilities are read
 WITHOUT_EXTRAS = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
 EVERYTHING = {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1}
 CASES = {
@@ -203,8 +208,13 @@ CASES = {
     **{
         f"GRPO, {name}": (build("GRPO", loss_type=name, max_completion_length=7), call)
         for name, call in itertools.product(LOSS_TYPES, (policy, policy_per_token))
-        if name == "vespo" or call is policy
+        if (name == "vespo" or call is policy) and name not in ("fipo", "real", "clip_cov", "kl_cov", "dro", *SAMPLERS)
     },
+    **{f"GRPO, {name}": (build("GRPO", loss_type=name), policy_of_prompts) for name in ("real", *SAMPLERS)},
+    "GRPO, prompts": (
+        build("GRPO", importance_sampling_level="sequence_token", normalizer="prompt_mean", log_ratio_penalty=0.1),
+        policy_of_prompts,
+    ),
     **{
         f"GRPO, {name}, {level}": (build("GRPO", loss_type=name, importance_sampling_level=level, beta=0.3), call)
         for name, level, call in (

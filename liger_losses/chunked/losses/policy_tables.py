@@ -1,0 +1,595 @@
+"""What policy losses are made of, as tables of pure functions: a row for each variant, with its paper and equation.
+
+B completions, T tokens of the longest; r = p / p_old is the importance ratio, A the advantage. A loss is a row of
+:data:`LOSS_TYPES`: one of :data:`OBJECTIVES`, of :data:`NORMALIZERS`, and where it has them of :data:`RATIOS` and
+:data:`MASKS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
+from liger_losses.chunked.losses.context_parallel import sum_over_group
+
+if TYPE_CHECKING:
+    from liger_losses.chunked.losses.policy_objectives import PolicyInputs
+
+#: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
+OF_LOSS_TYPE = "default"
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The options of :func:`grpo_loss`. Those that are ``None`` by default have the value of the loss's row.
+
+    Args:
+        loss_type: one of :data:`LOSS_TYPES`.
+        beta: weight of the KL divergence from the reference.
+        epsilon_low, epsilon_high: the ratio is clipped to ``[1 - epsilon_low, 1 + epsilon_high]``; by ``cispo`` to
+            ``[cispo_low, epsilon_high]``, by the level ``geometric`` to ``[exp(-epsilon_low), exp(epsilon_high)]``.
+        delta: largest ratio of the unclipped objective (dual clipping), or largest weight of ``importance``.
+        importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO), ``sequence_token``
+            (GSPO-token), ``sequence_sum`` (RLOO) or ``geometric`` (GMPO).
+        max_completion_length: largest number of tokens in a completion, for ``dr_grpo``.
+        use_bias_correction_kl: multiply ``kl`` by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
+        off_policy_mask_threshold: completions of negative advantage whose mean ``log p_sampler - log p`` is above it
+            have no policy objective (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+        sapo_temperature_pos, sapo_temperature_neg: for tokens with positive advantage, and for the others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the gamma weighting for
+            non-negative advantages, and for negative ones.
+        kl_estimator: one of :data:`KL_ESTIMATORS`.
+        normalizer: one of :data:`NORMALIZERS`, instead of the loss's own.
+        token_mask: one of :data:`MASKS`, instead of the loss's own.
+        mask_low, mask_high: the bounds of the mask.
+        log_ratio_penalty: weight of ``(log p - log p_sampler)^2`` (Kimi K2.5, arXiv:2602.02276).
+        cispo_low: smallest weight of ``cispo``.
+        fipo_half_life, fipo_low, fipo_high, fipo_safe_ratio: after how many tokens a later token counts half, bounds of
+            the weights, and the ratio above which weights of negative advantages are at most 1.
+        real_temperature: what the scores of ``real`` are divided by.
+        cov_share, cov_low, cov_high, cov_penalty: share of the tokens that ``clip_cov`` drops and ``kl_cov`` penalizes,
+            the covariances that ``clip_cov`` drops, and the weight of ``kl_cov``'s penalty.
+
+    Raises:
+        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
+    """
+
+    loss_type: str = "dapo"
+    beta: float = 0.04
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    max_completion_length: int | None = None
+    use_bias_correction_kl: bool = False
+    off_policy_mask_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    kl_estimator: str = "k3"
+    normalizer: str = OF_LOSS_TYPE
+    token_mask: str = OF_LOSS_TYPE
+    mask_low: float | None = None
+    mask_high: float | None = None
+    log_ratio_penalty: float | None = None
+    cispo_low: float = 0.0
+    fipo_half_life: float = 32.0
+    fipo_low: float = 0.8
+    fipo_high: float = 1.2
+    fipo_safe_ratio: float = 4.0
+    real_temperature: float = 0.5
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_names([self.loss_type], LOSS_TYPES, "loss_type")
+        check_names([self.importance_sampling_level], RATIOS, "importance_sampling_level")
+        check_names([self.kl_estimator], KL_ESTIMATORS, "kl_estimator")
+        check_names([self.normalizer], (OF_LOSS_TYPE, *NORMALIZERS), "normalizer")
+        check_names([self.token_mask], (OF_LOSS_TYPE, *MASKS), "token_mask")
+        for name in _NOT_NEGATIVE:
+            check_range(name, getattr(self, name), 0.0, math.inf)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_half_life", "real_temperature", "cov_share"):
+            check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
+        if self.delta is not None:
+            check_range("delta", self.delta, 0.0, math.inf, open_low=True)
+        for name in ("mask_low", "mask_high", "log_ratio_penalty"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, math.inf)
+        for name in ("cov_low", "cov_high"):
+            check_range(name, getattr(self, name), -math.inf, math.inf)
+        if self.off_policy_mask_threshold is not None:
+            check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
+        level, limit, row = self.importance_sampling_level, self.max_completion_length, LOSS_TYPES[self.loss_type]
+        if level not in ("token", row.level) and row.of_tokens:
+            message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
+            if row.level != "token":
+                message = f"loss_type={self.loss_type!r} is defined with ratios of the level {row.level!r}"
+            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
+        if self.row_normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
+            raise ValueError(
+                f"loss_type={self.loss_type!r} divides by max_completion_length=, a positive integer, got {limit!r}."
+            )
+        if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
+            raise ValueError(
+                f"loss_type={self.loss_type!r} needs log_ratio_penalty=, the weight of its squared log-ratios."
+            )
+
+    def value(self, name: str) -> Any:
+        """An option, or where it is ``None`` its value for this loss and mask, ``None`` for those without one."""
+        value = getattr(self, name)
+        return {**self.mask.bounds, **LOSS_TYPES[self.loss_type].defaults}.get(name) if value is None else value
+
+    @property
+    def level(self) -> str:
+        """The row of :data:`RATIOS`."""
+        level = self.importance_sampling_level
+        return LOSS_TYPES[self.loss_type].level if level == "token" else level
+
+    @property
+    def row_normalizer(self) -> str:
+        """The row of :data:`NORMALIZERS`."""
+        return LOSS_TYPES[self.loss_type].normalizer if self.normalizer == OF_LOSS_TYPE else self.normalizer
+
+    @property
+    def mask(self) -> Mask:
+        """The row of :data:`MASKS`."""
+        return MASKS[LOSS_TYPES[self.loss_type].mask if self.token_mask == OF_LOSS_TYPE else self.token_mask]
+
+    @property
+    def separable(self) -> bool:
+        """Whether every token's loss depends on that token alone."""
+        coupled = OBJECTIVES[LOSS_TYPES[self.loss_type].objective].coupled
+        return self.level == "token" and not coupled and self.off_policy_mask_threshold is None
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the sampler's log-probabilities in each token's term."""
+        return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the loss reads all tokens of the batch at once, or their order, so that no rank may hold a slice."""
+        return OBJECTIVES[LOSS_TYPES[self.loss_type].objective].whole
+
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether the loss compares or averages over the completions of a prompt."""
+        return self.row_normalizer == "prompt_mean" or OBJECTIVES[LOSS_TYPES[self.loss_type].objective].of_prompts
+
+
+#: Options that are at least 0.
+_NOT_NEGATIVE = (
+    *("beta", "epsilon_low", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    *("cispo_low", "fipo_low", "fipo_high", "fipo_safe_ratio", "cov_penalty"),
+)
+
+
+# --- Ratios -----------------------------------------------------------------------------------------------------------
+
+
+def _sequence(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+    """The geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)."""
+    return inputs.sequence_sums(log_ratio) / inputs.lengths
+
+
+def _sequence_token(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+    """The same number, with each token's gradient: GSPO-token (arXiv:2507.18071, eq. 14)."""
+    return _sequence(log_ratio.detach(), inputs) + log_ratio - log_ratio.detach()
+
+
+def _geometric(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+    """The geometric mean of ratios that are clipped token by token: GMPO (arXiv:2507.20673)."""
+    clipped = log_ratio.clamp(-inputs.options.epsilon_low, inputs.options.epsilon_high)
+    lower, higher = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
+    return _sequence(torch.where(inputs.advantages > 0, lower, higher), inputs)
+
+
+#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
+RATIOS: dict[str, Callable[[Tensor, PolicyInputs], Tensor]] = {
+    "token": lambda log_ratio, inputs: log_ratio,
+    "sequence": _sequence,
+    "sequence_token": _sequence_token,
+    # the completion's own probability ratio: RLOO (arXiv:2402.14740)
+    "sequence_sum": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio),
+    "geometric": _geometric,
+}
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, finite in fp32."""
+    return log_ratio.clamp(max=MAX_EXPONENT).exp()
+
+
+# --- KL divergences ---------------------------------------------------------------------------------------------------
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
+
+    It is unbiased and never negative (joschu.net/blog/kl-approx.html).
+    """
+    d = log_ratio.clamp(max=MAX_EXPONENT)
+    return torch.expm1(d) - d
+
+
+#: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). With a
+#: ``+``, the value is that estimate's, and the gradient that of k2, which in the mean is the divergence's.
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d.square() / 2,
+    "k3": k3,
+    "abs": lambda d: d.abs(),
+    "k1+": lambda d: d.square() / 2 - (d.square() / 2 + d).detach(),
+    "k3+": lambda d: d.square() / 2 + (k3(d) - d.square() / 2).detach(),
+}
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``p log(p / q) + (1 - p) log((1 - p) / (1 - q))``, of a token and all others together."""
+    p = log_p.exp()
+    rest_p, rest_q = (-torch.expm1(x.clamp(max=0.0)) for x in (log_p, log_q))
+    others = rest_p * (rest_p / rest_q.clamp(min=torch.finfo(p.dtype).tiny)).log()
+    return p * (log_p - log_q) + torch.where(rest_p > 0, others, 0.0)
+
+
+def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """DPPO's total variation of a token and all others (arXiv:2602.04879, eq. 13)."""
+    change = logps.exp() - sampler.exp()
+    return ~(((a > 0) & (change > o.value("mask_high"))) | ((a < 0) & (-change > o.value("mask_low"))))
+
+
+def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """DPPO's KL divergence of a token and all others (arXiv:2602.04879, eq. 14)."""
+    kl = _binary_kl(sampler, logps)
+    higher, lower = (a > 0) & (logps > sampler), (a < 0) & (logps < sampler)
+    return ~((higher & (kl > o.value("mask_high"))) | (lower & (kl > o.value("mask_low"))))
+
+
+def _change(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """``|p - p_sampler| <= mask_high``, whatever the advantage: prime-rl's IPO."""
+    return (logps.exp() - sampler.exp()).abs() <= o.value("mask_high")
+
+
+def _ratio(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """``mask_low <= p / p_sampler <= mask_high`` (INTELLECT-3, arXiv:2512.16144, eq. 1)."""
+    return _within(logps - sampler, o)
+
+
+def _within(log_ratio: Tensor, o: PolicyOptions) -> Tensor:
+    ratio = ratio_of(log_ratio)
+    return (ratio >= o.value("mask_low")) & (ratio <= o.value("mask_high"))
+
+
+def _icepop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """``k = p_old / p_sampler`` where that is within the bounds, else 0: IcePop (arXiv:2510.18855)."""
+    return torch.where(_within(old - sampler, o), ratio_of(old - sampler), 0.0)
+
+
+def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    """``k = p_old / p_sampler`` where both binary KL divergences of the two are small, else 0: KPop
+    (ringtech.notion.site/kpop)."""
+    kl = torch.maximum(_binary_kl(old, sampler), _binary_kl(sampler, old))
+    return torch.where(kl <= o.value("mask_high"), ratio_of(old - sampler), 0.0)
+
+
+class Mask(NamedTuple):
+    """A row of :data:`MASKS`.
+
+    Args:
+        weights: what a token's objective is multiplied by, without gradient, from (log p, log p_old, log p_sampler,
+            advantages, options); bool, or a number.
+        bounds: the values of ``mask_low`` and ``mask_high`` where the options have none.
+        of_sampler: it compares the old policy with the sampler, whose log-probabilities it needs.
+    """
+
+    weights: Callable[[Tensor, Tensor, Tensor, Tensor, PolicyOptions], Tensor] | None
+    bounds: Mapping[str, float] = MappingProxyType({})
+    of_sampler: bool = False
+
+
+#: Which tokens have an objective. Without the sampler's log-probabilities, the old policy is the sampler.
+MASKS = {
+    "none": Mask(None),
+    "tv": Mask(_tv, {"mask_low": 0.15, "mask_high": 0.15}),
+    "kl": Mask(_kl, {"mask_low": 0.05, "mask_high": 0.05}),
+    "change": Mask(_change, {"mask_high": 0.1}),
+    "ratio": Mask(_ratio, {"mask_low": 0.2, "mask_high": 5.0}),
+    "icepop": Mask(_icepop, {"mask_low": 0.5, "mask_high": 5.0}, of_sampler=True),
+    "kpop": Mask(_kpop, {"mask_high": 0.1}, of_sampler=True),
+}
+
+
+# --- Objectives -------------------------------------------------------------------------------------------------------
+
+
+def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+    """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
+    (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
+    """
+    ratio, delta = ratio_of(log_ratio), o.value("delta")
+    clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    return torch.minimum(bounded * advantages, clipped * advantages)
+
+
+def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+    return ((ratio < 1 - o.epsilon_low) & (a < 0)) | ((ratio > 1 + o.epsilon_high) & (a > 0))
+
+
+def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+    """``min(r, delta) A``, whose gradient is ``min(r, delta) A d log r``: truncated importance sampling."""
+    weight, delta = ratio_of(log_ratio.detach()), o.value("delta")
+    weight = weight if delta is None else weight.clamp(max=delta)
+    return weight * advantages * (1 + log_ratio - log_ratio.detach())
+
+
+def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+    """``4 / t sigmoid(t (r - 1)) A``, ``t`` by the advantage's sign: SAPO (arXiv:2511.20347)."""
+    t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+    return torch.sigmoid(t * (ratio_of(log_ratio) - 1)) * 4 / t * advantages
+
+
+@torch.no_grad()
+def vespo_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    is_ratio: Tensor | None,
+    o: PolicyOptions,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``phi(w) = e^lambda w^k e^(-lambda w)`` of the completion's importance ratio ``w``, ``[B, 1]`` or ``[B, T]``.
+
+    Args:
+        log_ratio, mask: ``[B, T]``.
+        advantages: ``[B, 1]`` or ``[B, T]``; their sign selects k and lambda.
+        is_ratio: correction of the sampler's probabilities, ``[B, 1]`` or ``[B, T]``, or ``None``.
+        o: the options, whose ``vespo_`` fields are k and lambda.
+        group: the ranks that hold slices of these completions.
+    """
+    lowest, highest = math.log(1e-8), 20.0
+    total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
+    if group is not None:
+        (total,) = sum_over_group(group, total)
+    if is_ratio is not None:
+        correction = is_ratio.log().clamp(lowest, highest)
+        # One factor per token, or one for the whole completion.
+        if is_ratio.shape[1] > 1:
+            correction = torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True)
+            if group is not None:
+                (correction,) = sum_over_group(group, correction)
+        total = total + correction
+    log_w = total.clamp(lowest, highest)
+    k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
+    rate = torch.where(advantages >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    return (rate + k * log_w - rate * log_w.exp()).exp()
+
+
+def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+    """``detach(phi(w)) A log p``: VESPO (arXiv:2602.10693)."""
+    number = inputs.mask.to(log_ratio.dtype)
+    weights = vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
+    return weights * advantages * logps
+
+
+@torch.no_grad()
+def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+    """``clip(exp(sum_(u >= t) g^(u - t) log r_u), fipo_low, fipo_high)``, ``g = 2^(-1 / half life)``: FIPO
+    (arXiv:2603.19835).
+
+    Tokens whose ratio is above ``delta`` count as 0 in the sum. Where the advantage is negative and the ratio above
+    ``fipo_safe_ratio``, the weight is at most 1.
+
+    Args:
+        log_ratio, mask, advantages: ``[B, T]``; the mask is bool.
+        o: the options.
+
+    Returns:
+        ``[B, T]``.
+    """
+    ratio, delta = ratio_of(log_ratio), o.value("delta")
+    found = torch.where(mask if delta is None else mask & (ratio <= delta), log_ratio, 0.0)
+    decay, length = 2.0 ** (-1.0 / o.fipo_half_life), 1
+    while length < found.shape[1]:  # sums of 1, 2, 4 ... terms, each of two of half the length
+        later = torch.zeros_like(found)
+        later[:, :-length] = found[:, length:]
+        found, length = found + decay**length * later, 2 * length
+    weights = ratio_of(found).clamp(o.fipo_low, o.fipo_high)
+    return torch.where((advantages < 0) & (ratio > o.fipo_safe_ratio), weights.clamp(max=1.0), weights)
+
+
+def _fipo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+    """``f min(r A, clip(r) A)`` with the weights of :func:`fipo_weights` (arXiv:2603.19835)."""
+    weights = fipo_weights(log_ratio, inputs.mask, inputs.advantages, o)
+    return weights * _clipped(log_ratio, logps, advantages, o)
+
+
+def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+    """``-(log(1 + sum_neg e^(s / t)) + log(1 + sum_pos e^(-s / t)))`` over a prompt's completions, whose scores ``s``
+    are mean log ratios; averaged over prompts: REAL (arXiv:2602.05630).
+
+    Completions of positive advantage are positives. Prompts without one, or without any other, count as 0. The
+    ``[B, 1]`` are equal shares of each prompt's objective, for the normalizer ``sequence_mean``.
+    """
+    same, of_prompt = inputs.of_one_prompt()  # [B, B] bool, and how many completions the prompt has
+    positive = (inputs.sequence_sums(inputs.advantages) > 0)[:, 0]
+    scores, terms = log_ratio[:, 0] / o.real_temperature, []
+    for chosen, signed in ((~positive, scores), (positive, -scores)):
+        members = same & chosen
+        rows = torch.where(members, signed.expand_as(same), -math.inf)
+        # One score for "else", of which every row has a finite maximum.
+        terms.append((torch.cat([rows, torch.zeros_like(rows[:, :1])], 1).logsumexp(1), members.any(1)))
+    (negatives, has_negative), (positives, has_positive) = terms
+    prompts = (1 / of_prompt.clamp(min=1) * (of_prompt > 0)).sum().clamp(min=1)
+    share = len(scores) / (of_prompt.clamp(min=1) * prompts)
+    return -(torch.where(has_negative & has_positive, negatives + positives, 0.0) * share)[:, None]
+
+
+@torch.no_grad()
+def covariances(logps: Tensor, inputs: PolicyInputs) -> Tensor:
+    """``(log p - mean log p) (A - mean A)`` of each token ``[B, T]`` of this batch (arXiv:2505.22617, section 4.1)."""
+    number = inputs.mask.sum().clamp(min=1)
+    centered = [x - torch.where(inputs.mask, x, 0.0).sum() / number for x in (logps.detach(), inputs.advantages)]
+    return centered[0] * centered[1]
+
+
+def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tensor:
+    """Of the eligible tokens, those with the largest keys: ``share`` of all tokens, and one or more; bool."""
+    flat = torch.where(eligible, keys, -math.inf).flatten()
+    count = (mask.sum() * share).long().clamp(min=1)
+    rank = torch.empty_like(flat, dtype=torch.int64)
+    rank[flat.argsort(descending=True, stable=True)] = torch.arange(len(flat), device=flat.device)
+    return (rank < count).view_as(mask) & eligible
+
+
+def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+    """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
+    (arXiv:2505.22617, section 4.2). Which of these is drawn from the covariances' own digits: calls repeat."""
+    found = covariances(logps, inputs)
+    clipped = _is_clipped(ratio_of(log_ratio.detach()), advantages, o)
+    eligible = inputs.mask & ~clipped & (found > o.cov_low) & (found < o.cov_high)
+    digits = found.float().view(torch.int32).long() + torch.arange(found.numel(), device=found.device).view_as(found)
+    drawn = ((digits * 2654435761) % 2**32 >> 8).to(found.dtype)  # below 2^24, which fp32 holds
+    dropped = _chosen(drawn, eligible, o.cov_share, inputs.mask)
+    return torch.where(dropped, 0.0, _clipped(log_ratio, logps, advantages, o))
+
+
+def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+    """``r A``, less ``cov_penalty |log r|`` of the ``cov_share`` tokens of largest covariance: KL-Cov
+    (arXiv:2505.22617, section 4.2)."""
+    chosen = _chosen(covariances(logps, inputs), inputs.mask, o.cov_share, inputs.mask)
+    penalty = torch.where(chosen, o.cov_penalty * log_ratio.abs(), 0.0)
+    return ratio_of(log_ratio) * advantages - penalty
+
+
+class Objective(NamedTuple):
+    """A row of :data:`OBJECTIVES`.
+
+    Args:
+        value: what is maximized, from (log ratios, log-probabilities, advantages, options).
+        cut: where clipping removes its gradient, as bool from (ratios, advantages, options), for the metric.
+        coupled: a token's value depends on other tokens; ``value`` then gets the :class:`PolicyInputs` too.
+        whole: it depends on the order of tokens, or on the whole batch, of which no rank may hold a slice.
+        of_prompts: it compares completions of a prompt.
+    """
+
+    value: Callable[..., Tensor]
+    cut: Callable[[Tensor, Tensor, PolicyOptions], Tensor] | None = None
+    coupled: bool = False
+    whole: bool = False
+    of_prompts: bool = False
+
+
+OBJECTIVES = {
+    "clipped": Objective(_clipped, _is_clipped),
+    "importance": Objective(_importance),
+    # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
+    "cispo": Objective(
+        lambda log_ratio, logps, a, o: ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps,
+        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+    ),
+    "sapo": Objective(_sapo),
+    # A log p: REINFORCE
+    "score": Objective(lambda log_ratio, logps, a, o: a * logps),
+    "vespo": Objective(_vespo, coupled=True),
+    "fipo": Objective(_fipo, _is_clipped, coupled=True, whole=True),
+    "real": Objective(_real, coupled=True, of_prompts=True),
+    "clip_cov": Objective(_clip_cov, _is_clipped, coupled=True, whole=True),
+    "kl_cov": Objective(_kl_cov, coupled=True, whole=True),
+}
+
+
+# --- Normalizers ------------------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """What tokens may be divided by."""
+
+    mask: Tensor  # [B, T] fp32
+    lengths: Tensor  # [B, 1], at least 1
+    limit: int | None  # of tokens in a completion
+    items: Tensor  # tokens of all completions, over all processes for the losses that say so
+    of_prompt: Tensor | None = None  # [B, 1], tokens of the completion's prompt
+    prompts: Tensor | None = None  # their number
+
+
+#: What tokens are divided by: :class:`Sizes` to weights ``[B, T]``.
+NORMALIZERS: dict[str, Callable[[Sizes], Tensor]] = {
+    "sequence_mean": lambda s: s.mask / s.lengths / max(len(s.mask), 1),
+    "sequence_sum": lambda s: s.mask / max(len(s.mask), 1),
+    "token_mean": lambda s: s.mask / s.items.clamp(min=1),
+    "limit": lambda s: s.mask / (max(len(s.mask), 1) * (s.limit or 1)),
+    "items": lambda s: s.mask / s.items,
+    # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)
+    "prompt_mean": lambda s: s.mask / (s.of_prompt * s.prompts).clamp(min=1),  # type: ignore[operator]
+}
+
+
+# --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+class LossType(NamedTuple):
+    """A row of :data:`OBJECTIVES` and one of :data:`NORMALIZERS`; and what else is a loss's own.
+
+    Args:
+        of_tokens: it is defined with ratios of its ``level`` alone.
+        level: its row of :data:`RATIOS`.
+        mask: its row of :data:`MASKS`.
+        defaults: its values of options that are ``None``.
+        corrected: the sampler's correction is part of the objective's value.
+    """
+
+    objective: str
+    normalizer: str
+    of_tokens: bool = False
+    level: str = "token"
+    mask: str = "none"
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    corrected: bool = False
+
+
+LOSS_TYPES = {
+    "grpo": LossType("clipped", "sequence_mean"),  # arXiv:2402.03300, eq. 3
+    "bnpo": LossType("clipped", "token_mean"),
+    "dr_grpo": LossType("clipped", "limit"),  # arXiv:2503.20783
+    "dapo": LossType("clipped", "items"),  # arXiv:2503.14476, eq. 8
+    "cispo": LossType("cispo", "items", of_tokens=True),  # arXiv:2506.13585, eq. 4
+    "sapo": LossType("sapo", "sequence_mean", of_tokens=True),  # arXiv:2511.20347
+    "luspo": LossType("clipped", "sequence_sum"),  # arXiv:2602.05261
+    "vespo": LossType("vespo", "items", of_tokens=True, corrected=True),  # arXiv:2602.10693
+    "ppo": LossType("clipped", "token_mean"),  # arXiv:1707.06347, eq. 7
+    "reinforce": LossType("score", "token_mean", of_tokens=True),
+    "dual_clip": LossType("clipped", "token_mean", defaults={"delta": 3.0}),  # arXiv:1912.09729
+    "importance": LossType("importance", "items"),
+    "dppo_tv": LossType("importance", "items", mask="tv"),  # arXiv:2602.04879, eq. 13
+    "dppo_kl": LossType("importance", "items", mask="kl"),  # arXiv:2602.04879, eq. 14
+    "ipo": LossType("importance", "items", mask="change", defaults={"log_ratio_penalty": 1e-3}),  # prime-rl's
+    "icepop": LossType("clipped", "items", mask="icepop"),  # arXiv:2510.18855
+    "kpop": LossType("clipped", "items", mask="kpop"),  # ringtech.notion.site/kpop
+    # A log p - penalty (log r)^2, the penalty half of the paper's beta: DRO (arXiv:2405.19107)
+    "dro": LossType("score", "token_mean", of_tokens=True, defaults={"log_ratio_penalty": None}),
+    "gmpo": LossType("importance", "sequence_mean", of_tokens=True, level="geometric"),  # arXiv:2507.20673
+    "fipo": LossType("fipo", "items", of_tokens=True),  # arXiv:2603.19835
+    "real": LossType("real", "sequence_mean", of_tokens=True, level="sequence"),  # arXiv:2602.05630
+    "clip_cov": LossType("clip_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617, section 4.2
+    "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617, section 4.2
+}

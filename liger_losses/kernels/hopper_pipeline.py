@@ -5,8 +5,9 @@ buffers in shared memory. Two groups of four warps take tiles in turn: while one
 product of its last tile.
 
 Written in Gluon, the part of Triton in which a kernel places its own data; it serves compute capability 9.0, and
-matrices that the tensor memory accelerator supports. A kernel calls :func:`set_up`, and runs :func:`load_tiles` beside
-two groups, which call :func:`first_turn`, and for each of their tiles :func:`multiply` and :func:`finish`.
+matrices that the tensor memory accelerator supports. The kernel calls :func:`set_up`, and runs :func:`load_tiles`
+beside two groups, which call :func:`first_turn`, and for each of their tiles :func:`multiply` and :func:`finish`.
+:func:`launch` launches it.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ _REGISTERS = 240
 
 
 def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None) -> Tiles | None:
-    """The launch of a kernel that calls :func:`set_up`, or ``None`` where none serves the call.
+    """What the kernel that calls :func:`set_up` is launched with, or ``None`` where it does not serve the call.
 
-    They serve compute capability 9.0, and matrices that the tensor memory accelerator supports. Where this version of
-    Triton cannot run them, a warning says why.
+    It serves compute capability 9.0, and matrices that the tensor memory accelerator supports. Where this version of
+    Triton cannot compile it, a warning says why.
     """
     if not _serves(hidden.device):
         return None
@@ -73,8 +74,8 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
             "weight": _descriptor(weight, _DEPTH),
             "out": None if out is None else _descriptor(out, _COLUMNS // 2),
         }
-    except Exception as error:
-        give_up(error)
+    except (AttributeError, ImportError, TypeError) as error:  # descriptors of another version of Triton
+        _give_up(error)
         return pipeline_tiles(hidden, weight, epilogue, out)  # warns
     arguments = {
         **descriptors,
@@ -94,10 +95,42 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
     return Tiles(-(-len(hidden) // ROWS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
 
 
-def give_up(error: Exception) -> None:
-    """Let other kernels serve all calls of this process: these cannot be compiled or launched."""
+def _give_up(error: Exception) -> None:
+    """Let other kernels serve all calls of this process: this one cannot be compiled."""
     unusable.append(error)
     _serves.cache_clear()
+
+
+class NotCompiledError(Exception):
+    """Triton cannot compile the kernel, and :func:`pipeline_tiles` returns ``None`` from now on."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launch a kernel; what the device raises, such as too little memory, is raised as it is.
+
+    Raises:
+        NotCompiledError: Triton cannot compile the kernel for these arguments, or the GPU cannot hold it.
+    """
+    try:
+        kernel[grid](**arguments)
+    except Exception as error:
+        if not _cannot_be_built(kernel, grid, arguments, error):
+            raise
+        _give_up(error)
+        raise NotCompiledError from error
+
+
+def _cannot_be_built(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], error: Exception) -> bool:
+    """Whether a launch raised the error because the kernel does not compile, or has too many registers to be loaded."""
+    import triton
+
+    if isinstance(error, triton.OutOfResources):
+        return True
+    try:
+        kernel.warmup(**arguments, grid=grid)  # compiles what is not compiled yet, and launches nothing
+    except Exception:
+        return True
+    return False
 
 
 @cache

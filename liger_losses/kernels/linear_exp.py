@@ -13,6 +13,7 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial as with_arguments
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, give_up
+from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
+from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_exponentials_kernel, hopper_tiles
 from liger_losses.kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
@@ -45,13 +47,6 @@ _ROWS = 32
 _LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_coef", "at_label_out"]
-
-
-class _HopperKernelError(Exception):
-    """The kernel for Hopper cannot be compiled or launched."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.reason = reason
 
 
 class Exponentials(NamedTuple):
@@ -130,15 +125,16 @@ def linear_exponentials(
     # states lie: rows of such a size may be aligned where they lie, and not in a copy.
     by_place = batch_invariant and hidden.shape[1] * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not by_place else None
-    kernel = _exponentials_kernel if tiles is None else hopper_exponentials_kernel
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     grid, parts = (min(programs, row_tiles * column_tiles),), None
+    hopper = with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
+    product = _exponentials_kernel[grid] if tiles is None else hopper
     shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
     if tiles is not None:
         # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
         usual = arguments["group"]
         group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0], usual)
-        arguments["SUMS_OF_TILES"] = group_of_parts is None
+        arguments |= {"SUMS_OF_TILES": group_of_parts is None, "tops": None}
         if group_of_parts is not None:
             group, parts = group_of_parts, 2 * grid[0]
             shape = (-(-row_tiles // group) * parts, arguments["BLOCK_N"])
@@ -150,12 +146,7 @@ def linear_exponentials(
     by_row = (triton.cdiv(tokens, _ROWS),)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        try:
-            kernel[grid](**arguments, offset=offset, needed=needed)
-        except Exception as error:
-            if tiles is None:
-                raise
-            raise _HopperKernelError(error) from error
+        product(**arguments, offset=offset, needed=needed)
         limit, found = None if needed is not None else _LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
@@ -174,8 +165,7 @@ def linear_exponentials(
         if projections:  # they do not depend on the offset, and are not written again
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
         launch(statistics.offset, needed)
-    except _HopperKernelError as error:
-        give_up(error.reason)
+    except NotCompiledError:
         return linear_exponentials(
             hidden, weight, labels, out, epilogue,
             found=statistics, label_logit=label_logit, projections=projections, batch_invariant=batch_invariant,

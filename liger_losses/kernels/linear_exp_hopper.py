@@ -1,7 +1,8 @@
-"""The exponentials of :mod:`liger_losses.kernels.linear_exp` on Hopper: loads, products and exponentials overlap.
+"""The exponentials of :mod:`liger_losses.kernels.linear_exp` on Hopper, and the log-sum-exps and projections of
+:mod:`liger_losses.kernels.linear_lse`: loads, products and exponentials overlap.
 
-See :mod:`liger_losses.kernels.hopper_pipeline`: while one group of warps multiplies, the other takes and stores the
-exponentials of its tile.
+See :mod:`liger_losses.kernels.hopper_pipeline`: while one group of warps multiplies, the other takes the exponentials
+of its tile and stores them, or the projections.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from liger_losses.kernels.hopper_pipeline import (
     set_up,
     store_half,
 )
-from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 try:
     from triton.experimental.gluon import language as gl
@@ -63,11 +64,25 @@ class _Arguments(NamedTuple):
     labels: Any
     offset: Any
     partial: Any
+    tops: Any
     logit_sums: Any
     moments: Any
     transform: Any
     projections: Any
     sums_of_tiles: Any
+
+
+@gluon_jit
+def _add_below_largest(x, tops, sums, columns, inside, masked, bias, transform, inverse):
+    """The rows' largest logits times log2(e), and the sums of exponentials relative to them, with those of ``x``."""
+    if bias is not None or transform.factor is not None:
+        x = transform_block(x, bias, columns, inside, transform, inverse)
+    if masked:
+        x = gl.where(inside, x, float("-inf"))
+    x = x * 1.4426950408889634
+    highest = gl.minimum(gl.maximum(tops, gl.max(x, 1)), 3.0e38)  # inf - inf would be NaN
+    sums = sums * gl.exp2(tops - highest) + gl.sum(gl.exp2(x - highest[:, None]), 1)
+    return highest, sums
 
 
 @gluon_jit
@@ -79,7 +94,7 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, half)
     by_column: gl.constexpr = gl.SliceLayout(0, half)
-    bias, labels, offset, partial, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES = arguments
+    bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES = arguments
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     used, turn = first_turn(grid, PART)
@@ -92,8 +107,12 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
         first_row = row_tile * BLOCK_N
         rows = first_row + gl.arange(0, BLOCK_N, by_row)
         inside = rows < grid.tokens
-        row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
-        label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        if offset is not None:
+            row_offset = gl.load(offset + rows, mask=inside, other=0.0) * 1.4426950408889634
+            label = gl.load(labels + rows, mask=inside, other=-1).to(gl.int32) - first_column
+        inverse = 1.0
+        if offset is None and transform.temperature is not None:
+            inverse = inverse_temperature(transform, rows, inside, 1)
         factor = 1.0
         if transform.temperature is not None:
             factor = transform.factor / gl.load(transform.temperature + rows, mask=inside, other=1.0)
@@ -106,8 +125,11 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
         z, stage, used, turn = multiply(ring, grid, used, turn, PART)
         # While the last product runs: whether the tile has a label, or columns beyond the vocabulary. One branch for
         # both, because the compiler masks without a branch, in every tile, where there are two.
-        masked = gl.max(((label >= 0) & (label < BLOCK_V)).to(gl.int32), 0) > 0
-        masked |= column_tile == grid.column_tiles - 1
+        if offset is None:
+            masked = column_tile == grid.column_tiles - 1
+        else:
+            masked = gl.max(((label >= 0) & (label < BLOCK_V)).to(gl.int32), 0) > 0
+            masked |= column_tile == grid.column_tiles - 1
         if SUMS_OF_TILES:
             complete = inside
             place = column_tile * grid.tokens + rows
@@ -121,31 +143,49 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
             following = tile + programs * 2
             complete = (rows >= 0) & (following >= gl.minimum((of_group + 1) * in_group, grid.tiles))
             place = (of_group * programs * 2 + program + programs * PART) * BLOCK_N + rows - first_row
+        highest = gl.full((BLOCK_N,), -3.0e38, gl.float32, by_row)
         left, right = finish(z, ring, stage)
         for part in gl.static_range(2):
             start = first_column + part * HALF
             columns = gl.arange(0, HALF, by_column)
             inside_vocab = start + columns < grid.vocab_size
             x = left if part == 0 else right
-            z = x
-            if bias is not None:
-                z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
-            if logit_sums is not None:
-                totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
-            exponent = gl.fma(z, scale, -row_offset[:, None])
-            others = inside_vocab[None, :] & ((columns + part * HALF)[None, :] != label[:, None])
-            if moments is not None and masked:  # before the exponentials are taken: registers need not hold both
-                exponent = gl.where(others, exponent, float("-inf"))
-            e = gl.exp2(exponent)
-            if moments is None and masked:
-                e = gl.where(others, e, 0.0)
-            sums += gl.sum(e, 1)
-            if moments is not None:
-                moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf
-            if out is not None:
-                store_half(out, staging, x if PROJECTIONS else e, first_row, start)
+            if PROJECTIONS and out is not None:
+                store_half(out, staging, x, first_row, start)
+            if offset is None:
+                highest, sums = _add_below_largest(
+                    x,
+                    highest,
+                    sums,
+                    (start + columns)[None, :],
+                    inside_vocab[None, :],
+                    masked,
+                    bias,
+                    transform,
+                    inverse,
+                )
+            else:
+                z = x
+                if bias is not None:
+                    z += gl.load(bias + start + columns, mask=inside_vocab, other=0.0).to(gl.float32)[None, :]
+                if logit_sums is not None:
+                    totals += gl.sum(z, 1)  # beyond the vocabulary they are 0
+                exponent = gl.fma(z, scale, -row_offset[:, None])
+                others = inside_vocab[None, :] & ((columns + part * HALF)[None, :] != label[:, None])
+                if moments is not None and masked:  # before the exponentials are taken: registers need not hold both
+                    exponent = gl.where(others, exponent, float("-inf"))
+                e = gl.exp2(exponent)
+                if moments is None and masked:
+                    e = gl.where(others, e, 0.0)
+                sums += gl.sum(e, 1)
+                if moments is not None:
+                    moment += gl.sum(e * gl.maximum(exponent, -200.0), 1)  # not 0 * -inf
+                if not PROJECTIONS and out is not None:
+                    store_half(out, staging, e, first_row, start)
         gl.store(partial + place, sums, mask=complete)
         sums = gl.where(complete, 0.0, sums)
+        if offset is None:
+            gl.store(tops + place, highest * 0.6931471805599453, mask=complete)
         if logit_sums is not None:
             gl.store(logit_sums + place, totals * factor, mask=complete)
             totals = gl.where(complete, 0.0, totals)
@@ -158,11 +198,11 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
 
 @gluon_jit(
     do_not_specialize=["tokens", "vocab_size", "hidden_size", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "tops", "logit_sums", "moments", "needed"],
 )
 def hopper_exponentials_kernel(
     hidden, weight, out, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
+    bias, labels, offset, partial, tops, logit_sums, moments, needed, group, transform,
     PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -173,8 +213,13 @@ def hopper_exponentials_kernel(
     the sums of its rows, and their bits do not depend on which program took it. Otherwise each part adds up those of
     its tiles in a group of row tiles: see :func:`group_of_sums`. With x the exponent of 2 in e, moments are the sums of
     e x.
+
+    Without an ``offset``, exponentials are relative to the largest logit of a tile's row, which ``tops`` gets: with
+    ``SUMS_OF_TILES``, and no labels, exponentials to store, sums of logits or moments.
     """
-    arguments = _Arguments(bias, labels, offset, partial, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES)
+    arguments = _Arguments(
+        bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES
+    )
     ring, grid = set_up(
         hidden, weight, tokens, vocab_size, hidden_size, needed, group, BLOCK_N, BLOCK_V, BLOCK_H, STAGES
     )

@@ -9,32 +9,14 @@ of all tiles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import tile_position, with_contiguous_rows
+from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.hopper_pipeline import (
-    AVAILABLE,
-    finish,
-    first_turn,
-    give_up,
-    gluon_jit,
-    load_tiles,
-    multiply,
-    pipeline_tiles,
-    set_up,
-    store_half,
-)
+from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError, launch, pipeline_tiles
+from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-
-try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-except ImportError:
-    gl = tma = None
 
 #: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
 _SUM_ROWS, _SUM_TILES = 8, 512
@@ -74,16 +56,17 @@ def log_sum_exps_into(
     if tiles is None:
         return False
     row_tiles, column_tiles, programs, arguments = tiles
-    group, tokens = arguments.pop("group"), len(hidden)
-    if not tokens:
+    if not len(hidden):
         return True
-    partial = torch.empty(2, column_tiles, tokens, device=hidden.device)
+    partial = torch.empty(2, column_tiles, len(hidden), device=hidden.device)
+    grid, tops_and_sums = (min(programs, row_tiles * column_tiles),), {"tops": partial[0], "partial": partial[1]}
+    nothing = dict.fromkeys(["labels", "offset", "logit_sums", "moments", "needed"])
     try:
-        _hopper_projections_kernel[(min(programs, row_tiles * column_tiles),)](
-            **arguments, partial=partial, GROUP=group
-        )
-    except Exception as error:
-        give_up(error)
+        launch(
+            hopper_exponentials_kernel, grid, **arguments, **tops_and_sums, **nothing,
+            PROJECTIONS=True, SUMS_OF_TILES=True,
+        )  # fmt: skip
+    except NotCompiledError:
         return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
     _sum_tiles(lse, partial)
     return True
@@ -159,78 +142,3 @@ def _sum_tiles_kernel(lse, partial, column_tiles, tokens, BLOCK: tl.constexpr, T
         total = total * tl.exp(top - highest) + tl.sum(sums * tl.exp(tops - highest[None, :]), 0)
         top = highest
     tl.store(lse + rows, top + tl.log(tl.where(inside, total, 1.0)), mask=inside)
-
-
-class _Arguments(NamedTuple):
-    """What :func:`_hopper_projections_kernel` takes for its sums."""
-
-    bias: Any
-    transform: Any
-    partial: Any
-
-
-@gluon_jit
-def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
-    """One of the two groups that multiply, in turn: every other tile of the program."""
-    BLOCK_N: gl.constexpr = ring.hidden.shape[1]
-    BLOCK_V: gl.constexpr = ring.weight.shape[1]
-    HALF: gl.constexpr = BLOCK_V // 2
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    by_row: gl.constexpr = gl.SliceLayout(1, half)
-    bias, transform, partial = arguments
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    used, turn = first_turn(grid, PART)
-    for tile in range(program + programs * PART, grid.tiles, programs * 2):
-        row_tile, column_tile = tile_position(tile, grid.row_tiles, grid.column_tiles, grid.group)
-        rows = row_tile * BLOCK_N + gl.arange(0, BLOCK_N, by_row)
-        inside = rows < grid.tokens
-        inverse = 1.0
-        if transform.temperature is not None:
-            inverse = inverse_temperature(transform, rows, inside, 1)
-        z, stage, used, turn = multiply(ring, grid, used, turn, PART)
-        tops = gl.full((BLOCK_N,), -3.0e38, gl.float32, by_row)
-        sums = gl.zeros((BLOCK_N,), gl.float32, by_row)
-        left, right = finish(z, ring, stage)
-        for part in gl.static_range(2):
-            start = column_tile * BLOCK_V + part * HALF
-            columns = (start + gl.arange(0, HALF, gl.SliceLayout(0, half)))[None, :]
-            x = left if part == 0 else right
-            store_half(out, staging, x, row_tile * BLOCK_N, start)
-            if bias is not None or transform.factor is not None:
-                x = transform_block(x, bias, columns, columns < grid.vocab_size, transform, inverse)
-            if column_tile == grid.column_tiles - 1:  # nowhere else are columns beyond the vocabulary
-                x = gl.where(columns < grid.vocab_size, x, float("-inf"))
-            x = x * 1.4426950408889634
-            highest = gl.minimum(gl.maximum(tops, gl.max(x, 1)), 3.0e38)  # inf - inf would be NaN
-            sums = sums * gl.exp2(tops - highest) + gl.sum(gl.exp2(x - highest[:, None]), 1)
-            tops = highest
-        at = partial + column_tile * grid.tokens + rows
-        gl.store(at, tops * 0.6931471805599453, mask=inside)
-        gl.store(at + grid.column_tiles * grid.tokens, sums, mask=inside)
-    tma.store_wait(0)
-
-
-@gluon_jit(
-    do_not_specialize=["tokens", "vocab_size", "hidden_size"],
-    do_not_specialize_on_alignment=["partial"],
-)
-def _hopper_projections_kernel(
-    hidden, weight, out, tokens, vocab_size, hidden_size, bias, transform, partial,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Stores the product, and of each tile's rows, the maxima of their logits and the sums of exponentials."""
-    arguments = _Arguments(bias, transform, partial)
-    ring, grid = set_up(hidden, weight, tokens, vocab_size, hidden_size, None, GROUP, BLOCK_N, BLOCK_V, BLOCK_H, STAGES)
-    first_staging = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
-    second_staging = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
-    gl.warp_specialize(
-        [
-            (_consume, (ring, grid, out, first_staging, arguments, 0)),
-            (_consume, (ring, grid, out, second_staging, arguments, 1)),
-            (load_tiles, (hidden, weight, ring, grid, BLOCK_N, BLOCK_V, BLOCK_H)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )

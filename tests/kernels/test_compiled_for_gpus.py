@@ -19,10 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 #: What runs on Hopper alone.
-HOPPER = [
-    "liger_losses.kernels.linear_exp_hopper.hopper_exponentials_kernel",
-    "liger_losses.kernels.linear_lse._hopper_projections_kernel",
-]
+HOPPER = ["liger_losses.kernels.linear_exp_hopper.hopper_exponentials_kernel"]
 #: Bytes that a thread may have in memory for want of registers, with Triton 3.9 (others compile the kernels to other
 #: instructions).
 MOST_SPILLED = 64
@@ -32,7 +29,7 @@ MOST_SPILLED = 64
 SPILLED = {
     "sm_90": {
         "layer_norm._backward_kernel": 360,
-        "linear_exp_hopper.hopper_exponentials_kernel": 152,
+        "linear_exp_hopper.hopper_exponentials_kernel": 24,
         "linear_grad._linear_gradient_kernel": 352,
         "linear_stats._linear_statistics_kernel": 232,
         "rms_norm._backward_kernel": 1264,

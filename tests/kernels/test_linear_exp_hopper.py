@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper
+from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper, linear_lse
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
@@ -193,6 +193,7 @@ class OnTheHost:
                 load=lambda pointer, mask, other: pointer.load(mask, other),
                 store=lambda pointer, values, mask: pointer.store(values, mask),
                 fma=lambda a, b, c: a * b + c,
+                full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
                 expand_dims=torch.unsqueeze, where=torch.where, exp2=torch.exp2, sum=torch.sum, max=torch.amax,
                 maximum=lambda values, least: values.clamp(min=least),
             ),
@@ -230,13 +231,14 @@ class OnTheHost:
         target.copy_(value[: target.shape[0], : target.shape[1]])
 
     def launch(
-        self, hidden, weight, out, tokens, vocab_size, hidden_size, bias, labels, offset, partial, logit_sums, moments,
-        needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, **options,
+        self, hidden, weight, out, tokens, vocab_size, hidden_size, bias, labels, offset, partial, tops, logit_sums,
+        moments, needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, **options,
     ):  # fmt: skip
         self.matrices, self.shape = (hidden, weight), (BLOCK_N, BLOCK_V)
         row_tiles, column_tiles = -(-tokens // BLOCK_N), -(-vocab_size // BLOCK_V)
         tiles = row_tiles * column_tiles * (1 if needed is None else int(needed))
-        vectors = [None if v is None else Pointer(v) for v in (bias, labels, offset, partial, logit_sums, moments)]
+        given = (bias, labels, offset, partial, tops, logit_sums, moments)
+        vectors = [None if vector is None else Pointer(vector) for vector in given]
         if transform.temperature is not None:
             transform = transform._replace(temperature=Pointer(transform.temperature))
         ring = SimpleNamespace(hidden=SimpleNamespace(shape=(1, BLOCK_N)), weight=SimpleNamespace(shape=(1, BLOCK_V)))
@@ -321,43 +323,90 @@ def test_the_order_of_tiles_follows_the_memory_bandwidth(monkeypatch, clock, wid
     assert hopper_pipeline._group_of_stores.__wrapped__(torch.device("cuda")) == group
 
 
-def test_a_kernel_that_cannot_be_compiled(monkeypatch):
-    """The other kernel runs, for the rest of the process; the first call warns and names the reason."""
-    if not linear_exp.tl or not hopper_pipeline.INTERPRETED:
-        pytest.skip("needs Triton's interpreter")
-    hidden, weight = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
-    labels = torch.arange(5)
-    expected = linear_exponentials(hidden, weight, labels)
+class Failing:
+    """A kernel whose launch raises an error, which is the compiler's or the device's."""
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return self.launch
+    def __init__(self, error, compiles):
+        self.error, self.compiles = error, compiles
 
-        def launch(self, **arguments):
-            raise AttributeError("Gluon has no such layout")
+    def __getitem__(self, grid):
+        return self.launch
 
+    def launch(self, **arguments):
+        raise self.error
+
+    def warmup(self, grid, **arguments):
+        if not self.compiles:
+            raise self.error
+
+
+def on_hopper(monkeypatch, kernel):
+    """Let the kernel for Hopper be this one, and forget why others could not be compiled."""
     monkeypatch.setattr(hopper_pipeline, "unusable", [])
     monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
     monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
     monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
-    monkeypatch.setattr(linear_exp, "AVAILABLE", True)
-    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
+    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
+    for module in (linear_exp, linear_lse):
+        monkeypatch.setattr(module, "AVAILABLE", True)
+        monkeypatch.setattr(module, "hopper_exponentials_kernel", kernel)
+    warn_once.cache_clear()
+
+
+def small_head():
+    return (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 40))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("an illegal address")], ids=repr
+)
+@pytest.mark.parametrize("call", ["exponentials", "log-sum-exps"])
+def test_what_a_launch_raises_is_the_users_to_see(monkeypatch, call, error, recwarn):
+    """The kernel compiles, and serves the next call."""
+    if not linear_exp.tl or not hopper_pipeline.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    hidden, weight = small_head()
+    on_hopper(monkeypatch, Failing(error, compiles=True))
+    with pytest.raises(type(error), match=str(error)):
+        if call == "exponentials":
+            linear_exponentials(hidden, weight, torch.arange(5), backend="triton")
+        else:
+            linear_lse.log_sum_exps_into(torch.empty(5), hidden, weight, torch.empty(5, 40), backend="triton")
+    assert not hopper_pipeline.unusable
+    assert hopper_tiles(hidden, weight, Epilogue(), None) is not None
+    assert not [w for w in recwarn if "slower" in str(w.message)]
+
+
+def test_a_kernel_that_cannot_be_compiled(monkeypatch):
+    """The other kernel runs, for the rest of the process; the first call warns and names the reason."""
+    if not linear_exp.tl or not hopper_pipeline.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    hidden, weight = small_head()
+    labels = torch.arange(5)
+    expected = linear_exponentials(hidden, weight, labels)
+    on_hopper(monkeypatch, Failing(AttributeError("Gluon has no such layout"), compiles=False))
 
     def forget():
         warn_once.cache_clear()
         hopper_pipeline._serves.cache_clear()
         hopper_pipeline.unusable.clear()
 
-    forget()
     with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
         found = linear_exponentials(hidden, weight, labels, backend="triton")
     again = linear_exponentials(hidden, weight, labels, backend="triton")
     assert len([w for w in seen if "slower Triton kernel" in str(w.message)]) == 1
     for values in (found, again):
         torch.testing.assert_close(values.logp, expected.logp)
+    # One that is compiled and does not fit the GPU.
+    forget()
+    too_large = Failing(linear_exp.triton.OutOfResources(300_000, 232_448, "shared memory"), compiles=True)
+    monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", too_large)
+    with pytest.warns(RuntimeWarning, match="OutOfResources"):
+        found = linear_exponentials(hidden, weight, labels, backend="triton")
+    torch.testing.assert_close(found.logp, expected.logp)
     # A version of Triton whose descriptors are others; and one that lacks what the file imports.
     forget()
-    monkeypatch.setattr(hopper_pipeline, "_descriptor", None)
+    monkeypatch.setattr(hopper_pipeline, "_descriptor", None)  # calling it raises
     with pytest.warns(RuntimeWarning, match="TypeError"):
         assert hopper_tiles(hidden, weight, Epilogue(), None) is None
     forget()

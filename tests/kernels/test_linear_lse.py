@@ -1,18 +1,15 @@
 """Projections and the log-sum-exps of their logits, against float64; and the losses that take them."""
 
-from functools import cache
-
 import pytest
 import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import two_models
 from liger_losses.kernels import hopper_pipeline, linear_lse
-from liger_losses.kernels._triton import tl, warn_once
+from liger_losses.kernels._triton import tl
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from tests.kernels.cases import HOPPER
-from tests.kernels.test_linear_exp_hopper import hopper
+from tests.kernels.test_linear_exp_hopper import Failing, hopper, on_hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -92,28 +89,17 @@ def test_rows_that_exist(every_option, backend, monkeypatch):
     check_rows(5, 150, every_option, backend)
 
 
-@pytest.mark.parametrize("where", ["_descriptor", "_hopper_projections_kernel"])
+@pytest.mark.parametrize("where", ["_descriptor", "hopper_exponentials_kernel"])
 def test_a_kernel_that_cannot_be_compiled(monkeypatch, where):
     """It is not asked for again; the first call warns and names the reason."""
     pytest.importorskip("triton", reason="triton is not installed")
 
-    class Broken:
-        def __getitem__(self, grid):
-            return self
-
-        def __call__(self, *arguments, **options):
-            raise AttributeError("Gluon has no such layout")
-
     hidden, weight = (torch.randn(n, 16, device="meta", dtype=torch.bfloat16) for n in (5, 40))
     call = torch.empty(5, device="meta"), hidden, weight, torch.empty(5, 40, device="meta")
-    monkeypatch.setattr(hopper_pipeline, "unusable", [])
-    monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
-    monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
-    monkeypatch.setattr(linear_lse, "AVAILABLE", True)
-    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
-    monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
-    monkeypatch.setattr(hopper_pipeline if where == "_descriptor" else linear_lse, where, Broken())
-    warn_once.cache_clear()
+    broken = Failing(AttributeError("Gluon has no such layout"), compiles=False)
+    on_hopper(monkeypatch, broken)
+    if where == "_descriptor":
+        monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: broken.launch())
     with pytest.warns(RuntimeWarning, match=r"slower Triton kernel.*AttributeError: Gluon has no such layout") as seen:
         assert [log_sum_exps_into(*call, backend="triton") for _ in range(2)] == [False, False]
     assert len([w for w in seen if "slower Triton kernel" in str(w.message)]) == 1

@@ -14,7 +14,7 @@ T tokens, n tokens, C columns of the vocabulary::
 - of pairs: :func:`dpo_loss`, :func:`cpo_loss`, :func:`simpo_loss`, :func:`orpo_loss`;
 - of completions: :func:`kto_loss`, :func:`bco_loss`, :func:`unpaired_loss`; from tokens: :func:`sequence_logps`;
 - of a batch: :func:`grpo_loss`, with :func:`k3`, :func:`high_entropy_mask`, :func:`vespo_weights`,
-  :func:`fipo_weights`;
+  :func:`fipo_weights`, and :func:`sampler_weights`;
 - of tokens: :func:`cross_entropy`, :func:`minillm_returns`;
 - of tokens, from the vocabulary: :func:`divergence`, :func:`forward_kl`, :func:`reverse_kl`, :func:`jsd`,
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
@@ -36,10 +36,13 @@ from liger_losses.chunked.losses.minillm import minillm_returns
 from liger_losses.chunked.losses.policy_objectives import grpo_loss, high_entropy_mask
 from liger_losses.chunked.losses.policy_tables import PolicyOptions, fipo_weights, k3, vespo_weights
 from liger_losses.chunked.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from liger_losses.chunked.losses.sampler import SamplerMetrics, SamplerWeights, sampler_weights
 from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
 
 __all__ = [
     "PolicyOptions",
+    "SamplerMetrics",
+    "SamplerWeights",
     "alpha_beta_divergence",
     "bco_loss",
     "cpo_loss",
@@ -56,6 +59,7 @@ __all__ = [
     "minillm_returns",
     "orpo_loss",
     "reverse_kl",
+    "sampler_weights",
     "sequence_logps",
     "simpo_loss",
     "sparse_divergence",

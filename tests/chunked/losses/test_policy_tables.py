@@ -7,6 +7,7 @@ import torch
 
 from liger_losses import LigerFusedLinearGRPOLoss, functional
 from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, MASKS, NORMALIZERS, RATIOS
+from liger_losses.chunked.losses.sampler import KINDS
 from tests.reference import plain_statistics
 
 B, T, H, V = 6, 7, 16, 37
@@ -298,3 +299,62 @@ def test_the_class_equals_the_function(loss_type):
     torch.testing.assert_close(loss, exact.float(), rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(x, hidden)[0] for x in (loss, exact)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+# --- What the sampler did ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("extreme", [None, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_weights(kind, extreme, normalize):
+    logps, (sampler, *_), _, mask = inputs(extreme)
+    sampler = torch.where(mask, sampler, math.nan)
+    sampler[1, 1] = math.nan  # not known: a ratio of 1
+    low, high = 0.75, 1.4
+    found, metrics = functional.sampler_weights(logps, sampler, mask, kind, low=low, high=high, normalize=normalize)
+    level, bound = kind.split("_")
+    log_r = (logps.double() - sampler.double())[mask].nan_to_num().split(LENGTHS)
+    level_of = {"sequence": lambda x: x.sum()[None], "geometric": lambda x: x.mean()[None]}.get(level, lambda x: x)
+    ratios = [level_of(x).exp() if len(x) else x for x in log_r]
+    inside = [(r >= low) & (r <= high) for r in ratios]
+    of_bound = {
+        "truncate": lambda r, i: r.clamp(low, high),
+        "mask": lambda r, i: r * i,
+        "reject": lambda r, i: i.double(),
+    }
+    weights = [of_bound[bound](r, i) for r, i in zip(ratios, inside, strict=True)]
+    every, of_tokens = torch.cat(weights), [w.expand(n) for w, n in zip(weights, LENGTHS, strict=True) if n]
+    ess = every.sum() ** 2 / (len(every) * (every**2).sum()) if (every**2).sum() else torch.tensor(0.0)
+    every_ratio, flat, tokens = torch.cat(ratios), torch.cat(log_r), sum(LENGTHS)
+    outside = sum((~i).sum() * (1 if level == "token" else n) for i, n in zip(inside, LENGTHS, strict=True))
+    expected = [
+        -flat.mean(),
+        (flat.exp() - flat - 1).mean(),
+        (torch.cat(of_tokens) == 0).double().mean(),
+        outside / tokens,
+        ess,
+        *(every_ratio.mean(), every_ratio.min(), every_ratio.max()),
+    ]
+    torch.testing.assert_close(torch.stack(metrics).double(), torch.stack(expected).double(), rtol=1e-4, atol=1e-6)
+    if normalize:
+        weights = [w / every.mean() if every.mean() else w for w in weights]
+    for i, n in enumerate(LENGTHS):
+        mine = found[i, :n] if level == "token" else found[i]
+        torch.testing.assert_close(
+            mine.double(), weights[i] if n else torch.zeros_like(mine).double(), rtol=1e-4, atol=0
+        )
+    assert found.shape == ((B, T) if level == "token" else (B, 1))
+    assert (found.expand(B, T)[~mask] == 0).all() or level != "token"
+
+
+def test_sampler_weights_of_nothing_and_of_wrong_inputs():
+    zeros = torch.zeros(2, 3)
+    for kind in KINDS:
+        found, metrics = functional.sampler_weights(zeros, zeros, zeros, kind)
+        assert not found.any()
+        assert not any(metrics)
+    with pytest.raises(ValueError, match="unknown kind 'tis'"):
+        functional.sampler_weights(zeros, zeros, zeros, "tis")
+    with pytest.raises(ValueError, match="high must lie in"):
+        functional.sampler_weights(zeros, zeros, zeros, low=3.0)

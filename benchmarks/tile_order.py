@@ -1,37 +1,107 @@
-"""How many row tiles walk the vocabulary together in the kernels for Hopper GPUs: whole calls over bare products.
+"""The product with exponentials by each kernel and order of tiles, checked, and timed in turns with cuBLAS's product.
 
-``python -m benchmarks.tile_order [--rounds 6] [--out FILE.json]``; needs a Hopper GPU. Each order of tiles and the
-products take turns, because a GPU's clock falls under load.
+``python -m benchmarks.tile_order [--rounds 4] [--seconds 150] [--out FILE.json]``; needs a Hopper GPU, because a GPU
+without groups of warps has one kernel. Each candidate's exponentials and statistics are compared with fp64 once; each
+line of the table has the medians of a size over cuBLAS's, with exponentials stored and added up alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.measure import environment
-from liger_losses import LigerFusedLinearCrossEntropyLoss
-from liger_losses.kernels import hopper_pipeline
+from liger_losses.kernels import linear_exp
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.targets import Order
 
-#: Tokens, hidden size, vocabulary size.
-SIZES = [
-    (4096, 2048, 128256), (16384, 2048, 128256), (4096, 4096, 128256), (16384, 4096, 128256), (8192, 3072, 128256),
-    (4096, 1024, 151936), (16384, 576, 49152), (8192, 5120, 131072), (12000, 2304, 256000), (1500, 4096, 128256),
-]  # fmt: skip
-ORDERS = (8, 4, 2)
-#: Rows of the products at a time, whose result is kept in bf16.
-ROWS = 2048
+HIDDEN_SIZES, TOKENS, VOCABULARIES = (4096, 2048, 896, 3072, 5120, 576), (4096, 16384, 1024), (128256, 151936, 32000)
+#: Of a check: tokens, hidden size, vocabulary; many tiles, and none of them whole.
+CHECKED = (1500, 1032, 9000)
+#: Multiplications of one measurement, at least.
+WORK = 2e12
 
 
-def use(group: int) -> None:
-    hopper_pipeline.GROUP = group
-    hopper_pipeline._group_of_stores = lambda device: group  # type: ignore[assignment]
+class Candidate(NamedTuple):
+    """An order, and whether sums are those of tiles, which any number of row tiles allows, or of the parts of a kernel
+    whose groups of warps take turns."""
+
+    order: Order
+    of_tiles: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'turn' if self.order.in_turn else 'whole'} {self.order.together}{'t' * self.of_tiles}"
+
+
+CANDIDATES = [
+    *(Candidate(Order(True, together), False) for together in (2, 4, 8, 12)),
+    *(Candidate(Order(True, together), True) for together in (4, 8, 16, 33, 66)),
+    *(Candidate(Order(False, together), True) for together in (2, 4, 8, 16, 33)),
+]
+
+
+@contextmanager
+def using(candidate: Candidate) -> Iterator[None]:
+    """Take the tiles of all products in this order."""
+    kept: Any = linear_exp.order_of, linear_exp.group_of_sums
+    of_sums = (lambda *given: None) if candidate.of_tiles else kept[1]
+    linear_exp.order_of, linear_exp.group_of_sums = (lambda device, stored: candidate.order), of_sums
+    try:
+        yield
+    finally:
+        linear_exp.order_of, linear_exp.group_of_sums = kept
+
+
+def problem(tokens: int, hidden_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, a head, labels and the labels' logits."""
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, device="cuda", generator=g).bfloat16()
+    weight = torch.randn(vocab_size, hidden_size, device="cuda", generator=g).bfloat16() * hidden_size**-0.5
+    labels = torch.randint(vocab_size, (tokens,), device="cuda", generator=g)
+    return hidden, weight, labels, (hidden * weight[labels]).float().sum(1)
+
+
+def run(inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Tensor | None, found: Exponentials) -> None:
+    hidden, weight, labels, label_logit = inputs
+    linear_exponentials(hidden, weight, labels, out, found=found, label_logit=label_logit, backend="triton")
+
+
+def check(candidate: Candidate) -> str:
+    """An empty text, or what is wrong: values against fp64, bits of repeated calls."""
+    tokens, hidden_size, vocab_size = CHECKED
+    hidden, weight, labels, _ = problem(tokens, hidden_size, vocab_size)
+    z = hidden.double() @ weight.double().t()
+    label_logit = z.gather(1, labels[:, None])[:, 0]
+    e = (z - label_logit[:, None]).exp().scatter(1, labels[:, None], 0.0)
+    exact = {"lse": z.logsumexp(1), "logp": label_logit - z.logsumexp(1)}
+    wrong, runs = [], list[Tensor]()
+    for stored in (True, False, True):
+        out = torch.full((tokens, vocab_size), float("nan"), dtype=torch.bfloat16, device="cuda") if stored else None
+        found = Exponentials.into({"lse": torch.full((tokens,), float("nan"), device="cuda")})
+        with using(candidate):
+            run((hidden, weight, labels, label_logit.float()), out, found)
+        for name, values in exact.items():
+            if not (getattr(found, name) - values).abs().max() < 2e-5:
+                wrong.append(f"{name}, stored: {stored}")
+        if out is not None:
+            runs += [out, found.lse]
+            if not ((out - e).abs() <= 8e-3 * (e + 1e-3)).all():
+                wrong.append("exponentials")
+    if not all(torch.equal(a, b) for a, b in zip(runs[:2], runs[2:], strict=True)):
+        wrong.append("other bits in the second run")
+    return "; ".join(wrong)
 
 
 def milliseconds(call: Callable[[], object], times: int) -> float:
@@ -44,62 +114,65 @@ def milliseconds(call: Callable[[], object], times: int) -> float:
     return start.elapsed_time(end) / times
 
 
-def measure(tokens: int, hidden_size: int, vocab_size: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of the products both ways and forward, and the ratios of each order."""
-    torch.manual_seed(0)
-    kind = {"device": "cuda", "dtype": torch.bfloat16}
-    hidden = torch.randn(tokens, hidden_size, **kind, requires_grad=True)  # type: ignore[call-overload]
-    weight = (torch.randn(vocab_size, hidden_size, **kind) * hidden_size**-0.5).requires_grad_()  # type: ignore[call-overload]
-    labels = torch.randint(vocab_size, (tokens,), device="cuda")
-    loss = LigerFusedLinearCrossEntropyLoss()
-    h, w = hidden.detach(), weight.detach()
-    logits = h.new_empty(min(ROWS, tokens), vocab_size)
-    grad_hidden, grad_weight = torch.empty_like(h), torch.empty_like(w)
-
-    def products(both: bool) -> None:
-        for part, grad in zip(h.split(ROWS), grad_hidden.split(ROWS), strict=True):
-            out = logits[: len(part)]
-            torch.mm(part, w.t(), out=out)
-            if both:
-                torch.mm(out, w, out=grad)
-                torch.mm(out.t(), part, out=grad_weight)
-
-    def ours(both: bool) -> None:
-        hidden.grad = weight.grad = None
-        with torch.set_grad_enabled(both):
-            value = loss(weight, hidden, labels)
-        if both:
-            value.backward()  # type: ignore[union-attr]
-
-    found: dict[str, float] = {}
-    for both, name in ((True, "both ways"), (False, "forward")):
-        repeats = max(1, round(2e13 / ((6 if both else 2) * tokens * hidden_size * vocab_size)))
-        taken: dict[int, list[float]] = {order: [] for order in (0, *ORDERS)}
-        for turn in range(rounds + 1):
-            for order in taken:
-                use(order or ORDERS[0])
-                call = ours if order else products
-                spent = milliseconds(partial(call, both), repeats)
-                if turn:  # the first one compiles
-                    taken[order].append(spent)
-        base = statistics.median(taken.pop(0))
-        found[f"products {name}, ms"] = round(base, 3)
-        found |= {f"{name}, {order}": round(statistics.median(spent) / base, 3) for order, spent in taken.items()}
-    return found
+def measure(tokens: int, hidden_size: int, vocab_size: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of cuBLAS's product, and the ratios of each candidate, stored and alone."""
+    inputs = problem(tokens, hidden_size, vocab_size)
+    out = torch.empty(tokens, vocab_size, dtype=torch.bfloat16, device="cuda")
+    found = Exponentials.into({"lse": torch.empty(tokens, device="cuda")})
+    times = max(1, round(WORK / (2 * tokens * hidden_size * vocab_size)))
+    product = partial(torch.mm, inputs[0], inputs[1].t(), out=out)
+    taken: dict[tuple[bool, str], list[float]] = {}
+    of_product = list[float]()
+    milliseconds(product, times)
+    for turn in range(rounds):
+        # The order of a round is turned, because a product finds the clock that those before it leave.
+        for number in range(len(CANDIDATES)):
+            candidate = CANDIDATES[(number + turn * 5) % len(CANDIDATES)]
+            if number % 5 == 0:
+                of_product.append(milliseconds(product, times))
+            for stored in (True, False):
+                with using(candidate):
+                    spent = milliseconds(partial(run, inputs, out if stored else None, found), times)
+                taken.setdefault((stored, candidate.name), []).append(spent)
+    base = statistics.median(of_product)
+    ratios = {kind: round(statistics.median(spent) / base, 3) for kind, spent in taken.items()}
+    return {
+        "cuBLAS, ms": round(base, 3),
+        "cuBLAS, spread": round((max(of_product) - min(of_product)) / base, 3),
+        "stored": {name: ratio for (stored, name), ratio in ratios.items() if stored},
+        "alone": {name: ratio for (stored, name), ratio in ratios.items() if not stored},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=150.0, help="begin no further size after so many")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, object] = {"environment": environment(torch.device("cuda"))}
-    for size in SIZES:
-        results[" x ".join(map(str, size))] = found = measure(*size, options.rounds)
-        print(*size, found, flush=True)
+    begun = time.perf_counter()
+    properties: Any = torch.cuda.get_device_properties("cuda")
+    told = ("memory_clock_rate", "memory_bus_width", "L2_cache_size", "multi_processor_count", "clock_rate")
+    results: dict[str, Any] = {
+        "environment": environment(torch.device("cuda")),
+        "properties": {name: getattr(properties, name, None) for name in told},
+        "checks": {candidate.name: check(candidate) or "right" for candidate in CANDIDATES},
+    }
+    print(results["properties"], results["checks"], f"{time.perf_counter() - begun:.0f} s", flush=True)
+    names = [candidate.name for candidate in CANDIDATES]
+    print("ratios to cuBLAS's product:", *names, sep="  ")
+    for vocab_size, tokens, hidden_size in itertools.product(VOCABULARIES, TOKENS, HIDDEN_SIZES):
+        if time.perf_counter() - begun > options.seconds:
+            print("out of time")
+            break
+        size = f"{tokens} x {hidden_size} x {vocab_size}"
+        results[size] = found = measure(tokens, hidden_size, vocab_size, options.rounds)
+        for kind in ("stored", "alone"):
+            ratios = " ".join(f"{found[kind][name]:.2f}" for name in names)
+            print(f"{size} {kind:6} {found['cuBLAS, ms']:7.3f} ms  {ratios}", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
         torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

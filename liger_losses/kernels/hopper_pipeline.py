@@ -48,12 +48,6 @@ AVAILABLE = not INTERPRETED
 ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 #: Buffers of the ring, by the bytes of what a call stores (0: nothing): as many as shared memory has room for.
 _STAGES = {0: 6, 2: 6, 4: 5}
-#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them: without
-#: stores or on a GPU of less memory bandwidth, in bytes a second, and otherwise. On an H200 (4.9e12), 4 instead of 8
-#: takes 5 to 9 % less time without stores and 2 % more with them; on an H100 (3.4e12), up to 10 % less with them
-#: (benchmarks/results/tile_order.txt).
-GROUP, _GROUP_OF_STORES = 4, 8
-_BANDWIDTH = 4e12
 #: Registers of a thread that multiplies.
 _REGISTERS = 240
 
@@ -82,7 +76,6 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
         "tokens": len(hidden),
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
-        "group": GROUP if out is None else _group_of_stores(hidden.device),
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": ROWS,
@@ -145,15 +138,6 @@ def _serves(device: torch.device) -> bool:
             f"{triton.__version__} cannot run it ({type(unusable[0]).__name__}: {unusable[0]})."
         )
     return hopper and not unusable
-
-
-@cache
-def _group_of_stores(device: torch.device) -> int:
-    """Row tiles that walk the vocabulary together in a kernel that stores its products."""
-    properties = torch.cuda.get_device_properties(device)
-    # kHz, at two transfers a clock, and bits; versions of torch that do not tell them get what is never much slower.
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    return _GROUP_OF_STORES if 2e3 * clock * width / 8 > _BANDWIDTH else GROUP
 
 
 def _descriptor(matrix: Tensor, columns: int) -> object:

@@ -35,9 +35,8 @@ from liger_losses.kernels.logit_transform import (
     transform_block,
     transform_gradient,
 )
+from liger_losses.kernels.targets import order_of
 
-#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
-_GROUP = 8
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
 #: MiB where the kernel for Hopper adds them up, and 32 where it does not), each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
@@ -121,19 +120,19 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on where its hidden
-    # states lie: rows of such a size may be aligned where they lie, and not in a copy.
+    # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on what is stored,
+    # nor on where its hidden states lie: rows of such a size may be aligned where they lie, and not in a copy.
+    in_turn, together = order_of(hidden.device, stored=out is not None and not batch_invariant)
     by_place = batch_invariant and hidden.shape[1] * hidden.dtype.itemsize % 16 != 0
-    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and not by_place else None
+    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     grid, parts = (min(programs, row_tiles * column_tiles),), None
     hopper = with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
     product = _exponentials_kernel[grid] if tiles is None else hopper
-    shape, group = (column_tiles, tokens), _GROUP  # of the sums of tiles
+    shape, group = (column_tiles, tokens), together  # of the sums of tiles
     if tiles is not None:
         # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
-        usual = arguments["group"]
-        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0], usual)
+        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0], together)
         arguments |= {"SUMS_OF_TILES": group_of_parts is None, "tops": None}
         if group_of_parts is not None:
             group, parts = group_of_parts, 2 * grid[0]

@@ -5,11 +5,11 @@ import torch
 
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from liger_losses.kernels.targets import INTERPRETER
+from liger_losses.kernels.targets import INTERPRETER, Order, Orders
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Runs the kernels for Hopper.
-HOPPER = INTERPRETER._replace(warp_groups=True)
+HOPPER = INTERPRETER._replace(warp_groups=True, orders=Orders(Order(True, 8), Order(True, 4)))
 
 
 def triton_or_skip():

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper, linear_lse
+from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper, linear_lse, targets
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from liger_losses.kernels.targets import INTERPRETER
+from liger_losses.kernels.targets import INTERPRETER, Order, order_of
 from tests.kernels.cases import HOPPER
 
 needs_hopper = pytest.mark.skipif(
@@ -42,7 +42,7 @@ EPILOGUES = {
 def test_exponentials(size, dtype, epilogue):
     """Fewer tiles than programs and more, fewer steps than buffers and more; fp32: projections are stored.
 
-    Statistics have the same bits in every run, and with a store or without.
+    Statistics have the same bits in every run, and with a store or without, if both take tiles in one order.
     """
     tokens, hidden_size, columns = size
     g = torch.Generator("cuda").manual_seed(0)
@@ -80,7 +80,8 @@ def test_exponentials(size, dtype, epilogue):
             else:
                 held = e < torch.finfo(dtype).max
                 assert ((stored.double() - e).abs() <= 8e-3 * (e + 1e-3))[held].all()
-    assert all(torch.equal(*pair) for pair in zip(*alone_or_not, strict=True))
+    if len({order_of(hidden.device, stored) for stored in (True, False)}) == 1:
+        assert all(torch.equal(*pair) for pair in zip(*alone_or_not, strict=True))
 
 
 @hopper
@@ -143,7 +144,6 @@ def test_other_calls_have_the_other_kernel(monkeypatch):
     matrix = torch.empty(64, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(hopper_pipeline, "_serves", hopper_pipeline._serves.__wrapped__)
     monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
-    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
     if hopper_pipeline.gluon is not None:
         tiles = hopper_tiles(matrix, matrix, Epilogue(), matrix)
         assert tiles[:2] == (1, 1)
@@ -205,6 +205,7 @@ class OnTheHost:
         for name, value in names.items():
             monkeypatch.setattr(linear_exp_hopper, name, value)
         monkeypatch.setattr(linear_exp, "AVAILABLE", True)
+        monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(True, 4))
         monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", self)
 
     def nothing(self, *arguments, **options):
@@ -268,7 +269,7 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
     def tiles(hidden, weight, epilogue, out):
         arguments = {"hidden": hidden, "weight": weight, "out": out, "tokens": tokens, "vocab_size": columns}
         arguments |= {"hidden_size": 8, "bias": bias, "transform": epilogue.transform.for_kernel()}
-        arguments |= {"BLOCK_N": 128, "BLOCK_V": 8, "group": 4}
+        arguments |= {"BLOCK_N": 128, "BLOCK_V": 8}
         return linear_exp_hopper.Tiles(row_tiles, column_tiles, programs, arguments)
 
     def statistics(backend, out=None, names=("lse", "mean_logit", "entropy"), **options):
@@ -315,14 +316,6 @@ def test_parts_of_a_hopper_gpu_have_one_row_tile_of_each_group(usual):
     assert group_of_sums(64, 1002, 254, usual) is None
 
 
-@pytest.mark.parametrize(("clock", "width", "group"), [(2619000, 5120, 4), (3201000, 6144, 8), (None, None, 4)])
-def test_the_order_of_tiles_follows_the_memory_bandwidth(monkeypatch, clock, width, group):
-    """Of an H100, an H200, and where torch does not tell it."""
-    told = {} if clock is None else {"memory_clock_rate": clock, "memory_bus_width": width}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
-    assert hopper_pipeline._group_of_stores.__wrapped__(torch.device("cuda")) == group
-
-
 class Failing:
     """A kernel whose launch raises an error, which is the compiler's or the device's."""
 
@@ -346,7 +339,7 @@ def on_hopper(monkeypatch, kernel):
     monkeypatch.setattr(hopper_pipeline, "_serves", cache(hopper_pipeline._serves.__wrapped__))
     monkeypatch.setattr(hopper_pipeline, "target_of", lambda device: HOPPER)
     monkeypatch.setattr(hopper_pipeline, "_descriptor", lambda matrix, columns: matrix)
-    monkeypatch.setattr(hopper_pipeline, "_group_of_stores", lambda device: 8)
+    monkeypatch.setattr(targets, "target_of", lambda device: HOPPER)
     for module in (linear_exp, linear_lse):
         monkeypatch.setattr(module, "AVAILABLE", True)
         monkeypatch.setattr(module, "hopper_exponentials_kernel", kernel)
@@ -438,12 +431,20 @@ def test_the_choice_of_the_kernel(monkeypatch):
 
     monkeypatch.setattr(linear_exp, "AVAILABLE", True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
-    monkeypatch.setattr(
-        linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7, "group": 4})
-    )
-    linear_exponentials(hidden, weight, torch.zeros(5, dtype=torch.long), projections=True, backend="triton")
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
+    monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(True, 4))
+    call, options = (hidden, weight, torch.zeros(5, dtype=torch.long)), {"backend": "triton"}
+    linear_exponentials(*call, projections=True, **options)
     assert [grid for grid, _ in launches] == [(1,), (1,)]
     assert [arguments["out"] for _, arguments in launches] == [7, None]  # projections are not written again
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)
-    linear_exponentials(hidden, weight, torch.zeros(5, dtype=torch.long), backend="triton")
+    linear_exponentials(*call, **options)
     assert len(launches) == 2
+    # Nor where whole programs take fewer bytes from memory: a batch-invariant call does not ask what is stored.
+    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
+    monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(not stored, 4))
+    out = torch.empty(5, 40, dtype=torch.bfloat16)
+    linear_exponentials(*call, out, **options)
+    assert len(launches) == 2
+    linear_exponentials(*call, out, batch_invariant=True, **options)
+    assert len(launches) == 4

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_losses.kernels import _tiles
+from liger_losses.kernels import _tiles, targets
 from liger_losses.kernels._triton import warn_once
-from liger_losses.kernels.targets import COMPILED, INTERPRETER, MEASURED, standing, target_of
+from liger_losses.kernels.targets import COMPILED, INTERPRETER, MEASURED, Order, order_of, standing, target_of
 from tests.kernels.test_compiled_for_gpus import TARGETS
 
 CUDA = torch.device("cuda")
@@ -44,6 +44,19 @@ def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     warn_once.cache_clear()
     assert _tiles.has_tma.__wrapped__(CUDA) == (reason is None)
     assert [reason in str(warning.message) for warning in recwarn] == [True] * (reason is not None)
+
+
+@pytest.mark.parametrize(
+    ("clock", "width", "stored", "alone"), [(2619000, 5120, 4, 4), (3201000, 6144, 8, 4), (None, None, 4, 4)]
+)
+def test_the_order_of_tiles_follows_the_memory_bandwidth(monkeypatch, clock, width, stored, alone):
+    """Of an H100, an H200, and where torch does not tell it."""
+    told = {"shared_memory_per_block_optin": 227 * 1024}
+    told |= {} if clock is None else {"memory_clock_rate": clock, "memory_bus_width": width}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    monkeypatch.setattr(targets, "target_of", target_of.__wrapped__)
+    assert [order_of(CUDA, kind) for kind in (True, False)] == [Order(True, stored), Order(True, alone)]
 
 
 def test_warps_of_a_program():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_linear
+from liger_losses.kernels.glu import glu, glu_mlp
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.plain import is_plain_linear
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
@@ -113,10 +113,11 @@ class SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not is_plain_linear(self.down_proj):
-            return self.down_proj(glu(gate, up, self.activation))
-        return glu_linear(gate, up, self.down_proj.weight, self.down_proj.bias, self.activation)
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        if all(map(is_plain_linear, layers)):
+            gate, up, down = ((layer.weight, layer.bias) for layer in layers)
+            return glu_mlp(x, gate, up, down, self.activation)
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
 class GeGLUMLP(SwiGLUMLP):

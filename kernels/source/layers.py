@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, cat, nn
 
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_losses.kernels.glu import glu, glu_linear
+from liger_losses.kernels.glu import glu, glu_mlp
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.plain import is_plain_linear
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
@@ -97,10 +97,11 @@ class LayerNorm(nn.Module):
 
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Any:
-    gate, up, down = module.gate_proj(x), module.up_proj(x), module.down_proj
-    if is_plain_linear(down):
-        return glu_linear(gate, up, down.weight, down.bias, activation)
-    return down(glu(gate, up, activation))
+    layers = module.gate_proj, module.up_proj, module.down_proj
+    if all(map(is_plain_linear, layers)):
+        gate, up, down = ((layer.weight, layer.bias) for layer in layers)
+        return glu_mlp(x, gate, up, down, activation)
+    return module.down_proj(glu(module.gate_proj(x), module.up_proj(x), activation))
 
 
 class SwiGLUMLP(nn.Module):

@@ -1,9 +1,8 @@
-"""Shared by the autograd functions: backwards that cannot be differentiated again or write in place; autocast."""
+"""Shared by the autograd functions: backwards that cannot be differentiated again; autocast."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable as _once_differentiable
 
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.plain import is_plain
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,41 +28,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return inner(ctx, *gradients)
 
     return wrapped
-
-
-#: Whether backward keeps the graph (``retain_graph=True``), so that it may run again; also outside of any backward.
-graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-
-_saved_tensor_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: (None,)
-)
-
-
-def saves_privately() -> bool:
-    """Whether backward alone gets the tensors that are saved now: no hooks have them but activation checkpointing's."""
-    hooks = _saved_tensor_hooks(False)
-    return hooks is None or all(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
-
-
-def is_unshared(*tensors: Tensor) -> bool:
-    """Whether no other tensor and no other node of a graph refers to the memory of each of these, all contiguous."""
-    if torch.compiler.is_compiling() or not is_plain(*tensors):
-        return False
-    return all(tensor.is_contiguous() and _references(tensor) == (2, _ALONE) for tensor in tensors)
-
-
-def _references(tensor: Tensor) -> tuple[int, int]:
-    """How many tensors and storages refer to a tensor's memory (itself, the storage read here, and others).
-
-    And how many variables refer to that storage, which is the same object wherever Python has it.
-    """
-    storage = tensor.untyped_storage()
-    return _storage_use_count(storage._cdata), sys.getrefcount(storage)
-
-
-_storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-_, _ALONE = _references(torch.empty(1, device="cpu"))
 
 
 #: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.

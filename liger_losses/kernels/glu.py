@@ -18,13 +18,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
-from liger_losses.kernels.autograd import (
-    autocast_dtype,
-    graph_is_kept,
-    is_unshared,
-    once_differentiable,
-    saves_privately,
-)
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.kernel_operators import operator, where_needed
 from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
@@ -56,10 +50,8 @@ class Formula(NamedTuple):
 
 _How = tuple[Formula, bool]  # the bool: whether Triton runs
 
-_SECOND_BACKWARD = (
-    "Trying to backward through the graph a second time, after the gradients of gate and up were written over them. "
-    "Specify retain_graph=True in the first backward if you need to backward through the graph again."
-)
+#: Weight ``[out, in]`` and bias ``[out]`` of a linear layer.
+Linear = tuple[Tensor, Tensor | None]
 
 
 def glu(
@@ -254,9 +246,7 @@ def glu_linear(
 ) -> Tensor:
     """``(act(gate) * up) @ weight.T + bias``, which saves ``gate`` and ``up`` for backward, but not their product.
 
-    Backward recomputes the product, as large as either, in the kernel that computes their gradients. It writes the
-    gradients over ``gate`` and ``up`` where they are results that nothing else refers to any more, unless the graph is
-    kept (``retain_graph=True``).
+    Backward recomputes the product, as large as either, in the kernel that computes their gradients.
 
     Args:
         gate: ``[..., I]``; if ``up`` is None, ``[..., 2 I]`` that holds both, as in :func:`glu_fused`.
@@ -273,17 +263,76 @@ def glu_linear(
         ValueError: as in :func:`glu` and :func:`glu_fused`.
     """
     how = _checked(gate, up, backend, Formula(interleaved and up is None, activation, limit, alpha, up_offset))
+    inner = [gate] if up is None else [gate, up]
     cast = autocast_dtype(gate.device)
-    dtypes = {t.dtype for t in (gate, up, *((weight, bias) if cast is None else ())) if t is not None}
-    needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
-    one_dtype = len(dtypes) == 1 and (cast is None or gate.dtype == cast)
-    if torch.compiler.is_compiling() or not needs_gradient or not one_dtype:
+    one_dtype = _have_one_dtype(*inner, *((weight, bias) if cast is None else ()), dtype=cast)
+    if torch.compiler.is_compiling() or not _need_gradient(*inner) or not one_dtype:
         # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
         return F.linear(_gated(gate, up, *how[0], how[1])[0], weight, bias)
     if cast is not None:
         weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
-    gate, up = _SavedFirst.apply(gate, up, weight)
-    return _GLULinear.apply(gate.grad_fn or up.grad_fn, gate, up, weight, bias, how)
+    return _saved_and_computed(inner, [], (weight, bias), how)
+
+
+def glu_mlp(
+    x: Tensor,
+    gate: Linear,
+    up: Linear | None,
+    down: Linear,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """A gated MLP, ``down(act(gate(x)) * up(x))``, of three linear layers, or of two if the first one is gate and up.
+
+    Saves ``x`` and the outputs of the inner layers for backward, but not their product. Backward writes their gradients
+    over these outputs, which nobody else has; backward of the same graph again computes them again.
+
+    Args:
+        x: ``[..., H]``.
+        gate: weight and bias of the layer ``[I, H]``; if ``up`` is None, ``[2 I, H]``, whose output is that of
+            :func:`glu_fused`.
+        up: weight and bias of the layer ``[I, H]``, or None.
+        down: weight and bias of the layer ``[H, I]``.
+        activation, interleaved, limit, alpha, up_offset, backend: as in :func:`glu_fused`.
+
+    Returns:
+        ``[..., H]``, in the dtype of a linear layer's output.
+
+    Raises:
+        ValueError: as in :func:`glu` and :func:`glu_fused`.
+    """
+    layers = [gate] if up is None else [gate, up]
+    cast = autocast_dtype(x.device)
+    if cast is not None and x.is_floating_point():
+        x, *layers, down = x.to(cast), *(_cast(cast, layer) for layer in (*layers, down))
+    formula = Formula(interleaved and up is None, activation, limit, alpha, up_offset)
+    # Their outputs are not there yet: the weights are as wide.
+    how = _checked(gate[0].t(), None if up is None else up[0].t(), backend, formula)
+    tensors = [x, *(tensor for layer in layers for tensor in layer)]
+    if torch.compiler.is_compiling() or not _need_gradient(*tensors) or not _have_one_dtype(*tensors, *down):
+        inner = _apply(layers, x)
+        return F.linear(_gated(*inner, *[None] * (2 - len(inner)), *how[0], how[1])[0], *down)
+    return _saved_and_computed([x], layers, down, how)
+
+
+def _cast(dtype: torch.dtype, layer: Linear) -> Linear:
+    weight, bias = layer
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _need_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _have_one_dtype(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> bool:
+    """Whether all have the same dtype, ``dtype`` if it is given."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return len(dtypes) == 1 and (dtype is None or dtype in dtypes)
 
 
 class _Wanted(threading.local):
@@ -295,12 +344,25 @@ _wanted = _Wanted()
 
 @contextmanager
 def gradients_only() -> Iterator[None]:
-    """Within this context, the output of :func:`glu_linear` has no values if its gradients can be computed without."""
+    """Within this context, :func:`glu_linear` and :func:`glu_mlp` may return outputs without values.
+
+    They do where gradients can be computed without.
+    """
     _wanted.output, before = False, _wanted.output
     try:
         yield
     finally:
         _wanted.output = before
+
+
+def _saved_and_computed(inputs: list[Tensor], layers: list[Linear], down: Linear, how: _How) -> Tensor:
+    """The output of :class:`_GLULinear`: of gate and up if there are no ``layers``, else of what they make of x."""
+    flat = [tensor for layer in layers for tensor in layer]
+    given = _SavedFirst.apply(len(inputs), down[0], *inputs, *flat)
+    saved_first = next(tensor.grad_fn for tensor in given if tensor.grad_fn is not None)
+    inner, saved_first.inner = saved_first.inner, None
+    out: Tensor = _GLULinear.apply(saved_first, inner, how, *down, *given, *flat)
+    return out
 
 
 class _SavedFirst(torch.autograd.Function):
@@ -309,20 +371,28 @@ class _SavedFirst(torch.autograd.Function):
     Activation checkpointing recomputes a layer only up to the last tensor that it saved. In an MLP, that is one of
     these, so the product and the linear layer after it are not recomputed.
 
-    Gate and up are saved as tensors of their own, so that backward sees whether anything else refers to their memory.
+    ``inner`` are gate and up, or the tensor that holds both. Of linear layers they are allocated here, and nobody else
+    gets them.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        inner = [part for part in (gate, up) if part is not None]
-        ctx.may_be_overwritten = saves_privately() and not any(part.is_leaf for part in inner)
-        ctx.save_for_backward(weight, *(part.detach() for part in inner))
-        return gate.view_as(gate), None if up is None else up.view_as(up)
+    def forward(ctx: Any, count: int, weight: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        inputs: Any = tensors[:count]
+        layers = list(zip(tensors[count::2], tensors[count + 1 :: 2], strict=True))
+        ctx.layers = len(layers)
+        made = _apply(layers, inputs[0])
+        ctx.inner, ctx.overwritten = made or list(inputs), False
+        ctx.save_for_backward(weight, *tensors, *made)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_gate: Tensor, grad_up: Tensor | None) -> Any:
-        return grad_gate, grad_up, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, *grads, *[None] * (2 * ctx.layers)
+
+
+def _apply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    return [F.linear(x, weight, bias) for weight, bias in layers]
 
 
 class _GLULinear(torch.autograd.Function):
@@ -330,9 +400,10 @@ class _GLULinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, saved_first: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, how: _How
+        ctx: Any, saved_first: Any, inner: list[Tensor], how: _How, weight: Tensor, bias: Tensor | None, *tensors: Any
     ) -> Tensor:
         ctx.saved_first, ctx.how = saved_first, how
+        gate, up = inner if len(inner) == 2 else (inner[0], None)
         if not _wanted.output:
             return gate.new_empty(*gate.shape[:-1], len(weight))
         return F.linear(_product_of(gate, up, *how), weight, bias)
@@ -341,23 +412,54 @@ class _GLULinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved_first = ctx.saved_first
-        if saved_first is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        weight, gate, *others = saved_first.saved_tensors
-        up = others[0] if others else None
-        _, needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        *_, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        needs = ctx.needs_input_grad[5:]
+        weight, *tensors = saved_first.saved_tensors
         grad_product = grad @ weight
         product = grad_product if needs_weight else None  # nothing else uses grad_product
-        in_place = not graph_is_kept() and saved_first.may_be_overwritten and is_unshared(gate, *others)
-        if in_place:
-            grad_gate, grad_up, ctx.saved_first = gate, up, None
+        if saved_first.layers:
+            x, layers, inner = tensors[0], *_layers_and_outputs(tensors[1:], saved_first.layers)
+            if saved_first.overwritten:
+                inner = _apply(layers, x)
+            saved_first.overwritten = True
+            # Autograd must not count this as an operation on what was saved.
+            written: list[Any] = [tensor.data for tensor in inner]
+            inner = written
         else:
-            grad_gate, grad_up = _empty(gate), None if up is None else _empty(up)
+            inner, written = tensors, [_empty(tensor) for tensor in tensors]
+        (gate, up), (grad_gate, grad_up) = ([*parts, None][:2] for parts in (inner, written))
         _write_gradients(grad_product, gate, up, grad_gate, grad_up, product, *ctx.how)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
         grad_bias = rows.sum(0) if needs_bias else None
-        return None, grad_gate if needs_gate else None, grad_up if needs_up else None, grad_weight, grad_bias, None
+        del grad_product, product
+        found = _linear_gradients(x, layers, written, needs) if saved_first.layers else written
+        grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+        return None, None, None, grad_weight, grad_bias, *grads
+
+
+def _layers_and_outputs(tensors: Sequence[Any], count: int) -> tuple[list[Linear], list[Any]]:
+    flat = tensors[: 2 * count]
+    return list(zip(flat[::2], flat[1::2], strict=True)), list(tensors[2 * count :])
+
+
+def _linear_gradients(
+    x: Tensor, layers: Sequence[Linear], grads: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the input of linear layers, and of the weight and bias of each, where they are needed."""
+    rows = [grad.view(-1, grad.shape[-1]) for grad in grads]
+    grad_x = None
+    if needs[0]:
+        grad_x = rows[0] @ layers[0][0]
+        for grad, (weight, _) in zip(rows[1:], layers[1:], strict=True):
+            grad_x = torch.addmm(grad_x, grad, weight)
+        grad_x = grad_x.view(x.shape)
+    found = [grad_x]
+    flat = x.reshape(-1, x.shape[-1])
+    for number, grad in enumerate(rows):
+        found.append(grad.t() @ flat if needs[2 * number + 1] else None)
+        found.append(grad.sum(0) if needs[2 * number + 2] else None)
+    return found
 
 
 # --- Torch ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear, gradients_only
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp, gradients_only
 from liger_losses.kernels.plain import is_plain, is_plain_linear
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
@@ -45,23 +45,35 @@ class Gate:
         """The product of gate and up, given as two tensors or as one that holds both."""
         gate, up = self._parts(inner)
         if up is None:
-            return glu_fused(gate, interleaved=self.layout == "interleaved", backend=backend, **self._formula)
+            return glu_fused(gate, backend=backend, **self._layout, **self._formula)
         return glu(gate, up, backend=backend, **self._formula)
 
     def into(self, linear: Any, *inner: Tensor) -> Tensor:
         """The output of a layer applied to the product; for a plain linear layer, without saving the product."""
-        gate, up = self._parts(inner)
         if not is_plain_linear(linear) or not is_plain(*inner):
             return linear(self.compute(*inner))
-        interleaved = self.layout == "interleaved"
-        return glu_linear(gate, up, linear.weight, linear.bias, interleaved=interleaved, **self._formula)
+        gate, up = self._parts(inner)
+        return glu_linear(gate, up, linear.weight, linear.bias, **self._layout, **self._formula)
 
-    def _parts(self, inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Gate and up; or one tensor that holds both as the kernels take it, and None."""
+    def of_layers(self, x: Tensor, inner: Sequence[Any], down: Any) -> Tensor:
+        """The output of an MLP of linear layers; where all are plain ones, backward writes over their outputs."""
+        halves_swapped = len(inner) == 1 and self.layout == "second"
+        if halves_swapped or not is_plain(x) or not all(map(is_plain_linear, (*inner, down))):
+            return self.into(down, *(layer(x) for layer in inner))
+        *layers, last = [(layer.weight, layer.bias) for layer in (*inner, down)]
+        gate, up = self._parts(layers)
+        return glu_mlp(x, gate, up, last, **self._layout, **self._formula)
+
+    def _parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
+        """Gate and up, tensors or layers; or one that holds both as the kernels take it, and None."""
         if len(inner) == 1 and self.layout != "second":
             return inner[0], None
         first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
         return (second, first) if self.layout == "second" else (first, second)
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        return {"interleaved": self.layout == "interleaved"}
 
     @property
     def _formula(self) -> dict[str, Any]:
@@ -128,7 +140,7 @@ class GatedMLP(LinearsStay):
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         """The output of the MLP."""
-        return self.gate.into(getattr(module, self.down), *(getattr(module, name)(x) for name in self.inner))
+        return self.gate.of_layers(x, [getattr(module, name) for name in self.inner], getattr(module, self.down))
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:

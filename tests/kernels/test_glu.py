@@ -1,6 +1,6 @@
 """Gated units: as exact as eager PyTorch, by every backend, in every dtype it serves."""
 
-import gc
+import functools
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses.kernels.activations import ACTIVATIONS
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear
+from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.rms_norm import rms_norm
 from liger_losses.kernels.rope import rope
@@ -105,11 +105,14 @@ def test_glu_linear_keeps_no_product(backend):
     torch.testing.assert_close(alone, (F.silu(gate) * up).sum(0).expand(3, 40))
 
 
-def test_checkpointing_stops_before_the_linear_layer_of_a_product():
+@pytest.mark.parametrize("whole", [False, True])
+def test_checkpointing_stops_before_the_linear_layer_of_a_product(whole):
     """As it does without the kernels: what is saved last is saved before that layer runs."""
     x, *weights = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (8, 12), (8, 12), (5, 12))))
 
     def ours(x, gate, up, down):
+        if whole:
+            return glu_mlp(x, (gate.t(), None), (up.t(), None), (down, None))
         return glu_linear(x @ gate, x @ up, down)
 
     def plain(x, gate, up, down):
@@ -142,56 +145,96 @@ def test_a_second_backward_of_glu_linear(backend):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
-def test_glu_linear_writes_gradients_over_gate_and_up(backend, layout):
-    """In place, the step holds one tensor fewer; results are those without."""
-    x, weight, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (80, 8), (3, 40))))
-    found = []
-    for keep in (True, False):
-        inner = F.linear(x, weight).chunk(2, -1) if layout == "two" else (F.linear(x, weight),)
-        inner = [part.clone() for part in inner]
-        gate, up = inner if layout == "two" else (inner[0], None)
-        out = glu_linear(gate, up, down, interleaved=layout == "interleaved", backend=backend)
-        places, written = [part.data_ptr() for part in inner], []
-        for part in inner:
-            part.register_hook(lambda grad: written.append(grad.data_ptr()))  # noqa: B023
-        del inner, part, gate, up
-        gc.collect()  # Triton's interpreter leaves what refers to the storages
-        found.append(torch.autograd.grad(out.square().sum(), (x, weight, down), retain_graph=keep))
-        assert (sorted(places) == sorted(written)) is not keep
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+LAYERS = {"two": 2, "halves": 1, "interleaved": 1}
 
 
-#: What else reads the gate; it returns the gate of the MLP, and what is added to the loss.
-OTHER_READERS = {
-    "a variable": lambda gate: (gate, gate),
-    "a view": lambda gate: (gate, gate[:1]),
-    "the backward that made it": lambda gate: (gate.tanh(), gate.new_zeros(())),
-    "another backward": lambda gate: (gate, gate.square()),
-}
+def mlp_of(layout, dtype=torch.float32, bias=True, width=33):
+    """The input of an MLP, and weight and bias of its layers, the last of which is down."""
+    shapes = [(width * 2 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, width)]
+    x = normal(2, 5, 8, dtype=dtype, seed=9)
+    return x, [
+        (normal(*shape, dtype=dtype, seed=i), normal(shape[0], dtype=dtype, seed=i + 5) if bias else None)
+        for i, shape in enumerate(shapes)
+    ]
 
 
+def plain_mlp(x, layers, layout, **form):
+    *inner, down = layers
+    inner = [F.linear(x, *layer) for layer in inner]
+    if layout != "two":
+        (both,) = inner
+        inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
+    return F.linear(plain_glu(*inner, **form), *down)
+
+
+def our_mlp(x, layers, layout, backend=None, **form):
+    gate, up, down = layers if layout == "two" else (layers[0], None, layers[1])
+    return glu_mlp(x, gate, up, down, interleaved=layout == "interleaved", backend=backend, **form)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", LAYERS)
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_glu_mlp(backend, dtype, form, layout, bias):
+    x, layers = mlp_of(layout, dtype, bias)
+    given = [tensor for layer in layers for tensor in layer if tensor is not None]
+
+    def of(function, **options):
+        def call(x, *tensors):
+            tensors = iter(tensors)
+            named = [(next(tensors), next(tensors) if bias else None) for _ in layers]
+            return function(x, named, layout, **form, **options)
+
+        return call
+
+    check(of(our_mlp, backend=backend), of(plain_mlp), (x, *given))
+
+
+@pytest.mark.parametrize("layout", LAYERS)
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("reader", OTHER_READERS)
-def test_what_something_else_refers_to_is_not_overwritten(backend, reader, checkpointed):
-    x, a, b, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (40, 8), (3, 40))))
+def test_backward_of_an_mlp_writes_over_what_its_forward_allocated_and_nothing_else(backend, layout, checkpointed):
+    """Over the outputs of its inner layers; backward again finds them again, to the bit."""
+    x, layers = mlp_of(layout)
+    leaves, saved = [x, *(tensor for layer in layers for tensor in layer)], []
+    before = [leaf.detach().clone() for leaf in leaves]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t, t.detach().clone())) or t, lambda t: t):
+        function = functools.partial(our_mlp, layers=layers, layout=layout, backend=backend)
+        out = checkpoint(function, x, use_reentrant=False) if checkpointed else function(x)
+        found = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for _ in range(2)]
+    torch.autograd.grad(out.sum(), leaves[-1], retain_graph=True)  # which changes nothing of the others
+    found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(found[0], grads, strict=True))
+    assert all(torch.equal(leaf, old) for leaf, old in zip(leaves, before, strict=True))
+    changed = [tensor for tensor, old in saved if not torch.equal(tensor, old)]
+    if not checkpointed:
+        assert len(changed) == LAYERS[layout]
+    assert all(tensor.shape[-1] == 66 // LAYERS[layout] for tensor in changed)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), x)
 
-    def mlp(x, plain):
-        up = F.linear(x, b)
-        gate, other = OTHER_READERS[reader](F.linear(x, a))
-        return F.linear(F.silu(gate) * up, down) if plain else glu_linear(gate, up, down, backend=backend), other
 
-    grads = []
-    for plain in (True, False):
-        out, other = checkpoint(mlp, x, plain, use_reentrant=False) if checkpointed else mlp(x, plain)
-        before = other.detach().clone()
-        grads.append(torch.autograd.grad(out.square().sum() + other.sum(), (x, a, b, down)))
-        assert torch.equal(other, before)
-    for actual, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=float(1e-5 * expected.abs().max()))
+@pytest.mark.parametrize("frozen", ["input", "inner layers", "down", "all but one bias"])
+def test_gradients_of_some_tensors_of_an_mlp(backend, frozen):
+    x, layers = mlp_of("two")
+    tensors = [x, *(tensor for layer in layers for tensor in layer)]
+    kept = {
+        "input": tensors[1:],
+        "inner layers": [x, *layers[2]],
+        "down": tensors[:5],
+        "all but one bias": [tensors[4]],
+    }
+    for tensor in tensors:
+        tensor.requires_grad_(any(tensor is other for other in kept[frozen]))
+    pair = [
+        torch.autograd.grad(function(x, layers, "two", **options).square().sum(), kept[frozen])
+        for function, options in ((our_mlp, {"backend": backend}), (plain_mlp, {"activation": "silu"}))
+    ]
+    for a, b in zip(*pair, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_hooks_on_saved_tensors_keep_what_they_were_given():
+def test_what_glu_linear_is_given_stays():
+    """Gate and up, also where nothing else refers to them but hooks."""
     x, a, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40))))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, kept.__getitem__):
@@ -201,32 +244,12 @@ def test_hooks_on_saved_tensors_keep_what_they_were_given():
     assert all(torch.equal(t, old) for t, old in zip(kept, before, strict=True))
 
 
-def test_storages_keep_what_they_hold(backend):
-    x, a, down = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40))))
-    gate = F.linear(x, a).clone()
-    before, kept = gate.detach().clone(), gate.untyped_storage()
-    out = glu_linear(gate, F.linear(x, a), down, backend=backend)
-    del gate
-    out.sum().backward()
-    assert torch.equal(before.new_empty(0).set_(kept).view_as(before), before)
-
-
-def test_a_backward_of_what_was_overwritten_is_an_error(backend):
-    """Where autograd does not notice by itself: the bias's gradient frees nothing that was saved."""
-    x, a, down, bias = (normal(*shape, seed=i) for i, shape in enumerate(((6, 8), (40, 8), (3, 40), (3,))))
-    out = glu_linear(F.linear(x, a), F.linear(x, a), down, bias, backend=backend)
-    first, second = out.sum(), out.sum()
-    gc.collect()  # Triton's interpreter leaves what refers to the storages
-    torch.autograd.grad(first, bias)
-    with pytest.raises(RuntimeError, match="second time.*retain_graph=True"):
-        second.backward()
-
-
 def test_a_second_derivative_is_an_error(backend):
     """Also where the upstream gradient is a constant."""
     x, w = normal(4, 40), normal(3, 40, seed=1)
     functions = (
         lambda: glu_linear(x, x, w, backend=backend),
+        lambda: glu_mlp(x, (w, None), (w, None), (w.t(), None), backend=backend),
         lambda: glu(x, x, backend=backend),
         lambda: rms_norm(x, None, backend=backend),
         lambda: layer_norm(x, backend=backend),
@@ -247,6 +270,13 @@ def test_glu_linear_under_autocast():
             torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
             for a, b in zip(*(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), strict=True):
                 torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+        x, layers = mlp_of("two")
+        found = [f(x, layers, "two", activation="silu") for f in (our_mlp, plain_mlp)]
+        assert found[0].dtype == torch.bfloat16
+        assert torch.equal(*found)
+        for a, b in zip(*(torch.autograd.grad(z.sum(), (x, layers[0][0])) for z in found), strict=True):
+            assert a.dtype == torch.float32
+            assert (a - b).norm() <= 0.02 * b.norm()
 
 
 def test_glu_of_two_dtypes(backend):

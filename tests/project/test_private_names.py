@@ -12,9 +12,6 @@ import liger_losses
 #: Where the name is, the name, and whether torch itself needs it, so that it is absent during the import alone.
 NAMES = [
     ("torch._C", "_are_functorch_transforms_active", True),
-    ("torch._C", "_storage_Use_Count", False),
-    ("torch._C._autograd", "_get_current_graph_task_keep_graph", False),
-    ("torch._C._autograd", "_top_saved_tensors_default_hooks", True),
     ("torch.fx.experimental.symbolic_shapes", "has_static_value", True),
     ("torch.nn.modules.module", "_has_any_global_hook", False),
     ("torch.Tensor", "_version", False),

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.entries import GEMMS
 from benchmarks.measure import Call, environment, milliseconds, release
 from benchmarks.run import BENCHMARKS, sizes
+from benchmarks.timeline import kernels_of
 
 #: The first that occurs in a kernel's name; kernels run beside products only count where nothing above them runs.
 KINDS = {
@@ -24,22 +24,11 @@ KINDS = {
 
 def spans(call: Call) -> list[tuple[int, int, str]]:
     """`(start, stop, kind)` in ns of each kernel and copy of one call."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()
-    on_device = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
-    # Ranges of operators are shown on the device too; only kernels and copies occupy it.
-    ranges = {event.name() for event in events if event.device_type() != torch.autograd.DeviceType.CUDA}
-    found = []
-    for event in on_device:
-        name = event.name()
-        if name not in ranges and not name.startswith("Activity Buffer"):
-            kind = next(kind for kind, words in KINDS.items() if any(word in name for word in words))
-            found.append((event.start_ns(), event.start_ns() + event.duration_ns(), kind))
-    return sorted(found)
+    kinds = KINDS.items()
+    return [
+        (kernel.start, kernel.stop, next(kind for kind, words in kinds if any(word in kernel.name for word in words)))
+        for kernel in kernels_of(call)
+    ]
 
 
 def breakdown(call: Call) -> dict[str, float]:

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.measure import MiB, NotRun, environment, extra_bytes, milliseconds, release
+from benchmarks.timeline import kernels_of, report
 from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
@@ -188,8 +189,10 @@ def liger(d: Inputs, name: str) -> Callable[[], tuple[Tensor, ...]]:
 PROVIDERS = {"ours": ours, "whole head": whole, "loss_parallel": plain, "liger-kernel": liger}
 
 
-def measure(shape: tuple[int, int, int], name: str, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row for each provider, which take turns."""
+def measure(
+    shape: tuple[int, int, int], name: str, rounds: int, device: torch.device, profiled: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """One row for each provider, which take turns. What runs when goes to ``profiled``, ours and the bare products."""
     d = Inputs(*shape, device)
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {"bare": bare(d, LOSSES[name][0])}
@@ -214,6 +217,9 @@ def measure(shape: tuple[int, int, int], name: str, rounds: int, device: torch.d
         if row["provider"] in calls:
             row["ms"], row["bare ms"] = medians[row["provider"]], medians["bare"]
             row["extra MiB"] = extra_bytes(calls[row["provider"]], device) / MiB
+    for provider in ("ours", "bare") if profiled is not None else ():
+        shown = report(kernels_of(calls[provider]))
+        profiled.append(f"{name} {' x '.join(map(str, shape))}, {provider}: {shown}")
     return rows
 
 
@@ -226,8 +232,9 @@ def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> Non
         torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     found: dict[str, Any] = {"environment": environment(device), "ranks": ranks, "rows": []}
-    for shape, name in itertools.product(TINY if arguments.tiny else SHAPES, arguments.losses):
-        for row in measure(shape, name, arguments.rounds, device):
+    profiled: list[str] | None = None if arguments.profile is None else []
+    for shape, name in itertools.product(TINY if arguments.tiny else SHAPES[: arguments.shapes], arguments.losses):
+        for row in measure(shape, name, arguments.rounds, device, profiled):
             found["rows"].append(row)
             if rank == 0:
                 print(line(row), flush=True)
@@ -235,6 +242,8 @@ def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> Non
             arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             lines = [line(row) for row in found["rows"]]
             arguments.out.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if rank == 0 and profiled:
+            arguments.profile.write_text("\n\n".join([json.dumps(found["environment"]), *profiled]) + "\n")
     dist.destroy_process_group()
 
 
@@ -253,6 +262,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="processes; all GPUs, or two processes on a CPU, by default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small sizes")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many shapes")
+    parser.add_argument("--profile", type=Path, help="a text file for what rank 0 runs when, on GPUs")
     parser.add_argument("--out", type=Path, help="a JSON file, beside which the table is written as text")
     arguments = parser.parse_args()
     unknown = set(arguments.losses) - set(LOSSES)

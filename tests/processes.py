@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -27,28 +28,60 @@ IMPORTED = [
 ]
 
 
-def start(work, world, folder, *arguments, method=None):
-    """Run ``work(rank, *arguments)`` on ``world`` processes of a gloo group, which meet by a file in ``folder``."""
+#: What connects the processes of a test: gloo on CPUs, or NCCL on two GPUs.
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+    ),
+]
+
+
+def start(work, world, folder, *arguments, method=None, backend="gloo"):
+    """Run ``work(rank, *arguments)`` on ``world`` processes of a group, which meet by a file in ``folder``."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     # CUDA does not work in forks of what has used it.
     method = method or ("spawn" if torch.cuda.is_available() else "forkserver")
     # The server has the environment in which the first test started it.
-    arguments = (work, world, folder, dict(os.environ), arguments)
+    arguments = (work, world, folder, dict(os.environ), backend, arguments)
     mp.start_processes(member, arguments, nprocs=world, start_method=method)
 
 
-def member(rank, work, world, folder, environment, arguments):
+def member(rank, work, world, folder, environment, backend, arguments):
     faulthandler.enable()  # a process that is killed by a signal says where it was
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        take_gpu(rank)
     rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)
+    dist.init_process_group(backend, rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)
     work(rank, *arguments)
     gc.collect()  # sharded models are in reference cycles, and must be gone before their process group is
     dist.barrier()  # the first process to leave would close the others' connections
     dist.destroy_process_group()
     leave()
+
+
+def take_gpu(rank):
+    """Tensors that name no device are on this process's GPU; those of a CPU's generator have the numbers of a CPU."""
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    for name in ("rand", "randn", "randint", "randperm"):
+        setattr(torch, name, functools.partial(drawn, getattr(torch, name)))
+
+
+def drawn(make, *sizes, generator=None, **options):
+    """What ``torch.randn``, for example, returns, on the default device."""
+    if generator is None or "device" in options:
+        return make(*sizes, generator=generator, **options)
+    return make(*sizes, generator=generator, device="cpu", **options).to(torch.get_default_device())
+
+
+def device_type():
+    """Of the tensors of this process."""
+    return torch.get_default_device().type
 
 
 def leave():

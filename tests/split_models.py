@@ -135,8 +135,10 @@ def work(rank, folder, world, run):
             case()
 
 
-def start(folder, run, world):
+def start(folder, run, world, backend="gloo"):
     """Save the models, and run the cases that ``run(folder)`` names on so many processes."""
     save(folder)
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # transformers takes the accelerator that it finds
-        processes.start(work, world, folder, folder, world, run)
+    # Transformers takes the accelerator that it finds.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    with mock.patch.dict(os.environ, hidden):
+        processes.start(work, world, folder, folder, world, run, backend=backend)

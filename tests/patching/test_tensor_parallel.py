@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.patch import patch, unpatch
+from tests.processes import BACKENDS, device_type
 from tests.split_models import (
     ROWS,
     WORDS,
@@ -217,7 +218,7 @@ def run_two_dimensions(folder, name, tail, pairs):
     """Each pair of processes has a batch of its own; their mean is the loss of all."""
     from liger_losses.trl.fused_head import add_fused_lm_head
 
-    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (pairs, 2), mesh_dim_names=("dp", "tp"))
     ids, labels = batch(pairs * ROWS)
     count = (labels[:, 1:] != -100).sum()
     options = {"output_router_logits": False} if name == "mixtral" else {}  # whose loss is not a sum over tokens
@@ -263,7 +264,13 @@ def run_trainer(folder):
         for x, y in zip(ids, labels, strict=True)
     ]
     options = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0}
-    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    options |= {
+        "use_cpu": device_type() == "cpu",
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     found = []
     for context in (contextlib.nullcontext, enabled):
         model = load_split(folder, "llama")
@@ -305,8 +312,8 @@ def other_styles(folder):
     }
     for reason, style in styles.items():
         model = load(folder, "llama").train()
-        style.shard_param(model.lm_head, "weight", init_device_mesh("cpu", (2,)))
-        style.install_forward(model.lm_head, init_device_mesh("cpu", (2,)))
+        style.shard_param(model.lm_head, "weight", init_device_mesh(device_type(), (2,)))
+        style.install_forward(model.lm_head, init_device_mesh(device_type(), (2,)))
         hidden = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
         before = model.lm_head(hidden)
         assert reason in reason_of_head(model), reason
@@ -328,12 +335,12 @@ def torchs_own(folder):
     model = load(folder, "llama").train()
     expected = training(model)
     plan = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
     assert "parallelize_module" in reason_of_head(model)
     close(training(model), expected)
     model = load(folder, "llama").train()
     patch(model)
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": plan})
+    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
     with pytest.warns(RuntimeWarning, match="became a DTensor after patch"):
         close(training(model), expected)
 
@@ -345,7 +352,7 @@ def patched_too_early(folder):
     ids, _ = batch()
     generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
     patch(model)
-    split_over(model, init_device_mesh("cpu", (2,)))
+    split_over(model, init_device_mesh(device_type(), (2,)))
     with pytest.warns(RuntimeWarning, match="load the model again"):
         found = training(model)
     close(found, expected)
@@ -356,7 +363,7 @@ def patched_too_early(folder):
 def patched_too_late(folder):
     """After fully_shard, which has split the head's rows again."""
     expected = training(load(folder, "llama").train())
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     for tail, reason in ((False, "then patch(model), then fully_shard"), (True, "shard it afterwards")):
         model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
         assert reason in reason_of_head(model)
@@ -392,9 +399,10 @@ def on_four(folder):
 
 
 @pytest.mark.distributed
-def test_split_models_compute_what_they_did(tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_split_models_compute_what_they_did(tmp_path, backend):
     """All cases in one start of the processes, which takes longer than they do."""
-    start(tmp_path, on_two, 2)
+    start(tmp_path, on_two, 2, backend)
 
 
 @pytest.mark.distributed

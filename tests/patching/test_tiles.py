@@ -21,7 +21,7 @@ from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
 from liger_losses.patching.token_mlps import TokenMLP
-from tests.processes import start
+from tests.processes import BACKENDS, start
 
 H, INNER = 16, 40
 
@@ -456,8 +456,9 @@ def checkpointed(checkpointing, name):
 
 
 @pytest.mark.distributed
-def test_processes(tmp_path):
-    start(work, 2, tmp_path)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_processes(tmp_path, backend):
+    start(work, 2, tmp_path, backend=backend)
 
 
 def test_a_layer_that_is_a_unit_of_its_own():

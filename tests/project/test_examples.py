@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from liger_losses.trl import disable
+from tests.processes import BACKENDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -337,10 +338,11 @@ def test_tokens_that_medusa_heads_win(dpo, monkeypatch):
     assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2)]) == 2
 
 
-def torchrun(name, *arguments, **variables):
-    """What two CPU processes of an example print."""
+def torchrun(name, *arguments, backend="gloo", **variables):
+    """What two processes of an example print."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    environment = {**os.environ, "PYTHONPATH": path, **hidden, **variables}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "tests.processes", str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
@@ -354,10 +356,11 @@ def losses_in(printed):
 
 
 @pytest.mark.distributed
-def test_dpo_with_fsdp2_on_two_processes(tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dpo_with_fsdp2_on_two_processes(tmp_path, backend):
     from transformers import AutoModelForCausalLM
 
-    losses = losses_in(torchrun("fsdp2", "--output", tmp_path))
+    losses = losses_in(torchrun("fsdp2", "--output", tmp_path, backend=backend))
     assert len(losses) == 20
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
     assert losses[-1] < 0.45
@@ -397,9 +400,10 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
 
 
 @pytest.mark.distributed
-def test_tensor_parallelism_on_two_processes():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensor_parallelism_on_two_processes(backend):
     pytest.importorskip("transformers", minversion="5.23")
-    printed = torchrun("tensor_parallel", "--steps=3")
+    printed = torchrun("tensor_parallel", "--steps=3", backend=backend)
     losses = losses_in(printed)
     assert len(losses) == 3  # one process prints
     assert losses[2] < losses[0] - 0.3

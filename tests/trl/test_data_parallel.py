@@ -1,4 +1,4 @@
-"""HSDP on four processes: sharded over two, replicated over two. It takes the gradients of one process."""
+"""HSDP: sharded over some processes, replicated over others. It takes the gradients of one process."""
 
 import itertools
 
@@ -10,10 +10,10 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import case_named, start
+from tests.processes import BACKENDS, case_named, device_type, start
 from tests.trl import test_distributed as two
 
-ROWS = (1, 1, 2, 1)  # of each process
+ROWS = {4: (1, 1, 2, 1), 2: (2, 3)}  # of each process
 #: Tied, and how the model is sharded beside the mesh.
 LAYOUTS = {
     "root": (False, {}),
@@ -31,22 +31,22 @@ def check(rank, mesh, layout, head, steps):
     plain, ours = two.llama(tied), two.llama(tied)
     two.HEADS[head](ours)
     two.units(ours, mesh=mesh, **options)
-    found = 0
+    found, rows = 0, ROWS[mesh.size()]
     for step in range(steps):
         ours.set_requires_all_reduce(step == steps - 1)
-        loss = two.loss_of_head(head, ours, rank, ROWS) / steps
+        loss = two.loss_of_head(head, ours, rank, rows) / steps
         loss.backward()
         found += loss.detach()
     expected = two.plain_loss(plain, head != "lazy")
     expected.backward()
     tolerance = {"rtol": 0.1, "atol": 0.02} if "half" in layout else {"rtol": 1e-4, "atol": 3e-5}
     dist.all_reduce(found)
-    torch.testing.assert_close(found / len(ROWS), expected.detach(), **tolerance)
+    torch.testing.assert_close(found / len(rows), expected.detach(), **tolerance)
     two.check_gradients(ours, plain, **tolerance)
 
 
-def work(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def work(rank, sizes):
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
     for case in itertools.product(LAYOUTS, two.HEADS, (1, 3)):
         with case_named(case):
             check(rank, mesh, *case)
@@ -55,4 +55,11 @@ def work(rank):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_hybrid_sharding_on_four_processes(tmp_path):
-    start(work, len(ROWS), tmp_path)
+    start(work, 4, tmp_path, (2, 2))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_hybrid_sharding_on_two_gpus(tmp_path, sizes, backend):
+    start(work, 2, tmp_path, sizes, backend=backend)

@@ -34,7 +34,7 @@ from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.processes import case_named, start
+from tests.processes import BACKENDS, case_named, device_type, start
 
 WORLD = 2
 VOCAB, LENGTH = 23, 9
@@ -216,7 +216,8 @@ def run_case(case, rank):
 
 def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
     for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(whole(ours.get_parameter(key).grad), parameter.grad, rtol=rtol, atol=atol)
+        gradient = whole(ours.get_parameter(key).grad).to(parameter.device)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=rtol, atol=atol)
 
 
 #: What serves the head of a model: TRL's, in two passes or one, or lazy logits.
@@ -292,11 +293,13 @@ def lazy_logits(rank):
 
 
 def offloaded(rank):
-    """Parameters and gradients that ``fully_shard`` keeps on the CPU, where they are gathered as well here."""
+    """Parameters and gradients that ``fully_shard`` keeps on the CPU."""
     for head, serve in HEADS.items():
         plain, ours = llama(), llama()
-        serve(ours)
+        serve(ours.cpu())
         units(ours, layers=True, parts=TAIL, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        for buffer in ours.buffers():
+            buffer.data = buffer.to(torch.get_default_device())
         loss_of_head(head, ours, rank).backward()
         plain_loss(plain, head != "lazy").backward()
         check_gradients(ours, plain)
@@ -424,7 +427,7 @@ def tensor_parallel(rank):
         model = llama()
         add_fused_lm_head(model)
         plan = ColwiseParallel(output_layouts=layout)
-        parallelize_module(model, init_device_mesh("cpu", (WORLD,)), {"lm_head": plan})
+        parallelize_module(model, init_device_mesh(device_type(), (WORLD,)), {"lm_head": plan})
         with pytest.raises(TypeError, match="tensor parallelism"):
             our_loss(model, False, 0)  # the same batch on both
 
@@ -432,7 +435,7 @@ def tensor_parallel(rank):
 def first_fsdp(rank):
     """FullyShardedDataParallel: the whole model is served, a head of its own is not."""
     for use_orig_params, error in ((True, TypeError), (False, RuntimeError)):
-        options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+        options = {"use_orig_params": use_orig_params, "device_id": torch.get_default_device()}
         model = llama()
         add_fused_lm_head(model)
         model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
@@ -440,7 +443,7 @@ def first_fsdp(rank):
             our_loss(FullyShardedDataParallel(model, **options), False, rank)
     plain, model = llama(), llama()
     add_fused_lm_head(model)
-    spread = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    spread = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.get_default_device())
     our_loss(spread, True, rank).backward()
     plain_loss(plain, True).backward()
     with FullyShardedDataParallel.summon_full_params(spread, with_grads=True):
@@ -472,6 +475,7 @@ def work(rank):
 
 
 @pytest.mark.distributed
-def test_training_on_two_processes_is_that_of_one(tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_on_two_processes_is_that_of_one(tmp_path, backend):
     """All cases in one start of the processes, which takes longer than they do."""
-    start(work, WORLD, tmp_path)
+    start(work, WORLD, tmp_path, backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend)

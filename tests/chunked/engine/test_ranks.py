@@ -10,7 +10,6 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -45,6 +44,8 @@ from tests.chunked.engine.shared_vocabulary import (
     CUTS,
     HIDDEN,
     LENGTH,
+    LOSSES,
+    OPERATIONS,
     VARIANTS,
     VOCAB,
     WORLD,
@@ -55,10 +56,11 @@ from tests.chunked.engine.shared_vocabulary import (
     compare,
     errors_before_a_call,
     flat,
+    policy,
     run,
     support,
 )
-from tests.processes import case_named, leave, start
+from tests.processes import BACKENDS, case_named, device_type, start
 from tests.quantized_layers import Int8Weight
 from tests.reference import NAMES, problem, relative_error
 
@@ -100,6 +102,13 @@ def of_kernels(loss, **options):
     return lambda head, ref, d: loss(**triton(head, ref, d), **options)(head, d["h"], d["y"], Teacher(d["other"], ref))
 
 
+def from_top_k(head, ref, d):
+    """A teacher's columns, which do not depend on the dtype."""
+    logps, columns = (d["other"].double() @ d["ref_weight"].double().t()).log_softmax(-1).topk(4)
+    loss = LigerFusedLinearKLLoss(**triton(head, ref, d))
+    return loss(head, d["h"], d["y"], TeacherTopK(logps.float(), columns))[0]
+
+
 #: Calls in half precision, through the Triton kernels.
 KERNELS = {
     "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
@@ -120,6 +129,17 @@ KERNELS = {
     ),
     "KL": of_kernels(LigerFusedLinearKLLoss),
     "cosine": of_kernels(LigerFusedLinearCosineSimilarityLoss),
+    "KL, top-k": from_top_k,
+    "kept columns": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], support=support(d), entropy=True, **triton(head, ref, d)
+    ),
+    "logps, a temperature per token": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], temperature=1.0 + d["y"] % 3, **triton(head, ref, d)
+    ),
+    "DPO": lambda head, ref, d: LigerFusedLinearDPOLoss(**triton(head, ref, d))(
+        head, d["h"], d["y"], None, d["other"], ref
+    )[0],
+    "GRPO": lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0, **triton(head, ref, d)), head, ref, d)[0],
 }
 
 
@@ -150,7 +170,7 @@ def gathered(rows, group):
 
 def dtensors(parts):
     """Weights [Shard(0)], and hidden states that are replicated or sharded along the sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    mesh = init_device_mesh(device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     d, variant = batch(), VARIANTS["bias"]
     for name, placement in itertools.product(
         ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns"), (Replicate(), Shard(1))
@@ -317,10 +337,9 @@ def errors(parts):
 
 def errors_of_losses(parts):
     """Ranks whose losses have other options, or were given other numbers, compute different losses: all raise."""
-    d, part, other = batch(), parts["four"], dist.get_rank() == 1
-    head, ref = (
-        Head(d[name][part.rows].clone().requires_grad_(), group=part.group) for name in ("weight", "ref_weight")
-    )
+    (part, *_), d, other = parts.values(), batch(), dist.get_rank() == 1
+    group = dist.new_group(dist.get_process_group_ranks(part.group))  # which knows no call
+    head, ref = (Head(d[name][part.rows].clone().requires_grad_(), group=group) for name in ("weight", "ref_weight"))
     mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
     ones, advantages = torch.ones(d["y"].shape), d["signs"] + other * torch.tensor([0.0, 0.0, 0.0, 1.0])
     distilled = Teacher(d["other"], ref)
@@ -440,8 +459,8 @@ def agreements(parts):
 
 def order_of_names(parts):
     """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
-    d, rows = batch(), parts["four"].rows
-    ranks = Head(d["weight"][rows], group=dist.group.WORLD).ranks
+    (part, *_), d = parts.values(), batch()
+    rows, ranks = part.rows, Head(d["weight"][part.rows], group=part.group).ranks
     logits = d["h"].flatten(0, 1) @ d["weight"].t()
     values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
     names = sorted(values, reverse=dist.get_rank() % 2 == 1)
@@ -603,23 +622,81 @@ def test_all_kernels_on_four_processes(tmp_path):
     start(work, WORLD, tmp_path, (all_kernels, order_of_names), method="spawn")
 
 
-def work_on_gpu(rank, rendezvous):
-    torch.cuda.set_device(rank)
-    torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def single_precision(parts):
+    """In fp32, gradients are those of one process."""
+    d = batch(torch.float32)
+    for (cut, part), name in itertools.product(parts.items(), [*LOSSES, *OPERATIONS]):
+        with case_named(f"{name}, {cut}, fp32"):
+            (_, grads), (_, expected) = (run(case_of(name), d, VARIANTS["bias"], each) for each in (part, None))
+            for which, (a, b) in enumerate(zip(grads, expected, strict=True)):
+                whole = a if which == 0 else gathered(a, part.group)
+                assert relative_error(whole, b) < 2e-6, f"gradient {which}: {relative_error(whole, b)}"
+
+
+def messages_without_a_wait(parts):
+    """On GPUs, the host waits for the messages of a new signature alone."""
+    (part, *_), rank, d = parts.values(), dist.get_rank(), batch()
+    group = dist.new_group(dist.get_process_group_ranks(part.group))
+
+    def exchange(text):
+        with Agreement(group, VOCABULARY) as agreement:
+            agreement.given = Given({"text": text})
+        return agreement
+
+    assert exchange("known").wait() == (0, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            agreement = exchange("known")
+            assert agreement.messages is None
+            assert agreement.wait() == ()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A rank for which the call is new learns what the other computes, which goes on.
+    agreement, words = exchange(("known", "new")[rank]), r"(?s)rank 0: text: known.*rank 1: text: new"
+    with pytest.raises(RankError, match=words) if rank else contextlib.nullcontext():
+        agreement.wait()
+    head = Head(d["weight"][part.rows], group=group)
+    other = d["y"].where(d["y"] < 0, VOCAB - 1 - d["y"]) if rank else d["y"]
+    with pytest.raises(ValueError, match=LABELS):
+        linear_logps(d["h"], head, other)
+    expected = linear_logps(d["h"], d["weight"], d["y"])
+    found = [linear_logps(d["h"], head, d["y"]) for _ in range(30)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0], expected)
+    linear_logps(d["h"], head, other)  # no tensor is compared
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(CHECK_VARIABLE, "1")
+        with pytest.raises(ValueError, match=LABELS):
+            linear_logps(d["h"], head, other)
+
+
+CHECKS_OF_GPUS = (
+    all_cases,
+    random_shapes,
+    single_precision,
+    messages_without_a_wait,
+    dtensors,
+    errors_of_losses,
+    errors_of_labels,
+    order_of_names,
+    partial_gradients,
+    heads_of_frameworks,
+    quantized,
+)
+
+
+def work_on_gpus(rank):
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in (all_cases, random_shapes, errors_of_labels):
+    for check in CHECKS_OF_GPUS:
         with case_named(check.__name__):
             check(parts)
     # Compiling all variants takes minutes.
     for (cut, part), kind in zip(parts.items(), ("plain", "soft-cap and scale"), strict=True):
         half_precision({cut: part}, KERNELS, (kind,))
-    dist.destroy_process_group()
-    leave()
 
 
 @pytest.mark.distributed
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_shared_vocabulary_on_two_gpus(tmp_path):
-    mp.spawn(work_on_gpu, (tmp_path / "rendezvous",), nprocs=2)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_shared_vocabulary_on_two_gpus(tmp_path, backend):
+    start(work_on_gpus, 2, tmp_path, backend=backend)

@@ -54,9 +54,10 @@ def report(kernels: list[Kernel], least_us: float = 20.0) -> str:
     by_name: dict[str, list[int]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name[:90]].append(kernel.stop - kernel.start)
+    idle = sum(gap for gap, *_ in gaps) / 1e6
     lines = [
-        f"{(end - origin) / 1e6:.3f} ms from the first kernel to the last, of which "
-        f"{sum(gap for gap, *_ in gaps) / 1e6:.3f} ms in {len(gaps)} gaps without any; {len(kernels)} kernels and copies"
+        f"{(end - origin) / 1e6:.3f} ms from the first kernel to the last, {idle:.3f} ms of them in {len(gaps)} gaps "
+        f"without any; {len(kernels)} kernels and copies"
     ]
     for gap, start, name in gaps[:10]:
         lines.append(f"  gap {gap / 1e3:8.1f} us at {(start - origin) / 1e6:8.3f} ms, before {name[:80]}")

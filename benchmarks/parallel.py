@@ -216,6 +216,7 @@ def measure(
     for row in rows:
         if row["provider"] in calls:
             row["ms"], row["bare ms"] = medians[row["provider"]], medians["bare"]
+            row["rounds"] = [round(ms, 2) for ms in times[row["provider"]]]
             row["extra MiB"] = extra_bytes(calls[row["provider"]], device) / MiB
     for provider in ("ours", "bare") if profiled is not None else ():
         shown = report(kernels_of(calls[provider]))

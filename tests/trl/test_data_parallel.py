@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 import torch.distributed as dist
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -41,7 +40,7 @@ def check(rank, mesh, layout, head, steps):
     expected.backward()
     tolerance = {"rtol": 0.1, "atol": 0.02} if "half" in layout else {"rtol": 1e-4, "atol": 3e-5}
     dist.all_reduce(found)
-    torch.testing.assert_close(found / len(rows), expected.detach(), **tolerance)
+    two.assert_close(found / len(rows), expected.detach(), **tolerance)
     two.check_gradients(ours, plain, **tolerance)
 
 

@@ -578,6 +578,7 @@ def heads_of_frameworks(parts):
         logps = skyrl.fused_lm_head_logprob("torch", hidden.transpose(0, 1), rows, labels.t(), *share, False)
         torch.testing.assert_close(logps, expected.t())
         grad_hidden, grad_rows = torch.autograd.grad(logps, (hidden, rows), upstream.t())
+        grad_hidden = grad_hidden.contiguous()
         dist.all_reduce(grad_hidden, group=part.group)  # as Megatron does
         torch.testing.assert_close(grad_rows, grads[1][mine])
         torch.testing.assert_close(grad_hidden, grads[0])
@@ -674,7 +675,6 @@ def messages_without_a_wait(parts):
 CHECKS_OF_GPUS = (
     all_cases,
     random_shapes,
-    single_precision,
     messages_without_a_wait,
     dtensors,
     errors_of_losses,
@@ -686,17 +686,22 @@ CHECKS_OF_GPUS = (
 )
 
 
-def work_on_gpus(rank):
-    parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in CHECKS_OF_GPUS:
-        with case_named(check.__name__):
-            check(parts)
-    # Compiling all variants takes minutes.
+def some_kernels(parts):
+    """Compiling all variants takes minutes."""
     for (cut, part), kind in zip(parts.items(), ("plain", "soft-cap and scale"), strict=True):
         half_precision({cut: part}, KERNELS, (kind,))
 
 
+def work_on_gpus(rank, checks):
+    parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
+    for check in checks:
+        with case_named(check.__name__):
+            check(parts)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_a_shared_vocabulary_on_two_gpus(tmp_path, backend):
-    start(work_on_gpus, 2, tmp_path, backend=backend)
+@pytest.mark.parametrize("checks", [CHECKS_OF_GPUS, (single_precision,), (some_kernels,)], ids=lambda c: c[0].__name__)
+def test_a_shared_vocabulary_on_two_gpus(tmp_path, checks, backend):
+    """In several tests, which may run at the same time."""
+    start(work_on_gpus, 2, tmp_path, checks, backend=backend)

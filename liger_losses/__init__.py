@@ -61,6 +61,7 @@ from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.loss_inputs import LossInputs, loss_inputs
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.report import PatchReport
+from liger_losses.sequences import split_by_coefficient
 
 if TYPE_CHECKING:
     from liger_losses import modules as modules
@@ -123,6 +124,7 @@ __all__ = [
     "patch",
     "register_quantized_weight",
     "set_default_workspace",
+    "split_by_coefficient",
     "unpatch",
     "workspace",
 ]

@@ -14,7 +14,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
 from liger_losses.places import Missing, Place, Replaced
-from liger_losses.trl.features import FEATURES, TESTED, Feature, find
+from liger_losses.trl.features import FEATURES, TESTED, ZERO_ADVANTAGES, Feature, find
 
 _BASE = "trl.trainer.base_trainer"
 _replaced = Replaced()
@@ -22,7 +22,7 @@ _replaced = Replaced()
 _enabled: list[Feature] = []
 
 
-def enable(*, kernels: bool = False) -> None:
+def enable(*, kernels: bool = False, skip_zero_advantages: bool = True) -> None:
     """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
@@ -34,20 +34,28 @@ def enable(*, kernels: bool = False) -> None:
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
             less for backward. The models stay patched; :func:`~liger_losses.unpatch` restores them.
+        skip_zero_advantages: in GRPO, RLOO and GMPO, run sequences whose advantage is zero without a gradient, which
+            they do not have if the loss has no other term (a KL penalty, an entropy bonus). Losses, gradients and
+            metrics stay as they are. It holds for all trainers, until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
-        RuntimeError: this TRL version lacks names of every feature; the error lists them, and nothing is changed.
+        RuntimeError: this TRL version lacks names of every feature; the error lists them, and nothing is changed. Or
+            an earlier call has enabled ``skip_zero_advantages``, and this one would not.
     """
-    if not isinstance(kernels, bool):
-        raise TypeError(f"kernels must be True or False, got {kernels!r}.")
+    for name, value in (("kernels", kernels), ("skip_zero_advantages", skip_zero_advantages)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+    if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
+        raise RuntimeError("skip_zero_advantages is enabled already: call liger_losses.trl.disable() first.")
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.15".') from error
     version = getattr(trl, "__version__", "of unknown version")
     if not _enabled:
-        _add((*FEATURES, BUILT_EARLY), version)
+        left_out = () if skip_zero_advantages else ZERO_ADVANTAGES
+        _add((*(feature for feature in FEATURES if feature not in left_out), BUILT_EARLY), version)
     if kernels and all(feature.name != "kernels" for feature in _enabled):
         heads = [place for feature in _enabled for place in feature.places if place.name == "add_fused_lm_head"]
         # A trainer loads models itself, and gives them their head.
@@ -84,10 +92,10 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(*, kernels: bool = False) -> Iterator[None]:
+def enabled(*, kernels: bool = False, skip_zero_advantages: bool = True) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
     before = len(_replaced), len(_enabled)
-    enable(kernels=kernels)
+    enable(kernels=kernels, skip_zero_advantages=skip_zero_advantages)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from liger_losses.places import Found, Missing, Place
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
+from liger_losses.trl.zero_advantages import without_zero_advantages
 
 #: The versions of TRL that the tests run with.
 TESTED = ("1.15", "1.16")
@@ -117,6 +118,20 @@ _ONLINE_DPO = {**_LAZY_HEADS, "._forward": _FORCED}
 _A2PO = {**_LAZY_HEADS, **_LOGPS, "._get_sequence_logps": _FORCED}
 _GOLD = {**_JSD, "ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
 
+
+def _zero_advantages(module: str, trainer: str, part_of: str, *terms: str) -> Feature:
+    row = {"._compute_loss": _wrapped(without_zero_advantages(terms), "self", "model", "inputs")}
+    places = _places(module, row, f"{trainer}Trainer")
+    return Feature(f"sequences without advantage in {trainer}", places, part_of)
+
+
+#: Sequences whose advantage is zero take no part in the backward.
+ZERO_ADVANTAGES = (
+    _zero_advantages("trainer.grpo_trainer", "GRPO", "GRPO", "beta", "_entropy_bonus_enabled", "aux_loss_enabled"),
+    _zero_advantages("trainer.rloo_trainer", "RLOO", "RLOO", "aux_loss_enabled"),  # its beta is in the rewards
+    _zero_advantages("experimental.gmpo.gmpo_trainer", "GMPO", "GRPO", "beta"),
+)
+
 FEATURES = (
     Feature("SFT", _trainer("sft", _SFT_HEAD)),
     *(Feature(name, _trainer(name.lower(), _HEAD)) for name in ("DPO", "KTO", "GRPO", "RLOO")),
@@ -145,4 +160,5 @@ FEATURES = (
         )
         for name in ("SDFT", "SDPO")
     ),
+    *ZERO_ADVANTAGES,
 )

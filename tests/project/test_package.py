@@ -10,7 +10,7 @@ import sys
 import liger_losses
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = ["places", "kernels", "chunked.engine", "chunked.losses", "modules", "patching", "trl"]
+LAYERS = ["places", "kernels", "sequences", "chunked.engine", "chunked.losses", "modules", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every integration can be imported without its framework.
 INTEGRATIONS = [

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
+from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error
@@ -458,8 +459,51 @@ def first_fsdp(rank):
         check_gradients(model, plain)
 
 
+#: Coefficients of the sequences of both processes, and how many run without a gradient on each. The last column is
+#: whether a short input stands in on a process where no sequence has a coefficient; otherwise the first one runs.
+COEFFICIENTS = (
+    ([0.0, 1.0, 0.0, 0.0, -2.0], (1, 2), True),
+    ([1.0, 0.0, 0.0, 0.0, 0.0], (1, 3), True),
+    ([1.0, 0.0, 0.0, 0.0, 0.0], (1, 2), False),
+    ([0.0] * 5, (2, 3), True),
+    ([1.0, 0.5, 0.0, 1.0, 0.0], (0, 0), True),  # the second would wait for the first
+)
+
+
+def without_coefficient(rank):
+    """Sequences without a coefficient take no part in the backward, and all processes run the same collectives."""
+    ids, labels, weights = batch()
+    weights = weights * (labels[:, 1:] != -100)
+    names = ("DDP", "DDP, tied, checkpointing", "root", "layers, tied, checkpointing", "head, freed")
+    for name, (values, left_out, short) in itertools.product(names, COEFFICIENTS):
+        case, coefficients = CASES[name], torch.tensor(values)
+        plain, ours = llama(case.tied, case.checkpointing), llama(case.tied, case.checkpointing)
+        add_fused_lm_head(ours)
+        spread = case.spread(ours)
+        own_ids, own_labels, own_weights, own = (
+            part.split(ROWS)[rank] for part in (ids, labels, weights, coefficients)
+        )
+        ran = []
+
+        def log_probs(rows, length=LENGTH, spread=spread, ran=ran, given=(own_ids, own_labels)):
+            ran.append((torch.is_grad_enabled(), len(rows)))
+            chosen, targets = (part[rows, :length] for part in given)
+            return spread(input_ids=chosen, labels=targets, fused_lm_head=True).log_probs
+
+        stand_in = functools.partial(log_probs, torch.tensor([0]), 4) if short else None
+        found = split_by_coefficient(log_probs, own, stand_in=stand_in)
+        (found * own_weights * own[:, None]).sum().mul(WORLD).backward()
+        logps = plain(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        logps = logps.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        (logps * weights * coefficients[:, None]).sum().backward()
+        check_gradients(ours, plain)
+        counted = max(1, ROWS[rank] - left_out[rank])
+        assert ran == [(False, left_out[rank])] * (left_out[rank] > 0) + [(True, counted)], ran
+
+
 CHECKS = (
     accumulated,
+    without_coefficient,
     log_probs_alone,
     kernels,
     lazy_logits,

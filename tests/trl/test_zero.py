@@ -119,7 +119,8 @@ TRAINERS = (
     "SDFT",
     "SDFT, whole vocabulary",
     "SDPO, top-k",
-    "GMPO",
+    "GMPO",  # with sequences without advantage, as the next one
+    "GRPO, accumulated, checkpointing",
 )
 
 

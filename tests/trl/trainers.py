@@ -125,17 +125,24 @@ def reward(completions, **kwargs):
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+def reward_half(completions, prompts, **kwargs):
+    """Of each second prompt, all completions have the same reward, so that they have no advantage."""
+    known = sorted(set(map(str, prompts)))
+    return [r * (known.index(str(p)) % 2) for r, p in zip(reward(completions), prompts, strict=True)]
+
+
 def online(trainer, config, **own):
     own = own or {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
 
     def build(output, model, tokenizer, text, **options):
         rows = datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)])
         given = {**own, **options}
+        rewards = given.pop("rewards", reward)
         tokenizer.padding_side = "left"
         model.save_pretrained(output / "model")  # the reference is loaded from where the model came from
         return trainer(
             type(model).from_pretrained(output / "model"),
-            reward_funcs=reward,
+            reward_funcs=rewards,
             args=settings(config, output, **given),
             train_dataset=rows,
             processing_class=tokenizer,
@@ -334,6 +341,8 @@ iw_opd = from_a_teacher("iw_opd", "IWOPD", lmbda=0.0, max_completion_length=4)
 sdft, sdpo = self_distillation("sdft", "SDFT"), self_distillation("sdpo", "SDPO")
 
 
+#: Half of the sequences have no advantage, nor another term in the loss, and take no part in the backward.
+_HALF = {"beta": 0.0, "rewards": reward_half}
 CASES = {
     "SFT": (sft, {}),
     "SFT, dft": (sft, {"loss_type": "dft"}),
@@ -364,7 +373,14 @@ CASES = {
         {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
     ),
     "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
-    "GRPO, iterations": (online(trl.GRPOTrainer, trl.GRPOConfig), {"num_iterations": 2, "loss_type": "dr_grpo"}),
+    "GRPO, iterations": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"num_iterations": 2, "loss_type": "dr_grpo", **_HALF},
+    ),
+    "GRPO, accumulated, checkpointing": (
+        online(trl.GRPOTrainer, trl.GRPOConfig),
+        {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "per_device_train_batch_size": 2, **_HALF},
+    ),
     "GRPO, head in fp32": (online(trl.GRPOTrainer, trl.GRPOConfig), {"cast_lm_head_to_fp32": True}),
     "GRPO, head in fp32, bf16": (
         online(trl.GRPOTrainer, trl.GRPOConfig),
@@ -372,7 +388,7 @@ CASES = {
     ),
     "asynchronous GRPO": (async_grpo, {}),
     "asynchronous GRPO, its own worker": (async_grpo, {"worker": True}),
-    "GMPO": (gmpo, {}),
+    "GMPO": (gmpo, _HALF),
     "A2PO": (a2po, {}),
     "online DPO": (online_dpo, {}),
     "distillation": (distillation, {}),
@@ -397,7 +413,7 @@ CASES = {
     "SDPO": (sdpo, {}),
     # Adam would make much of differences between gradients that are almost 0.
     "SDPO, top-k": (sdpo, {"distillation_mode": "topk_logits", "distillation_topk": 5, "optim": "sgd"}),
-    "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), {}),
+    "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), _HALF),
 }
 
 

@@ -1,0 +1,166 @@
+"""GRPO steps of TRL's trainer, with sequences without advantage left out of the backward and not.
+
+python -m benchmarks.grpo_steps [--out FILE.json]
+
+Both run in turns on one model, a share of whose sequences has an advantage: loss, backward and AdamW on sequences of
+given tokens, nothing is generated. The model has real shapes and random weights, bf16 and checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end import MODELS, Case, build
+from benchmarks.measure import environment
+
+#: Shares of the sequences that have an advantage.
+SHARES = (1.0, 0.5, 0.25)
+
+
+def trainer_of(model: Any, folder: str, length: int) -> Any:
+    """TRL's trainer with this library's head and kernels. Its prompts and rewards are never read."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from liger_losses.trl import enabled
+
+    raw = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+    options = {"bf16": False, "gradient_checkpointing": False, "report_to": "none", "max_completion_length": length}
+    on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True}
+    arguments = GRPOConfig(folder, num_generations=2, per_device_train_batch_size=2, **options, **on_cpu)
+    prompts = Dataset.from_list([{"prompt": "<eos>"}] * 2)
+    with enabled(kernels=True):
+        trainer = GRPOTrainer(
+            model, lambda completions, **_: [0.0] * len(completions), arguments, prompts, processing_class=tokenizer
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def batch(case: Case, share: float, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random tokens, half of them prompts; the given share of the sequences has an advantage, spread evenly."""
+    generator, half = torch.Generator(device).manual_seed(0), case.length // 2
+    vocab = MODELS[case.model][1]["vocab_size"]
+    size = (case.sequences, half)
+    ids = [torch.randint(2, vocab, size, device=device, generator=generator) for _ in range(2)]
+    ones = torch.ones(size, dtype=torch.int64, device=device)
+    counted = torch.arange(case.sequences, device=device) * share % 1 < share
+    signs = torch.where(torch.arange(case.sequences, device=device) % 3 == 0, -1.0, 1.0)
+    return {
+        "prompt_ids": ids[0],
+        "prompt_mask": ones,
+        "completion_ids": ids[1],
+        "completion_mask": ones,
+        "advantages": signs * counted,
+        "num_items_in_batch": ones.sum(),
+    }
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each share: the median times of both, their losses, and how far their gradients are apart."""
+    from liger_losses.trl import enabled
+
+    model = build(case, device)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(model, folder, case.length // 2)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
+
+        def step(inputs: dict[str, torch.Tensor], skip: bool, update: bool = True) -> float:
+            with enabled(skip_zero_advantages=skip):
+                loss = trainer._compute_loss(model, inputs)
+                loss.backward()
+            if update:
+                optimizer.step()
+                optimizer.zero_grad()
+            return float(loss.detach())
+
+        for share in SHARES:
+            inputs = batch(case, share, device)
+            losses, gradients = [], []
+            for skip in (False, True):  # they compile, too
+                losses.append(step(inputs, skip, update=False))
+                gradients.append([p.grad for p in model.parameters()])
+                optimizer.zero_grad()
+            scale = torch.stack([g.float().norm() for g in gradients[0]]).norm()
+            apart = torch.stack([(a.float() - b.float()).norm() for a, b in zip(*gradients, strict=True)]).norm()
+            del gradients
+            times: dict[bool, list[float]] = {False: [], True: []}
+            peaks = {}
+            for skip in [skip for i in range(rounds) for skip in ((True, False) if i % 2 else (False, True))]:
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                times[skip].append(timed(lambda inputs=inputs, skip=skip: step(inputs, skip), device))
+                if device.type == "cuda":
+                    peaks[skip] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            whole, skipped = median(times[False]), median(times[True])
+            rows.append(
+                {
+                    "share": share,
+                    "milliseconds": {"all": round(whole, 2), "skipped": round(skipped, 2)},
+                    "times_as_fast": round(whole / skipped, 4),
+                    "expected": round(1 / (0.25 + 0.75 * share), 3),
+                    "losses": losses,
+                    "gradients_apart": float(apart / scale),
+                    "peak_gib": {"all": peaks.get(False), "skipped": peaks.get(True)},
+                    "rounds": times,
+                }
+            )
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    time_of, peak = row["milliseconds"], row["peak_gib"]
+    return (
+        f"share {row['share']:4}  all {time_of['all']:8.2f} ms / {peak['all']} GiB  "
+        f"skipped {time_of['skipped']:8.2f} ms / {peak['skipped']} GiB  {row['times_as_fast']:6.3f} times as fast "
+        f"(by the products alone {row['expected']})  losses {row['losses'][0]:.6g} {row['losses'][1]:.6g}  "
+        f"gradients {row['gradients_apart']:.1e} apart"
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tiny = Case("GRPO", "tiny", 4, 32, 0.5, True)
+    case = tiny if options.tiny else Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True)
+    rows = measure(case, options.rounds, device)
+    if options.out:
+        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
+        lines = [json.dumps(environment(device)), "", __doc__ or "", *map(line, rows)]
+        options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Sequences that run without a gradient because their coefficient in the loss is zero.
+
+In GRPO, RLOO and their relatives a group whose rewards are all equal has advantage 0. With no other term in the loss,
+its sequences have no gradient, but their log-probabilities are in the metrics. They need a forward, and neither saved
+activations nor a backward. B sequences of a batch, b some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_losses.kernels.autograd import once_differentiable
+
+T = TypeVar("T")
+
+
+def split_by_coefficient(
+    forward: Callable[[Tensor], T],
+    coefficients: Tensor,
+    *,
+    stand_in: Callable[[], T] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> T:
+    """What ``forward`` returns for the whole batch, with a gradient only through sequences whose coefficient counts.
+
+    ``logps = split_by_coefficient(lambda rows: logps_of(model, ids[rows], mask[rows]), advantages)`` equals
+    ``logps_of(model, ids, mask)``, and so do the loss and all gradients where each sequence's loss is a multiple of its
+    coefficient. A share f of sequences with a coefficient takes 1/3 + 2/3 f of the time of a forward and backward of
+    all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws other masks than it would for the whole batch.
+
+    Processes of a group split alike: all of them, or none if one has no sequence to leave out, as the others would wait
+    for it. Each of them then runs one forward without a gradient and one with, so that DDP, FSDP and ZeRO see the same
+    collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
+
+    Args:
+        forward: from indices ``[b]`` of sequences to their outputs: tensors ``[b, ...]``, or tuples and dictionaries of
+            such tensors and of ``None``. It must treat each sequence on its own.
+        coefficients: ``[B]`` or ``[B, T]``, what a sequence's loss is multiplied by: advantages, or advantages times a
+            mask. It is zero where all of a sequence's are exactly 0; NaN counts. With the process group's device.
+        stand_in: outputs for any small input, run with a gradient of zero where no sequence of this process has a
+            coefficient, as other processes wait for its backward. By default the first sequence runs.
+        group: processes that run the model together, by default all.
+
+    Raises:
+        ValueError: ``forward`` returned another number of sequences than it was asked for.
+        RuntimeError: in backward, if a sequence that was left out has a gradient after all.
+    """
+    indices = torch.arange(len(coefficients), device=coefficients.device)
+    if not torch.is_grad_enabled():
+        return forward(indices)
+    counts = (coefficients != 0).reshape(len(coefficients), -1).any(1)
+    if stand_in is None:
+        counts = counts | ((indices == 0) & ~counts.any())
+    leaves_out = (~counts).any().to(torch.int32).reshape(1)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(leaves_out, dist.ReduceOp.MIN, group=group)
+    splits, *chosen = torch.cat([leaves_out, counts.to(torch.int32)]).tolist()
+    if not splits:
+        return forward(indices)
+    counted, others = (indices.new_tensor([i for i, c in enumerate(chosen) if c == part]) for part in (1, 0))
+    with torch.no_grad():
+        left_out = forward(others)
+    torch.clear_autocast_cache()  # it has the weights' casts, made without a gradient
+    found = forward(counted) if stand_in is None or len(counted) else stand_in()
+    return _merged(found, left_out, counted, others)
+
+
+def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
+    if counted is None:
+        return None
+    if isinstance(counted, dict):
+        return {key: _merged(value, left_out[key], rows, others) for key, value in counted.items()}
+    if isinstance(counted, (tuple, list)):
+        parts = [_merged(*pair, rows, others) for pair in zip(counted, left_out, strict=True)]
+        return type(counted)(*parts) if hasattr(counted, "_fields") else type(counted)(parts)
+    for outputs, of in ((counted, rows), (left_out, others)):
+        if not isinstance(outputs, Tensor) or outputs.dim() == 0 or (len(of) and len(outputs) != len(of)):
+            given = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(
+                f"forward must return tensors [{len(of)}, ...] for {len(of)} sequences, or tuples and dictionaries of "
+                f"them, got {given}."
+            )
+    return _Merge.apply(counted, left_out, rows.to(left_out.device), others.to(left_out.device))
+
+
+class _Merge(torch.autograd.Function):
+    """Outputs of the sequences ``rows`` and ``others``, in the batch's order; only the first have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, counted: Tensor, left_out: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, others)
+        ctx.shape = counted.shape  # of a stand-in, where there are no rows
+        merged = left_out.new_empty(len(rows) + len(others), *left_out.shape[1:])
+        merged[others] = left_out
+        if len(rows):
+            merged[rows] = counted
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        rows, others = ctx.saved_tensors
+        without = gradient[others]
+        if bool((without.isfinite() & (without != 0)).any()):
+            raise RuntimeError(
+                "a sequence whose coefficient is 0 has a gradient: the loss has a term, such as a KL penalty or an "
+                "entropy bonus, that is not multiplied by the coefficients. Run all sequences with a gradient: without "
+                "split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
+            )
+        # NaN where theirs is not finite, as it would be in the whole batch's gradients.
+        found = gradient[rows] if len(rows) else gradient.new_zeros(ctx.shape)
+        return found + 0 * without.sum(), None, None, None

@@ -1,0 +1,255 @@
+"""Sequences without advantage in TRL's trainers: the loss, gradients and metrics of all, the backward of the others."""
+
+import contextlib
+import warnings
+from collections import defaultdict
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from liger_losses.trl import disable, enable, enabled
+from liger_losses.trl.zero_advantages import _select, without_zero_advantages
+from tests.project.test_examples import tiny_model
+from tests.trl.test_trainers_images import online as online_with_images
+from tests.trl.trainers import CASES, mixture, online, trl
+
+GRPO = (trl.GRPOTrainer, trl.GRPOConfig)
+B, P, C = 4, 3, 6
+LENGTHS = (6, 3, 5, 2)
+HALF, NONE, ALL, ONE = [0.0, 1.0, 0.0, -2.0], [0.0] * 4, [0.5, 1.0, -1.5, -2.0], [0.0, 0.0, 0.7, 0.0]
+
+
+def trainer_of(kind, folder):
+    """A trainer of each kind, built once, with weights of its own."""
+    made = folder / kind
+    made.mkdir()
+    options = {"beta": 0.0, "num_generations": 2, "max_completion_length": C}
+    if kind == "image":
+        trainer = online_with_images(*GRPO)(made, None, None, lambda n: "word1 " * n, **options)
+    elif kind == "GMPO":
+        trainer = CASES["GMPO"][0](made, *tiny_model(), **options)
+    elif kind == "experts":
+        _, tokenizer, text = tiny_model()
+        experts = mixture(made, None, tokenizer, text).model
+        trainer = online(*GRPO)(made, experts, tokenizer, text, **options)
+    else:
+        trainer = online(*{"GRPO": GRPO, "RLOO": (trl.RLOOTrainer, trl.RLOOConfig)}[kind])(
+            made, *tiny_model(), **options
+        )
+    torch.manual_seed(0)
+    for parameter in trainer.model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    trainer.model.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainers")
+    with enabled():
+        found = {kind: trainer_of(kind, folder) for kind in ("GRPO", "RLOO", "GMPO", "image", "experts")}
+    return found.__getitem__
+
+
+def inputs_of(kind, advantages, **others):
+    g = torch.Generator().manual_seed(0)
+    logps = [-2.5 + 0.3 * torch.randn(B, C, generator=g) for _ in range(2)]
+    inputs = {
+        "prompt_ids": torch.randint(3, 19, (B, P), generator=g),
+        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]]),
+        "completion_ids": torch.randint(3, 19, (B, C), generator=g),
+        "completion_mask": (torch.arange(C) < torch.tensor(LENGTHS)[:, None]).long(),
+        "advantages": torch.tensor(advantages),
+        "num_items_in_batch": torch.tensor(40),
+        "old_per_token_logps": logps[0],
+        "ref_per_token_logps": logps[1],
+        "old_logps": logps[0].sum(1),
+    }
+    if kind == "image":  # each prompt is an image's tokens
+        inputs["prompt_ids"], inputs["prompt_mask"] = torch.full((B, 4), 3), torch.ones(B, 4, dtype=torch.int64)
+        inputs["completion_ids"] = inputs["completion_ids"].clamp(min=4)
+        inputs |= {"pixel_values": torch.randn(B, 3, 8, 8, generator=g), "num_images": [1] * B}
+    return inputs | others
+
+
+@contextlib.contextmanager
+def changed(trainer, attributes):
+    """Attributes of the trainer, or of its configuration where it has them there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "current_gradient_accumulation_steps", 2, raising=False)
+        for name, value in attributes.items():
+            patch.setattr(trainer if name in vars(trainer) else trainer.args, name, value)
+        yield
+
+
+def evaluated(trainer, inputs, skip, attributes):
+    """Loss, gradients, metrics, and how many sequences ran with a gradient and without, of each forward."""
+    ran, model = [], trainer.model
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: ran.append((torch.is_grad_enabled(), *kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    with changed(trainer, attributes), hook, enabled(skip_zero_advantages=skip):
+        trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        model.zero_grad()
+        loss = trainer._compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach(), [p.grad for p in model.parameters()], dict(trainer._metrics["train"]), ran
+
+
+#: A kind of trainer, what is changed in it and its configuration, the advantages, and other inputs.
+SPLITS = {
+    "half": ("GRPO", {}, HALF, {}),
+    "a single one": ("GRPO", {}, ONE, {}),
+    "none": ("GRPO", {}, NONE, {}),
+    "not a number": ("GRPO", {}, [0.0, float("nan"), 0.0, 0.0], {}),
+    "by token": ("GRPO", {}, [[0.0] * C, [0.0] * 2 + [1.0] * 4, [0.0] * C, [1.0] * C], {}),
+    **{
+        name: ("GRPO", {"loss_type": name}, HALF, {})
+        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
+    },
+    "iterations": ("GRPO", {"loss_type": "grpo", "num_iterations": 2}, HALF, {}),
+    "first iteration": ("GRPO", {"loss_type": "grpo"}, HALF, {"old_per_token_logps": None}),
+    "sequence level": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, HALF, {}),
+    "entropy quantile": ("GRPO", {"top_entropy_quantile": 0.5}, HALF, {}),
+    "two-sided": ("GRPO", {"delta": 1.5}, HALF, {}),
+    "off-policy mask": ("GRPO", {"off_policy_mask_threshold": 0.1}, HALF, {}),
+    "truncated": ("GRPO", {}, ALL, {"completion_mask": torch.tensor([[1] * C, [0] * C, [1] * C, [0] * C])}),
+    "tools": ("GRPO", {}, ALL, {"tool_mask": torch.tensor([[1] * C, [0] * C, [1] * C, [0] * C])}),
+    "RLOO": ("RLOO", {}, HALF, {}),
+    "RLOO, beta": ("RLOO", {"beta": 0.3}, ONE, {}),  # in its rewards
+    "GMPO": ("GMPO", {}, HALF, {}),
+    "image": ("image", {}, HALF, {}),
+    "image, none": ("image", {}, NONE, {}),
+    "experts": ("experts", {"aux_loss_enabled": False}, HALF, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [*((name, False) for name in SPLITS), ("half", True), ("RLOO", True), ("image", True)]
+)
+def test_loss_gradients_and_metrics_are_those_of_all_sequences(name, checkpointing, trainers):
+    kind, attributes, advantages, others = SPLITS[name]
+    trainer, inputs = trainers(kind), inputs_of(kind, advantages, **others)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss, gradients, metrics, ran = evaluated(trainer, inputs, False, attributes)
+    found = evaluated(trainer, inputs, True, attributes)
+    trainer.model.gradient_checkpointing_disable()
+    torch.testing.assert_close(found[0], loss, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for ours, theirs in zip(found[1], gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert found[2].keys() == metrics.keys()
+    for key, values in metrics.items():
+        assert found[2][key] == pytest.approx(values, rel=1e-6, abs=1e-6, nan_ok=True), key
+    ((whole, *size),) = ran
+    (without, left_out, *_), (with_gradient, counted, length) = found[3]
+    assert (whole, without, with_gradient, size[0]) == (True, False, True, B)
+    if advantages is NONE and kind != "image":  # a short input stands in
+        assert (left_out, counted) == (B, 1)
+        assert length <= size[1]
+    else:
+        assert left_out + counted == B
+
+
+#: What gives tokens without advantage a gradient, or couples sequences.
+WHOLE = {
+    "beta": ("GRPO", {"beta": 0.1}, "beta adds a term"),
+    "entropy bonus": ("GRPO", {"_entropy_bonus_enabled": True, "entropy_coef": 0.1}, "entropy_coef adds a term"),
+    "router": ("experts", {}, "router_aux_loss_coef adds a term"),
+    "beta of GMPO": ("GMPO", {"beta": 0.1}, "beta adds a term"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_terms_of_the_loss_keep_all_sequences(name, trainers):
+    """It says so once."""
+    kind, attributes, reason = WHOLE[name]
+    trainer, inputs = trainers(kind), inputs_of(kind, HALF)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_liger_losses_said_why", False, raising=False)
+        with pytest.warns(UserWarning, match=f"take part in the backward of this {type(trainer).__name__}: {reason}"):
+            (*_, ran) = evaluated(trainer, inputs, True, attributes)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*take part in the backward")
+            evaluated(trainer, inputs, True, attributes)
+    assert [size[:2] for size in ran] == [(True, B)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantages", "others"),
+    [("GRPO", ALL, {}), ("image", HALF, {"num_images": [1, 1, 2, 0]})],
+    ids=["every one has an advantage", "some have no images"],
+)
+def test_batches_that_are_not_split(kind, advantages, others, trainers):
+    (*_, ran) = evaluated(trainers(kind), inputs_of(kind, advantages, **others), True, {})
+    assert [size[:2] for size in ran] == [(True, B)]
+
+
+def test_batch_normalization_keeps_all_sequences(trainers):
+    trainer = trainers("GRPO")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_liger_losses_said_why", False, raising=False)
+        trainer.model.add_module("norm_of_a_tower", nn.BatchNorm1d(2))
+        with pytest.warns(UserWarning, match="batch normalization couples sequences"):
+            (*_, ran) = evaluated(trainer, inputs_of("GRPO", HALF), True, {})
+        del trainer.model.norm_of_a_tower
+    assert [size[:2] for size in ran] == [(True, B)]
+
+
+def test_a_term_that_is_not_known_is_an_error_before_the_step(trainers):
+    """In another version of TRL, say: sequences without advantage would have a gradient."""
+    trainer, knows_no_terms = trainers("GRPO"), without_zero_advantages(())
+    with changed(trainer, {"beta": 0.1}):
+        loss = knows_no_terms(trl.GRPOTrainer._compute_loss)(trainer, trainer.model, inputs_of("GRPO", HALF))
+        with pytest.raises(RuntimeError, match=r"has a gradient: .*skip_zero_advantages=False"):
+            loss.backward()
+
+
+def test_nothing_is_split_without_gradients(trainers):
+    trainer = trainers("GRPO")
+    split = mock.patch("liger_losses.trl.zero_advantages._split")
+    with torch.no_grad(), changed(trainer, {}), enabled(), split as called:
+        trainer._compute_loss(trainer.model, inputs_of("GRPO", HALF))
+    assert not called.called
+    assert "_get_per_token_logps_and_entropies" not in vars(trainer)
+
+
+def test_the_switch():
+    compute_loss = trl.GRPOTrainer._compute_loss
+    enable(skip_zero_advantages=False)
+    enable()  # changes nothing
+    assert trl.GRPOTrainer._compute_loss is compute_loss
+    disable()
+    with enabled():
+        assert trl.GRPOTrainer._compute_loss is not compute_loss
+        with pytest.raises(RuntimeError, match=r"enabled already: call .*disable\(\) first"):
+            enable(skip_zero_advantages=False)
+    assert trl.GRPOTrainer._compute_loss is compute_loss
+    with pytest.raises(TypeError, match="skip_zero_advantages must be True or False"):
+        enable(skip_zero_advantages=1)
+
+
+#: Layouts of pictures, and what TRL has of each: rows of pixels of each sequence.
+LAYOUTS = {
+    "by grid": {"image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 1, 3]]), "pixels": 10},
+    "by picture": {"image_sizes": torch.arange(8).view(4, 2), "pixels": 4},
+    "by tile": {"num_tiles": [1, 3, 2], "pixels": 6},
+}
+_PIXELS = {"by grid": ([0, 1], [2, 3, 4, 5, 6], [7, 8, 9]), "by picture": ([0], [1, 2], [3])}
+_PIXELS["by tile"] = ([0], [1, 2, 3], [4, 5])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pictures_go_with_their_sequences(layout):
+    given = dict(LAYOUTS[layout])
+    pixels = torch.arange(given.pop("pixels"))
+    batch = {"input_ids": torch.arange(3), "pixel_values": pixels, "num_images": [1, 2, 1], **given}
+    rows = torch.tensor([2, 1])
+    chosen = _select(batch, rows)
+    assert (chosen["input_ids"].tolist(), chosen["num_images"]) == ([2, 1], [1, 2])
+    assert chosen["pixel_values"].tolist() == [*_PIXELS[layout][2], *_PIXELS[layout][1]]
+    for name in ("image_grid_thw", "image_sizes"):
+        if name in given:
+            assert torch.equal(chosen[name], given[name][torch.tensor([3, 1, 2])])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import sys
@@ -100,12 +101,36 @@ def without_gpu(packages: Sequence[str]) -> None:
     """Make these packages of this process take tensors on the CPU for an H200's, whose kernels are not launched."""
     from triton.runtime.driver import driver
 
+    def product(*operands: Tensor, out: Tensor, **options: Any) -> Tensor:
+        if Launcher.first_product is None:
+            Launcher.first_product = time.thread_time_ns()
+        return out
+
+    large: dict[Any, Tensor] = {}
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        """Large tensors share memory, as a GPU's allocator keeps it: asking the system for it takes longer."""
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if math.prod(shape) < 2**16:
+            return allocate(*size, **options)
+        key = tuple(shape), options.get("dtype")
+        if key not in large:
+            large[key] = allocate(*size, **options)
+        return large[key].detach()
+
+    allocate = torch.empty
     driver.set_active(Driver())
     of_torch: dict[Any, dict[str, Any]] = {
-        torch: {"zeros": torch.empty, **dict.fromkeys(("mm", "addmm"), lambda *operands, out, **options: out)},
+        torch: {
+            "empty": empty,
+            "zeros": empty,
+            "_assert_async": lambda right: None,
+            **dict.fromkeys(("mm", "addmm"), product),
+        },
         Tensor: {
             "is_cuda": True,
             "index_select": lambda matrix, dim, index: matrix.new_empty(len(index), *matrix.shape[1:]),
+            "masked_fill": lambda tensor, mask, value: torch.empty_like(tensor),
             "index_copy_": lambda matrix, dim, index, source: matrix,
         },
         torch.cuda: {
@@ -128,6 +153,8 @@ def without_gpu(packages: Sequence[str]) -> None:
         stand_ins = {
             "matmul_into": lambda out, a, b, *, accumulate=False, to=aligned: to(out, a, b, accumulate),
             "processors": lambda device: 132,
+            "host_checks": lambda device: False,
+            "SMALL_CALL_FLOPS": {"cpu": 2e12},  # a GPU's
         }
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == package:

@@ -6,6 +6,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,22 @@ from liger_losses.kernels.matmul import matmul_into, start_beside
 
 #: Of a product with fewer multiplications, the host takes longer to start it on another stream than that gains.
 MIN_BESIDE = 1.5e11
+
+
+def side_by_side(device: torch.device, products: Sequence[Callable[[], object]], multiplications: int) -> None:
+    """Launch the products, of so many multiplications each; of two large ones, the first beside the second."""
+    first, *more = products or [lambda: None]
+    if not more or multiplications < MIN_BESIDE:
+        for product in products:
+            product()
+        return
+    # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
+    wait = start_beside(device, first)
+    try:
+        for product in more:
+            product()
+    finally:
+        wait()
 
 
 class HeadGradients:
@@ -69,20 +86,13 @@ class HeadGradients:
             dtype = call.work.operand_dtype if whole else call.work.logits_dtype
             fits = into is not None and into.dtype == dtype and into.is_contiguous()
             out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
-        # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
-        wait = None
+        products = list[Callable[[], object]]()
         if out is not None:
             rows, start = (self.projection, columns.start) if projection is None else (projection, 0)
-            product = partial(rows.back_into, out, grad, start, accumulate=accumulate)
-            if grad.numel() * hidden.shape[1] >= MIN_BESIDE:
-                wait = start_beside(grad.device, product)
-            else:
-                product()
-        try:
-            self.add_weight(grad, self.trained(hidden), columns, first=first)
-        finally:
-            if wait is not None:
-                wait()
+            products.append(partial(rows.back_into, out, grad, start, accumulate=accumulate))
+        if self.weight is not None:
+            products.append(partial(self.add_weight, grad, self.trained(hidden), columns, first=first))
+        side_by_side(grad.device, products, grad.numel() * hidden.shape[1])
         return out
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:

@@ -5,7 +5,7 @@ T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.call import Call, make_call
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
-from liger_losses.chunked.engine.stream import Stream
+from liger_losses.chunked.engine.stream import passes_of
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
@@ -56,8 +56,8 @@ def separable_loss(
     checked, call = make_call(hidden_states, head, labels, query, options)
     hidden = checked.hidden_states
     if call.strategy == "one_pass":
-        loss, *outputs = _LinearTokenLoss.apply(call, head.weight, head.bias, *hidden)
-        return loss, call.by_tensor(dict(zip(call.outputs, outputs, strict=True)))[0]
+        loss, (values,) = one_pass_losses([call], [(head.weight, head.bias, *hidden)])
+        return loss, call.by_tensor(values)[0]
     loss, found = loss_of_statistics(call, head, hidden)
     return loss, found[0]
 
@@ -102,7 +102,7 @@ def _compute_statistics(
         outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
         return dict(zip(call.outputs, outputs, strict=True))
     with torch.no_grad(), _without_autocast(head.weight):
-        values, _ = Stream(call, head.weight, head.bias, hidden).statistics()
+        values, _ = passes_of(call, head.weight, head.bias, hidden).statistics()
     return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, "lse"))}
 
 
@@ -135,7 +135,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
         with _without_autocast(weight):
-            stream = Stream(call, weight, bias, hidden)
+            stream = passes_of(call, weight, bias, hidden)
             if known is not None:
                 values = {name: call.tokens.gather_all(value) for name, value in known.items()}
             elif call.strategy == "frozen_head":
@@ -166,38 +166,69 @@ class _LinearStatistics(torch.autograd.Function):
         }
         with _without_autocast(weight):
             if ctx.unit_gradient is not None:
-                scaled = Stream(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
+                scaled = passes_of(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            stream = Stream(call, weight, bias, hidden, multiplies=block is None)
+            stream = passes_of(call, weight, bias, hidden, multiplies=block is None)
             return None, None, *stream.gradients(values, gradients, block)
 
 
-class _LinearTokenLoss(torch.autograd.Function):
-    """A separable loss and its gradients in forward; backward only scales them."""
+def one_pass_losses(
+    calls: Sequence[Call], tensors: Sequence[Sequence[Tensor | None]]
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The sum of separable losses that take one pass each, and the statistics ``[T]`` of each call.
+
+    ``tensors`` are ``(weight, bias, *hidden_states)`` of each call; one that several calls have has one gradient.
+    """
+    distinct = list({id(tensor): tensor for given in tensors for tensor in given}.values())
+    numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
+    uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
+    loss, *outputs = _OnePassLosses.apply(calls, uses, *distinct)
+    values = iter(outputs)
+    return loss, [{name: next(values) for name in call.outputs} for call in calls]
+
+
+class _OnePassLosses(torch.autograd.Function):
+    """Separable losses, one after another, and their gradients in forward; backward only scales these."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], *tensors: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with _without_autocast(weight):
-            loss, values, gradients = Stream(call, weight, bias, [hidden]).token_loss()
-        ctx.call, ctx.gradients = call, gradients
-        ctx.save_for_backward(weight, bias, hidden, call.tokens.labels)
-        outputs = tuple(call.tokens.scatter(values[name]) for name in call.outputs)
+        ctx.calls, ctx.uses = calls, uses
+        loss, outputs, ctx.gradients = _run(calls, uses, tensors)
+        ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
         ctx.mark_non_differentiable(*outputs)
         return loss, *outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
-        call: Call = ctx.call
+        tensors = ctx.saved_tensors[: -len(ctx.calls)]
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
-            return None, None, None, None
+            return None, None, *[None] * len(tensors)
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
-            weight, bias, hidden, _ = ctx.saved_tensors
-            with _without_autocast(weight):
-                gradients = Stream(call, weight, bias, [hidden]).token_loss()[-1]
-        return None, *(None if grad is None else scale_(grad, upstream, backend=call.backend) for grad in gradients)
+            *_, gradients = _run(ctx.calls, ctx.uses, tensors)
+        backend = ctx.calls[0].backend
+        return None, None, *[None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients]
+
+
+def _run(
+    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """The loss, all calls' statistics, and the gradient of each tensor, which is added up as the calls run."""
+    losses, outputs = list[Tensor](), list[Tensor]()
+    gradients: list[Tensor | None] = [None] * len(tensors)
+    for call, places in zip(calls, uses, strict=True):
+        weight, bias, *hidden = [tensors[i] for i in places]
+        with _without_autocast(weight):
+            loss, values, found = passes_of(call, weight, bias, hidden).token_loss()
+        losses.append(loss)
+        outputs += [call.tokens.scatter(values[name]) for name in call.outputs]
+        for i, grad in zip(places, found, strict=True):
+            before = gradients[i]
+            if grad is not None:
+                gradients[i] = grad if before is None else before.add_(grad)
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), outputs, gradients

@@ -20,6 +20,7 @@ from liger_losses.chunked.engine.given import Given, given_to_loss, running
 from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import (
+    SMALL_FORWARD_LOGITS,
     EngineOptions,
     Plan,
     Workload,
@@ -61,6 +62,7 @@ class Call:
     needs_hidden: tuple[bool, ...]  # which hidden states need a gradient
     needs_weight: bool
     needs_bias: bool
+    one_block: bool = False  # whether all tokens are one block of logits of one dense head
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -197,6 +199,7 @@ class Run(NamedTuple):
     plan: Plan
     strategy: str  # one of STRATEGIES
     grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
+    one_block: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +219,7 @@ class Decision:
     selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
     options: EngineOptions
     grad_weight_dtype: torch.dtype
+    one_block: bool  # whether all tokens may be one block of logits of one dense head
     work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
 
@@ -252,7 +256,8 @@ class Decision:
         if work.walks or many_blocks:
             # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
             dtype = torch.promote_types(dtype, torch.float32)
-        return Run(work, plan, strategy, dtype)
+        one_block = self.one_block and not work.fused and strategy in ("statistics", "one_pass", "resident")
+        return Run(work, plan, strategy, dtype, one_block)
 
 
 #: What :func:`decide` has found, by :func:`_signature`.
@@ -442,17 +447,19 @@ def _decide(
         selects=query.selected is not None,
         options=options,
         grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
+        one_block=False,
         work=work,
     )
     drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
     if drops or not options.compact or query.comparison is not None:
         return made
     # A block of fp32 logits, if it fits: the fewest launches.
-    if made.needs_gradient:
+    if made.needs_gradient or most * vocab_size <= SMALL_FORWARD_LOGITS:
         work = replace(work, fused=False, exponentials=False)
-    small = replace(made, compact=False, work=work, runs={})
+    one_block = query.selected is None and head.weights.matrix(operand) is not None
+    small = replace(made, compact=False, work=work, one_block=one_block, runs={})
     with suppress(ValueError):  # the workspace is too small for it
-        if not made.needs_gradient or small.run(most, True).plan.rows >= most:
+        if work.fused or small.run(most, True).plan.rows >= most:
             return small
     return made
 

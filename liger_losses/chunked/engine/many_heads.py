@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, statistics_of
+from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, one_pass_losses, statistics_of
 from liger_losses.chunked.engine.call import Call, CheckedInputs, drops_tokens, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
 from liger_losses.chunked.engine.head import Head
@@ -24,9 +24,7 @@ from liger_losses.chunked.engine.input_checks import check_inputs, rows_of_all
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: What errors call the first argument.
@@ -209,7 +207,7 @@ class Targets:
                 found.append((group, statistics))
                 losses.append(loss)
         if one_pass:
-            loss, values = token_losses([call for _, call in one_pass], tensors)
+            loss, values = one_pass_losses([call for _, call in one_pass], tensors)
             losses.append(loss)
             found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
         return torch.stack(losses).sum(), self.in_order(found)
@@ -272,63 +270,3 @@ def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGro
         stop = start + len(group.places)
         yield replace(group, labels=tokens.part(slice(start, stop)))
         start = stop
-
-
-def token_losses(
-    calls: Sequence[Call], tensors: Sequence[Sequence[Tensor | None]]
-) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The sum of separable losses that take one pass each, and the statistics ``[T]`` of each call.
-
-    ``tensors`` are ``(weight, bias, *hidden_states)`` of each call; one that several calls have has one gradient.
-    """
-    distinct = {id(tensor): tensor for given in tensors for tensor in given}
-    numbers = {key: number for number, key in enumerate(distinct)}
-    uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
-    loss, *outputs = _LinearTokenLosses.apply(calls, uses, *distinct.values())
-    values = iter(outputs)
-    return loss, [{name: next(values) for name in call.outputs} for call in calls]
-
-
-class _LinearTokenLosses(torch.autograd.Function):
-    """Separable losses of several heads, one after another, with their gradients in forward; backward scales these."""
-
-    @staticmethod
-    def forward(ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], *tensors: Tensor | None) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.calls, ctx.uses = calls, uses
-        loss, outputs, ctx.gradients = _run(calls, uses, tensors)
-        ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
-        ctx.mark_non_differentiable(*outputs)
-        return loss, *outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors[: -len(ctx.calls)]
-        gradients, ctx.gradients = ctx.gradients, None
-        if upstream is None:
-            return None, None, *[None] * len(tensors)
-        if gradients is None:
-            # The first backward scaled them in place and returned them: a second one computes them again.
-            *_, gradients = _run(ctx.calls, ctx.uses, tensors)
-        backend = ctx.calls[0].backend
-        return None, None, *(None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients)
-
-
-def _run(
-    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The loss, all calls' statistics, and the gradient of each tensor, which is added up as the calls run."""
-    losses, outputs = list[Tensor](), list[Tensor]()
-    gradients: list[Tensor | None] = [None] * len(tensors)
-    for call, places in zip(calls, uses, strict=True):
-        weight, bias, *hidden = (tensors[i] for i in places)
-        with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
-            loss, values, found = Stream(call, weight, bias, hidden).token_loss()
-        losses.append(loss)
-        outputs += [call.tokens.scatter(values[name]) for name in call.outputs]
-        for i, grad in zip(places, found, strict=True):
-            if grad is not None:
-                before = gradients[i]
-                gradients[i] = grad if before is None else before.add_(grad)
-    return torch.stack(losses).sum(), outputs, gradients

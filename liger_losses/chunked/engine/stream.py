@@ -6,6 +6,7 @@ N active tokens, H hidden size, V vocabulary size, R rows and C columns of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
+from liger_losses.chunked.engine.one_block import OneBlock
 from liger_losses.chunked.engine.plan import blocks
-from liger_losses.chunked.engine.query import Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.token_losses import token_losses
 from liger_losses.chunked.engine.two_models import TwoModels, row_constants
 
 
@@ -96,7 +98,7 @@ class Stream:
                 block.fill(part, known)
                 upstream: Upstream = {}
                 if known is None:
-                    found, upstream = self._token_losses(part)
+                    found, upstream = token_losses(self.call, part.values, part.rows)
                     losses.append(found)
                 else:
                     upstream = known
@@ -161,27 +163,11 @@ class Stream:
         constants = row_constants(self.call)
         return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}
 
-    def _token_losses(self, part: Part) -> tuple[Tensor, Upstream]:
-        """The tokens' losses, and their derivatives by each statistic: from autograd, unless the loss gives them."""
-        tokens, query, (rows, _, values, _) = self.call.tokens, self.call.query, part
-        assert query.token_loss is not None
-        with torch.enable_grad():
-            leaves = {name: values[name].detach().requires_grad_() for name in query.statistics}
-            named = {**leaves, **{name: values[name] for name in query.metrics}}
-            inputs = _rows_of(query.token_inputs, rows)
-            read = read_by(query.token_loss, Statistics(**named))
-            result = query.token_loss(read, tokens.labels[rows], **inputs)
-            losses, derivatives = result if isinstance(result, tuple) else (result, None)
-            if not isinstance(losses, Tensor) or losses.shape != (rows.stop - rows.start,):
-                raise wrong_token_losses(losses, rows.stop - rows.start)
-            losses = tokens.masked(losses, rows)
-            if derivatives is not None:
-                dtype = self.call.work.logits_dtype  # as autograd would give them: those of fp64 weights are fp64
-                masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
-                return losses.detach(), masked
-            if not losses.requires_grad:
-                return losses, {}
-            upstream = torch.autograd.grad(losses.sum(), tuple(leaves.values()), allow_unused=True)
-        # Masked again: where a loss is not finite, not even 0 times its derivative is.
-        pairs = zip(leaves, upstream, strict=True)
-        return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}
+
+def passes_of(
+    call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
+) -> Any:
+    """What computes the call: one block of all tokens, or a stream of blocks."""
+    if call.one_block:
+        return OneBlock(call, weight, bias, hidden_states)
+    return Stream(call, weight, bias, hidden_states, multiplies)

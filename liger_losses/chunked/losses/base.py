@@ -123,6 +123,10 @@ class ChunkedLoss(nn.Module):
     #: Those that say how the engine streams.
     streaming: ClassVar[tuple[str, ...]] = _STREAMING
     settings: Any  # which is one of these
+    #: Whether the class has properties in the place of options, which each call reads.
+    computes_options: ClassVar[bool] = False
+    _options: EngineOptions
+    _transform: LogitTransform
     #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = FORMS["tokens"]
     argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
@@ -135,6 +139,7 @@ class ChunkedLoss(nn.Module):
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
         cls.option_names = tuple(constructor_signature(cls).parameters)
+        cls.computes_options = any(hasattr(cls, field.name) for field in fields(LossOptions))
         if "forward" in vars(cls):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 
@@ -144,8 +149,7 @@ class ChunkedLoss(nn.Module):
         super().__init__()
         for name in {*vars(self)} & {*vars(settings)}:
             del self.__dict__[name]  # a subclass has assigned an option before it has called this
-        self.settings = settings
-        self.__dict__.update(vars(settings))  # each option is an attribute too
+        self._read(settings)
         self.check_options()
 
     if TYPE_CHECKING:
@@ -158,14 +162,20 @@ class ChunkedLoss(nn.Module):
             values = {name: value}
             if name in self.options_type.__dataclass_fields__:
                 settings = replace(self.settings, **values)  # which checks it
-                values = {"settings": settings, **vars(settings)}
+                copy.copy(self)._read(settings).check_options()
+                self._read(settings)
+                return
             changed = copy.copy(self)
             changed.__dict__.update(values)
             changed.check_options()
-            if len(values) > 1:
-                self.__dict__.update(values)
-                return
         super().__setattr__(name, value)
+
+    def _read(self, settings: Any) -> ChunkedLoss:
+        """Take these options, each of which is an attribute too, and what each call makes of them."""
+        options = EngineOptions(**{name: getattr(settings, name) for name in self.streaming})
+        transform = LogitTransform(settings.temperature, settings.logit_scale, settings.softcap)
+        self.__dict__.update(vars(settings), settings=settings, _options=options, _transform=transform)
+        return self
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for attributes that do not fit, of subclasses that have some beside options.
@@ -193,12 +203,16 @@ class ChunkedLoss(nn.Module):
     @property
     def transform(self) -> LogitTransform:
         """What is done to the logits of policy and reference."""
-        return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+        if self.computes_options:
+            return LogitTransform(self.temperature, self.logit_scale, self.softcap)
+        return self._transform
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        return EngineOptions(**{name: getattr(self, name) for name in self.streaming})
+        if self.computes_options:
+            return EngineOptions(**{name: getattr(self, name) for name in self.streaming})
+        return self._options
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:
         """:attr:`transform`, with a temperature per token where a call gives one."""

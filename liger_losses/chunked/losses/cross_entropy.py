@@ -26,6 +26,7 @@ from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.token_losses import closed_form
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
 
@@ -122,13 +123,13 @@ def cross_entropy(
         raise ValueError("label_smoothing needs mean_logps=, and lse_square_scale needs lse=.")
     ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
     label_scale = ce_scale if label_weights is None else ce_scale * label_weights
-    derivatives = {"logp": ((label_smoothing - 1) * label_scale).expand_as(logps)}
+    derivatives = {"logp": (label_scale * (label_smoothing - 1)).expand_as(logps)}
     ce = derivatives["logp"] * logps
     if label_smoothing:
         derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
         ce = ce + derivatives["mean_logp"] * mean_logps
     if lse is None:
-        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
+        return CrossEntropyTerms(ce, logps.new_zeros(()).expand_as(ce), derivatives)
     z_scale = logps.new_ones(()) if z_scale is None else z_scale
     if lse_square_scale:
         derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
@@ -157,7 +158,7 @@ class TokenCrossEntropy:
         """The loss ``[n]`` of tokens with these numbers, and its derivatives."""
         totals = ce_total, ce_total if z_total is None else z_total
         ce, z, derivatives = self.terms(values, *totals, token_weights, label_weights)
-        return ce + z, derivatives
+        return ce + z if self.lse_square_scale else ce, derivatives
 
     def terms(
         self,
@@ -440,6 +441,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             inputs["label_weights"] = [self.ce_weight[each.labels.where(each.mask, 0)] for each in targets]
         return inputs if several else {name: values[0] for name, values in inputs.items()}
 
+    @closed_form
     def _token_loss(
         self,
         values: Statistics,
@@ -527,6 +529,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             if token_weights is not None:
                 weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
             ce_total = z_total = weights.sum(dtype=torch.promote_types(weights.dtype, wide))
+            if weights is mask and self.ce_weight is None and self.group is None:  # a count
+                return (z_total.clamp_(min=1.0),) * 2
             if self.ce_weight is not None:
                 weights = weights.to(ce_total.dtype)
                 # The engine reports labels outside the vocabulary.

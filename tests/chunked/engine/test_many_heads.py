@@ -177,9 +177,9 @@ def test_a_temperature_per_token(wiring):
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
     """And the host waits for the device once for all heads."""
     streams, selections = [], []
-    stream, select = many_heads.Stream, Tokens.select
+    stream, select = autograd_functions.passes_of, Tokens.select
     monkeypatch.setattr(
-        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        autograd_functions, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
     )
     monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
     for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
@@ -194,7 +194,7 @@ def test_a_head_of_several_targets_is_one_stream(monkeypatch):
 
 
 def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
-    monkeypatch.setattr(many_heads, "Stream", None)
+    monkeypatch.setattr(autograd_functions, "passes_of", None)
     _, (hidden, weights, _), labels = targets("own heads")
     outside = labels.masked_fill(labels == -100, 0) + V - 1
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -288,10 +288,10 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
 
 def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
-    streams, stream = [], many_heads.Stream
-    for module in (many_heads, autograd_functions):
+    streams, stream = [], autograd_functions.passes_of
+    for module in (autograd_functions,):
         monkeypatch.setattr(
-            module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+            module, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
         )
     g = torch.Generator().manual_seed(0)
     counts = [20, 40, 30, 90, 100, 10]
@@ -540,9 +540,9 @@ def test_in_a_compiled_function():
 def test_a_repeated_head_in_a_compiled_function(monkeypatch):
     """It is one stream there too."""
     streams = []
-    stream = many_heads.Stream
+    stream = autograd_functions.passes_of
     monkeypatch.setattr(
-        many_heads, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        autograd_functions, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
     )
     loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")

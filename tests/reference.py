@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import call, plan
+from liger_losses.chunked.engine import decision, plan
 
 NAMES = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 
@@ -99,9 +99,9 @@ def peak_bytes(function) -> int:
 def small_calls(flops: float = 1e30):
     """Calls of at most so many floating-point operations take the way of small ones; none does with 0."""
     before, plan.SMALL_CALL_FLOPS = plan.SMALL_CALL_FLOPS, {"cpu": flops, "cuda": flops}
-    call._decisions.clear()
+    decision._decisions.clear()
     try:
         yield
     finally:
         plan.SMALL_CALL_FLOPS = before
-        call._decisions.clear()
+        decision._decisions.clear()

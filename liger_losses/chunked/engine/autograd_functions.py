@@ -27,8 +27,8 @@ def query_statistics(
     """The statistics of each tensor of labels, in its shape."""
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
-    checked, call = make_call(hidden_states, head, labels, query, options)
-    return statistics_of(call, head, checked.hidden_states)
+    hidden, call = make_call(hidden_states, head, labels, query, options)
+    return statistics_of(call, head, hidden)
 
 
 def flat_statistics(
@@ -43,8 +43,8 @@ def flat_statistics(
 
     ``known`` are these of an earlier call without gradients, which are not computed again.
     """
-    checked, call = make_call(hidden_states, head, labels, query, options)
-    return _compute_statistics(call, head, checked.hidden_states, known)
+    hidden, call = make_call(hidden_states, head, labels, query, options)
+    return _compute_statistics(call, head, hidden, known)
 
 
 def separable_loss(
@@ -53,8 +53,7 @@ def separable_loss(
     """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
-    checked, call = make_call(hidden_states, head, labels, query, options)
-    hidden = checked.hidden_states
+    hidden, call = make_call(hidden_states, head, labels, query, options)
     if call.strategy == "one_pass":
         loss, (values,) = one_pass_losses([call], [(head.weight, head.bias, *hidden)])
         return loss, call.by_tensor(values)[0]

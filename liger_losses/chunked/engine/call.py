@@ -1,46 +1,30 @@
-"""What one call asks for and how it runs: decided once, then only read.
+"""One call: what is asked, which tokens are active, and how it runs.
 
 N active tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.engine.decision import Decision, decide, listed
 from liger_losses.chunked.engine.given import Given, given_to_loss, running
-from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
-from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import (
-    SMALL_FORWARD_LOGITS,
-    EngineOptions,
-    Plan,
-    Workload,
-    default_bound,
-    device_memory,
-    is_small,
-    make_plan,
-)
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Comparison, Query, Statistics, check_query
+from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
+from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
 from liger_losses.chunked.engine.weights import Projection, weights_of
-from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels._triton import BACKEND_VARIABLE
-from liger_losses.kernels.autograd import autocast_dtype, within_transform
-from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
-from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -131,39 +115,23 @@ def _flat(hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-class CheckedInputs(NamedTuple):
-    """The inputs of a call that fit together."""
-
-    hidden_states: tuple[Tensor, ...]
-    labels: tuple[Tensor, ...] | Tokens
-    shapes: tuple[torch.Size, ...]  # of each tensor of labels
-    compute_dtype: torch.dtype
-
-
-def _listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:
-    alone = not isinstance(hidden_states, (list, tuple))
-    hidden = (hidden_states,) if alone else tuple(hidden_states)
-    return hidden, labels if isinstance(labels, Tokens) else (labels,) if alone else tuple(labels)
-
-
 def make_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[CheckedInputs, Call]:
-    """Check the inputs, select the active tokens, and decide how to run.
+) -> tuple[tuple[Tensor, ...], Call]:
+    """Check the inputs, select the active tokens, and decide how to run; return the hidden states and the call.
 
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
     if head.ranks is not ALONE:
         return _make_shared_call(hidden_states, head, labels, query, options)
-    hidden, labels = _listed(hidden_states, labels)
+    hidden, labels = listed(hidden_states, labels)
     decision = decide(hidden, head, labels, query, options)
-    checked = CheckedInputs(hidden, labels, _shapes_of(labels), decision.compute_dtype)
-    return checked, _Draft(checked, head, query, options, decision).call()
+    return hidden, _call(decision, head, query, _counted(decision, head, labels))
 
 
 def _make_shared_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[CheckedInputs, Call]:
+) -> tuple[tuple[Tensor, ...], Call]:
     device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
@@ -174,409 +142,94 @@ def _make_shared_call(
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.ranks.least_memory(device_memory(device), device)
     with head.ranks.agreement(device) as agreement:
-        hidden, labels = _listed(hidden_states, labels)
+        hidden, labels = listed(hidden_states, labels)
         decision = decide(hidden, head, labels, query, options, memory)
-        checked = CheckedInputs(hidden, labels, _shapes_of(labels), decision.compute_dtype)
-        draft = _Draft(checked, head, query, options, decision, memory)
-        agreement.given = draft.given()
+        counted = _counted(decision, head, labels)
+        agreement.given = _given(decision, head, hidden, query, counted)
         if device.type == "cpu":  # which also finds what is wrong with the values of one rank
-            call = draft.call()
+            call = _call(decision, head, query, counted)
     try:
         if call is None:
-            call = draft.call()  # while the ranks compare what they were given
+            call = _call(decision, head, query, counted)  # while the ranks compare what they were given
     except Exception:
         with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
             agreement.wait()
         raise
     agreement.wait()
-    return checked, call
+    return hidden, call
 
 
-class Run(NamedTuple):
-    """What depends on the number of active tokens too."""
-
-    work: Workload
-    plan: Plan
-    strategy: str  # one of STRATEGIES
-    grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
-    one_block: bool = False
+def _counted(decision: Decision, head: Head, labels: tuple[Tensor, ...] | Tokens) -> Tokens | Counting:
+    """The active tokens, which a GPU counts while the host does what needs no count."""
+    if isinstance(labels, Tokens):
+        return labels
+    return Counting(labels, head.vocab_size, decision.options.ignore_index, decision.compact, decision.backend)
 
 
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
-
-    compute_dtype: torch.dtype  # of the inputs, or autocast's
-    vocab_size: int  # the number of columns that the query is about
-    backend: str
-    needs_hidden: tuple[bool, ...]
-    needs_weight: bool
-    needs_bias: bool
-    compact: bool  # whether tokens without loss are dropped
-    #: Which strategies are exact for the query and these gradients, whatever the sizes of blocks.
-    one_pass: bool
-    frozen: bool
-    selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
-    options: EngineOptions
-    grad_weight_dtype: torch.dtype
-    one_block: bool  # whether all tokens may be one block of logits of one dense head
-    work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
-    runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
-
-    @property
-    def needs_gradient(self) -> bool:
-        return any(self.needs_hidden) or self.needs_weight or self.needs_bias
-
-    def run(self, tokens: int, gathers: bool) -> Run:
-        """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
-        run = self.runs.get((tokens, gathers))
-        if run is None:
-            if len(self.runs) >= MOST_DECISIONS:
-                self.runs.clear()
-            work = replace(self.work, tokens=tokens, gathers=gathers or self.work.gathers)
-            plan = make_plan(work, self.options.workspace, self.options.chunk_size)
-            run = self.runs[tokens, gathers] = self._chosen(work, plan)
-        return run
-
-    def _chosen(self, work: Workload, plan: Plan) -> Run:
-        """The cheapest strategy that is exact here and fits the workspace, or the one that was asked for."""
-        dtype, strategy = self.grad_weight_dtype, "statistics"
-        if self.needs_gradient:
-            # A half-precision grad_weight must not be rounded many times.
-            few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
-            one_pass = self.one_pass and few_roundings
-            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident}
-            single = [name for name, possible in allowed.items() if possible and not work.walks]
-            # Logits that are kept are one block, of all tokens.
-            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
-            possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
-            strategy = self.options.strategy or possible[0]
-            check_names([strategy], possible, "strategy for these inputs")
-        many_blocks = self.selects and strategy == "two_pass" and not plan.few_blocks
-        if work.walks or many_blocks:
-            # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
-            dtype = torch.promote_types(dtype, torch.float32)
-        one_block = self.one_block and not work.fused and strategy in ("statistics", "one_pass", "resident")
-        return Run(work, plan, strategy, dtype, one_block)
+def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counting) -> Call:
+    """The call, once the active tokens are known."""
+    tokens = counted.tokens() if isinstance(counted, Counting) else counted
+    run, transform = decision.run(tokens.count, not tokens.are_all), head.transform
+    dtype = run.work.logits_dtype
+    if isinstance(transform.temperature, Tensor):
+        transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
+    return Call(
+        query=query.of_active_tokens(tokens, dtype, head.ranks),
+        transform=transform,
+        batch_invariant=head.batch_invariant,
+        ranks=head.ranks,
+        quantized=head.quantized,
+        vocab_size=decision.vocab_size,
+        tokens=tokens,
+        backend=decision.backend,
+        needs_hidden=decision.needs_hidden,
+        needs_weight=decision.needs_weight,
+        needs_bias=decision.needs_bias,
+        **run._asdict(),
+    )
 
 
-#: What :func:`decide` has found, by :func:`_signature`.
-_decisions: dict[Any, Decision] = {}
-MOST_DECISIONS = 1024
-
-
-def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[torch.dtype, int]:
-    """The dtype to compute in and the number of columns that a call is about, if all that can be checked without values
-    fits together.
-
-    Raises:
-        TypeError, ValueError: what does not.
-    """
-    hidden, labels = _listed(hidden_states, labels)
-    compute_dtype = check_inputs(hidden, head, labels)
-    return compute_dtype, check_query(query, head, _shapes_of(labels))
-
-
-def _shapes_of(labels: tuple[Tensor, ...] | Tokens) -> tuple[torch.Size, ...]:
-    return labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
-
-
-def decide(
-    hidden: tuple[Tensor, ...],
-    head: Head,
-    labels: tuple[Tensor, ...] | Tokens,
-    query: Query,
-    options: EngineOptions,
-    memory: int | None = None,
-) -> Decision:
-    """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
-
-    ``memory`` is that of the smallest device of ranks that share the vocabulary.
-
-    Raises:
-        TypeError, ValueError: inputs that do not fit together.
-    """
-    signature = _signature(hidden, head, labels, query, options, memory)
-    try:
-        found = None if signature is None else _decisions.get(signature)
-    except TypeError:  # a name or option that cannot be hashed is wrong, which the checks say
-        signature = found = None
-    if found is None:
-        found = _decide(hidden, head, labels, query, options, memory)
-        if signature is not None:
-            if len(_decisions) >= MOST_DECISIONS:
-                _decisions.clear()
-            _decisions[signature] = found
+def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, labels: Tokens | Counting) -> Given:
+    """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
+    options, shapes = made.options, labels.shapes
+    in_a_loss, found = running.loss is not None, given_to_loss()
+    kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
+    needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]
+    sums = "partial" if head.ranks.partial_gradients else "whole"
+    found.values |= {
+        "labels' shapes": [tuple(shape) for shape in shapes],
+        "hidden states": f"{hidden[0].shape[-1]} in {', '.join(str(part.dtype) for part in hidden)}",
+        "ignore_index": options.ignore_index,
+        "statistics": query.statistics,
+        "metrics": query.metrics,
+        "a loss per token": query.separable,
+        "logits": head.transform.said,
+        "columns": made.vocab_size,
+        "gradients": f"{sums} ones of hidden states {made.needs_hidden}, {needs} in {made.grad_weight_dtype}",
+        "workspace": options.workspace or f"default workspace {default_bound()}",
+        "chunk_size": options.chunk_size,
+        "strategy": options.strategy,
+        "compact": options.compact,
+        "products": f"in {made.work.operand_dtype} by {made.backend} ({', '.join(kinds)})",
+    }
+    compared = head.transform if query.comparison is None else query.comparison
+    if query.comparison is not None:
+        teacher, kind = query.comparison.teacher, "logits"
+        if isinstance(teacher, Teacher):
+            kind = f"hidden states of {teacher.head.hidden_size}"
+        found.values["teacher"] = f"{kind}, {teacher.vocab_size} columns"
+        found.values["divergence"] = f"{query.comparison.divergence}, temperature {said(compared.temperature)}"
+    found.tensors["labels"] = partial(labels.checksum, made.backend)
+    of_tokens: dict[str, Any] = {}
+    if isinstance(compared.temperature, Tensor):
+        check_temperature(compared.temperature, head.weight.device, shapes)
+        of_tokens["temperatures"] = compared.temperature.float()
+    if query.selected is not None:
+        of_tokens["selected columns"] = query.selected
+    if not in_a_loss:  # a loss has noted these by its own names
+        of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
+        of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
+    for name, value in of_tokens.items():
+        found.add(name, value, labels.masked_values)
+    found.add("class weights", query.class_weight)
     return found
-
-
-def _signature(
-    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
-) -> tuple[Any, ...] | None:
-    """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
-    special = (
-        within_transform() or not isinstance(options, EngineOptions) or not isinstance(query.token_inputs, Mapping)
-    )
-    if special:
-        return None
-    weights: Mapping[str, Tensor] = {} if query.token_weights is None else query.token_weights
-    of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
-    targets = () if isinstance(labels, Tokens) else labels
-    beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()
-    names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
-    settings = (
-        torch.is_grad_enabled(),
-        autocast_dtype(head.weight.device),
-        default_bound(),
-        os.environ.get(BACKEND_VARIABLE),
-    )
-    compared = None if query.comparison is None else _signature_of_comparison(query.comparison, head)
-    tensors = _facts(*hidden, *targets, *beside)
-    of_head = _signature_of_head(head)
-    if tensors is None or of_head is None or (compared is None and query.comparison is not None):
-        return None
-    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings, memory
-
-
-def _facts(*values: Any) -> tuple[Any, ...] | None:
-    """What a decision reads of tensors, and numbers as they are; ``None`` where that cannot be told.
-
-    It cannot be of DTensors, of tensors that torch traces, and of what is no tensor.
-    """
-    facts = list[Any]()
-    for value in values:
-        if value is None or type(value) is float or type(value) is int:
-            facts.append(value)
-        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested:
-            facts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
-        else:
-            return None
-    return tuple(facts)
-
-
-def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
-    transform, codes = head.transform, head.quantized
-    facts = _facts(head.weight, head.bias, transform.temperature, transform.logit_scale, transform.softcap)
-    of_codes = None if codes is None else (type(codes), codes.shape, codes.dtype, codes.device, codes.temporary_bytes)
-    return None if facts is None else (facts, of_codes, head.batch_invariant, head.ranks.signature)
-
-
-def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, ...] | None:
-    teacher = comparison.teacher
-    of_head: Any = None
-    given: Tensor | None = None
-    # Whatever is warned of, or refused, is checked again.
-    if not isinstance(teacher, (Teacher, TeacherLogits)) or teacher.vocab_size != head.vocab_size:
-        return None
-    if isinstance(teacher, Teacher):
-        of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
-        if of_head is None:
-            return None
-    elif isinstance(teacher.logits, Tensor):
-        given = teacher.logits
-    facts = _facts(given, comparison.temperature)
-    kind = type(teacher), teacher.columns_correspond, comparison.divergence, teacher.vocab_size
-    return None if facts is None else (of_head, facts, kind)
-
-
-def _decide(
-    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
-) -> Decision:
-    if not isinstance(options, EngineOptions):
-        raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
-    (compute_dtype, vocab_size), shapes = check(hidden, head, labels, query), _shapes_of(labels)
-    device, grad = head.weight.device, torch.is_grad_enabled()
-    backend = choose_backend(options.backend, [(device, wide_dtype(compute_dtype))], dtypes=LOGIT_DTYPES)
-    operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
-    teacher = None if query.comparison is None else query.comparison.teacher
-    heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
-    at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
-    if head.batch_invariant:
-        check_invariant(head, backend, at_once)
-    needs_hidden = tuple([grad and part.requires_grad for part in hidden])
-    needs_weight = grad and head.weight.requires_grad
-    needs_bias = grad and head.bias is not None and head.bias.requires_grad
-    # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
-    walks = head.quantized is not None and not at_once and not query.needs_logits
-    fused_products = can_fuse(head, operand, backend, at_once > 0 or walks)
-    fused = fused_products and not needs_bias and not query.needs_logits
-    # fp16 cannot hold exponentials of every size.
-    exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
-    if head.ranks is not ALONE and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
-        exponentials = False
-    head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
-    work = Workload(
-        tokens=0,
-        hidden_size=head.hidden_size,
-        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
-        vocab_size=head.ranks.most_columns(vocab_size),
-        operand_dtype=operand,
-        device=device,
-        temporaries=(4 if teacher is None else TEMPORARIES) if backend == "torch" else 4 * (needs_bias and not teacher),
-        gathers=not _dense(hidden, operand),
-        fused=fused,
-        exponentials=exponentials,
-        fused_products=fused_products,
-        ranks=head.ranks.size,
-        device_memory=memory,
-        copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
-        dequantized_bytes=at_once,
-        walks=walks,
-        **_of_teacher(teacher, vocab_size, operand),
-    )
-    if (
-        isinstance(teacher, Teacher)
-        and fused_products
-        and not needs_bias
-        and head.ranks is ALONE
-        and not head.batch_invariant
-    ):
-        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-        work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
-    made = Decision(
-        compute_dtype=compute_dtype,
-        vocab_size=vocab_size,
-        backend=backend,
-        needs_hidden=needs_hidden,
-        needs_weight=needs_weight,
-        needs_bias=needs_bias,
-        compact=options.compact,
-        # fp16 gradients underflow without the loss scale, which is only known in backward.
-        one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
-        frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
-        selects=query.selected is not None,
-        options=options,
-        grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
-        one_block=False,
-        work=work,
-    )
-    drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
-    if drops or not options.compact or query.comparison is not None:
-        return made
-    # A block of fp32 logits, if it fits: the fewest launches.
-    if made.needs_gradient or most * vocab_size <= SMALL_FORWARD_LOGITS:
-        work = replace(work, fused=False, exponentials=False)
-    one_block = query.selected is None and head.weights.matrix(operand) is not None
-    small = replace(made, compact=False, work=work, one_block=one_block, runs={})
-    with suppress(ValueError):  # the workspace is too small for it
-        if work.fused or small.run(most, True).plan.rows >= most:
-            return small
-    return made
-
-
-def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operand: torch.dtype) -> dict[str, Any]:
-    """What a teacher adds to the bytes of a token."""
-    if teacher is None:
-        return {}
-    found: dict[str, Any] = {"teacher_row_bytes": teacher_row_bytes_of(teacher, vocab_size, operand)}
-    if isinstance(teacher, Teacher):
-        found["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
-        found["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
-    return found
-
-
-def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
-    """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
-    where they are few, as nobody then waits for their number."""
-    if not options.compact:
-        return False
-    as_told = options.strategy is not None or options.chunk_size is not None
-    special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
-    tokens = sum([shape.numel() for shape in shapes])
-    return (
-        not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
-    )
-
-
-class _Draft:
-    """All of a call but what depends on the number of active tokens, which a GPU counts meanwhile."""
-
-    def __init__(
-        self,
-        checked: CheckedInputs,
-        head: Head,
-        query: Query,
-        options: EngineOptions,
-        decision: Decision,
-        memory: int | None = None,
-    ) -> None:
-        self.checked, self.head, self.query, self.options, self.memory = checked, head, query, options, memory
-        self.decision, labels = decision, checked.labels
-        count = head.vocab_size, options.ignore_index, decision.compact, decision.backend
-        self.labels: Tokens | Counting = labels if isinstance(labels, Tokens) else Counting(labels, *count)
-
-    def given(self) -> Given:
-        """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
-        query, options, made, (hidden, _, shapes, _) = self.query, self.options, self.decision, self.checked
-        in_a_loss, found = running.loss is not None, given_to_loss()
-        kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
-        needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]
-        sums = "partial" if self.head.ranks.partial_gradients else "whole"
-        found.values |= {
-            "labels' shapes": [tuple(shape) for shape in shapes],
-            "hidden states": f"{hidden[0].shape[-1]} in {', '.join(str(part.dtype) for part in hidden)}",
-            "ignore_index": options.ignore_index,
-            "statistics": query.statistics,
-            "metrics": query.metrics,
-            "a loss per token": query.separable,
-            "logits": self.head.transform.said,
-            "columns": made.vocab_size,
-            "gradients": f"{sums} ones of hidden states {made.needs_hidden}, {needs} in {made.grad_weight_dtype}",
-            "workspace": options.workspace or f"default workspace {default_bound()}",
-            "chunk_size": options.chunk_size,
-            "strategy": options.strategy,
-            "compact": options.compact,
-            "products": f"in {made.work.operand_dtype} by {made.backend} ({', '.join(kinds)})",
-        }
-        compared = self.head.transform if query.comparison is None else query.comparison
-        if query.comparison is not None:
-            teacher, kind = query.comparison.teacher, "logits"
-            if isinstance(teacher, Teacher):
-                kind = f"hidden states of {teacher.head.hidden_size}"
-            found.values["teacher"] = f"{kind}, {teacher.vocab_size} columns"
-            found.values["divergence"] = f"{query.comparison.divergence}, temperature {said(compared.temperature)}"
-        found.tensors["labels"] = partial(self.labels.checksum, made.backend)
-        of_tokens: dict[str, Any] = {}
-        if isinstance(compared.temperature, Tensor):
-            check_temperature(compared.temperature, self.head.weight.device, self.checked.shapes)
-            of_tokens["temperatures"] = compared.temperature.float()
-        if query.selected is not None:
-            of_tokens["selected columns"] = query.selected
-        if not in_a_loss:  # a loss has noted these by its own names
-            of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
-            of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
-        for name, value in of_tokens.items():
-            found.add(name, value, self.labels.masked_values)
-        found.add("class weights", query.class_weight)
-        return found
-
-    def call(self) -> Call:
-        """The call, once the active tokens are known."""
-        head, query, made = self.head, self.query, self.decision
-        tokens = self.labels.tokens() if isinstance(self.labels, Counting) else self.labels
-        run = made.run(tokens.count, tokens.indices[0] is not None or tokens.ignored is not None)
-        transform = head.transform
-        dtype = run.work.logits_dtype
-        if isinstance(transform.temperature, Tensor):
-            transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
-        return Call(
-            query=query.of_active_tokens(tokens, dtype, head.ranks),
-            transform=transform,
-            batch_invariant=head.batch_invariant,
-            ranks=head.ranks,
-            quantized=head.quantized,
-            vocab_size=made.vocab_size,
-            tokens=tokens,
-            backend=made.backend,
-            needs_hidden=made.needs_hidden,
-            needs_weight=made.needs_weight,
-            needs_bias=made.needs_bias,
-            **run._asdict(),
-        )
-
-
-def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
-    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
-    first, *more = hidden
-    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
-    return contiguous and not more and first.dtype == operand

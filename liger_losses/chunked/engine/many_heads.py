@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, one_pass_losses, statistics_of
-from liger_losses.chunked.engine.call import Call, CheckedInputs, drops_tokens, make_call
+from liger_losses.chunked.engine.call import Call, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs, rows_of_all
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
@@ -188,8 +189,8 @@ class Targets:
     def statistics(self, query: Query) -> list[Statistics]:
         """The statistics of each target, differentiable."""
         found = list[tuple[HeadGroup, list[Statistics]]]()
-        for group, checked, call in self._calls(query):
-            found.append((group, statistics_of(call, group.head, checked.hidden_states)))
+        for group, hidden, call in self._calls(query):
+            found.append((group, statistics_of(call, group.head, hidden)))
         return self.in_order(found)
 
     def token_loss(self, query: Query, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Statistics]]:
@@ -197,8 +198,8 @@ class Targets:
         each = {name: one_each(value, self.count) for name, value in inputs.items()}
         found, losses = list[tuple[HeadGroup, list[Statistics]]](), list[Tensor]()
         one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
-        for group, checked, call in self._calls(query, each):
-            head, hidden = group.head, checked.hidden_states
+        for group, hidden, call in self._calls(query, each):
+            head = group.head
             if call.strategy == "one_pass":
                 one_pass.append((group, call))
                 tensors.append((head.weight, head.bias, *hidden))
@@ -218,9 +219,9 @@ class Targets:
 
     def _calls(
         self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> list[tuple[HeadGroup, CheckedInputs, Call]]:
+    ) -> list[tuple[HeadGroup, tuple[Tensor, ...], Call]]:
         """The calls of each group; all are made, and so checked, before the first one runs."""
-        calls, kept = list[tuple[HeadGroup, CheckedInputs, Call]](), 0
+        calls, kept = list[tuple[HeadGroup, tuple[Tensor, ...], Call]](), 0
 
         def make(group: HeadGroup, options: EngineOptions) -> None:
             asked = group.query(query, inputs or {})

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
 from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
 from liger_losses.chunked.engine.autograd_functions import differentiable, flat_statistics, separable_loss
-from liger_losses.chunked.engine.call import check
 from liger_losses.chunked.engine.checks import is_weight_and_bias, one_each
+from liger_losses.chunked.engine.decision import check
 from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets

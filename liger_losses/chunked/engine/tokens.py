@@ -130,6 +130,11 @@ class Tokens:
         """N."""
         return sum(self.counts)
 
+    @property
+    def are_all(self) -> bool:
+        """Whether the first tensor's tokens all carry loss, so that its rows are not copied."""
+        return self.indices[0] is None and self.ignored is None
+
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
         pieces, offset = [], 0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
-from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query

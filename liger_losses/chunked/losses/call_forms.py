@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
-from liger_losses.chunked.engine.call import drops_tokens
 from liger_losses.chunked.engine.checks import check_device, check_tensor
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
 

@@ -14,7 +14,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import autograd_functions, many_heads, plan
+from liger_losses.chunked.engine import autograd_functions, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from tests.chunked.engine.test_head import interpreted
 from tests.chunked.losses.test_cross_entropy import plain_cross_entropy

@@ -18,7 +18,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import call, tokens
+from liger_losses.chunked.engine import decision, tokens
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.reference import NAMES, double, problem, small_calls
 
@@ -168,9 +168,9 @@ def test_masked_hidden_states_that_are_not_finite_in_calls_that_drop_no_token(st
 
 def kinds(*arguments, **options):
     """Whether the call drops tokens without loss."""
-    call._decisions.clear()
+    decision._decisions.clear()
     linear_logps(*arguments, **options)
-    return [decision.compact for decision in call._decisions.values()]
+    return [made.compact for made in decision._decisions.values()]
 
 
 def test_which_calls_are_small():
@@ -191,9 +191,9 @@ def test_what_is_decided_is_kept_by_all_that_it_depends_on():
     hidden, weight, labels, _ = inputs(torch.float32, False)
 
     def count():
-        return len(call._decisions)
+        return len(decision._decisions)
 
-    call._decisions.clear()
+    decision._decisions.clear()
     logps = linear_logps(hidden, weight, labels)
     for _ in range(2):
         torch.testing.assert_close(linear_logps(hidden.detach().clone().requires_grad_(), weight, labels), logps)
@@ -230,10 +230,10 @@ def test_what_is_decided_is_kept_by_all_that_it_depends_on():
 
 def test_decisions_do_not_pile_up(monkeypatch):
     hidden, weight, labels, _ = inputs(torch.float32, False)
-    monkeypatch.setattr(call, "MOST_DECISIONS", 2)
+    monkeypatch.setattr(decision, "MOST_DECISIONS", 2)
     for i in range(1, 7):
         linear_logps(hidden[:, :i], weight, labels[:, :i])
-    assert len(call._decisions) <= 2
+    assert len(decision._decisions) <= 2
 
 
 class WithoutGradient(torch.autograd.Function):

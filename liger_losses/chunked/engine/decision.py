@@ -1,0 +1,347 @@
+"""How a call runs, as far as its signature tells: decided once, and kept.
+
+N active tokens, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
+from liger_losses.chunked.engine.input_checks import check_inputs
+from liger_losses.chunked.engine.plan import (
+    SMALL_FORWARD_LOGITS,
+    EngineOptions,
+    Plan,
+    Workload,
+    default_bound,
+    is_small,
+    make_plan,
+)
+from liger_losses.chunked.engine.query import Comparison, Query, check_query
+from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
+from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.kernels import LOGIT_DTYPES, choose_backend
+from liger_losses.kernels._triton import BACKEND_VARIABLE
+from liger_losses.kernels.autograd import autocast_dtype, within_transform
+from liger_losses.kernels.divergence import TEMPORARIES
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
+
+
+class Run(NamedTuple):
+    """What depends on the number of active tokens too."""
+
+    work: Workload
+    plan: Plan
+    strategy: str  # one of STRATEGIES
+    grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
+    one_block: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
+
+    compute_dtype: torch.dtype  # of the inputs, or autocast's
+    vocab_size: int  # the number of columns that the query is about
+    backend: str
+    needs_hidden: tuple[bool, ...]
+    needs_weight: bool
+    needs_bias: bool
+    compact: bool  # whether tokens without loss are dropped
+    #: Which strategies are exact for the query and these gradients, whatever the sizes of blocks.
+    one_pass: bool
+    frozen: bool
+    selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
+    options: EngineOptions
+    grad_weight_dtype: torch.dtype
+    one_block: bool  # whether all tokens may be one block of logits of one dense head
+    work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
+    runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(self.needs_hidden) or self.needs_weight or self.needs_bias
+
+    def run(self, tokens: int, gathers: bool) -> Run:
+        """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
+        run = self.runs.get((tokens, gathers))
+        if run is None:
+            if len(self.runs) >= MOST_DECISIONS:
+                self.runs.clear()
+            work = replace(self.work, tokens=tokens, gathers=gathers or self.work.gathers)
+            plan = make_plan(work, self.options.workspace, self.options.chunk_size)
+            run = self.runs[tokens, gathers] = self._chosen(work, plan)
+        return run
+
+    def _chosen(self, work: Workload, plan: Plan) -> Run:
+        """The cheapest strategy that is exact here and fits the workspace, or the one that was asked for."""
+        dtype, strategy = self.grad_weight_dtype, "statistics"
+        if self.needs_gradient:
+            # A half-precision grad_weight must not be rounded many times.
+            few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
+            one_pass = self.one_pass and few_roundings
+            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident}
+            single = [name for name, possible in allowed.items() if possible and not work.walks]
+            # Logits that are kept are one block, of all tokens.
+            tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
+            possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
+            strategy = self.options.strategy or possible[0]
+            check_names([strategy], possible, "strategy for these inputs")
+        many_blocks = self.selects and strategy == "two_pass" and not plan.few_blocks
+        if work.walks or many_blocks:
+            # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
+            dtype = torch.promote_types(dtype, torch.float32)
+        one_block = self.one_block and not work.fused and strategy in ("statistics", "one_pass", "resident")
+        return Run(work, plan, strategy, dtype, one_block)
+
+
+#: What :func:`decide` has found, by :func:`_signature`.
+_decisions: dict[Any, Decision] = {}
+MOST_DECISIONS = 1024
+
+
+def listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:
+    """One tensor or several as a tuple; active tokens stay as they are."""
+    alone = not isinstance(hidden_states, (list, tuple))
+    hidden = (hidden_states,) if alone else tuple(hidden_states)
+    return hidden, labels if isinstance(labels, Tokens) else (labels,) if alone else tuple(labels)
+
+
+def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[torch.dtype, int]:
+    """The dtype to compute in and the number of columns that a call is about, if all that can be checked without values
+    fits together.
+
+    Raises:
+        TypeError, ValueError: what does not.
+    """
+    hidden, labels = listed(hidden_states, labels)
+    compute_dtype = check_inputs(hidden, head, labels)
+    return compute_dtype, check_query(query, head, shapes_of(labels))
+
+
+def shapes_of(labels: tuple[Tensor, ...] | Tokens) -> tuple[torch.Size, ...]:
+    return labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
+
+
+def decide(
+    hidden: tuple[Tensor, ...],
+    head: Head,
+    labels: tuple[Tensor, ...] | Tokens,
+    query: Query,
+    options: EngineOptions,
+    memory: int | None = None,
+) -> Decision:
+    """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
+
+    ``memory`` is that of the smallest device of ranks that share the vocabulary.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together.
+    """
+    signature = _signature(hidden, head, labels, query, options, memory)
+    try:
+        found = None if signature is None else _decisions.get(signature)
+    except TypeError:  # a name or option that cannot be hashed is wrong, which the checks say
+        signature = found = None
+    if found is None:
+        found = _decide(hidden, head, labels, query, options, memory)
+        if signature is not None:
+            if len(_decisions) >= MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[signature] = found
+    return found
+
+
+def _signature(
+    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
+) -> tuple[Any, ...] | None:
+    """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
+    special = (
+        within_transform() or not isinstance(options, EngineOptions) or not isinstance(query.token_inputs, Mapping)
+    )
+    if special:
+        return None
+    weights: Mapping[str, Tensor] = {} if query.token_weights is None else query.token_weights
+    of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
+    targets = () if isinstance(labels, Tokens) else labels
+    beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()
+    names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
+    settings = (
+        torch.is_grad_enabled(),
+        autocast_dtype(head.weight.device),
+        default_bound(),
+        os.environ.get(BACKEND_VARIABLE),
+    )
+    compared = None if query.comparison is None else _signature_of_comparison(query.comparison, head)
+    tensors = _facts(*hidden, *targets, *beside)
+    of_head = _signature_of_head(head)
+    if tensors is None or of_head is None or (compared is None and query.comparison is not None):
+        return None
+    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings, memory
+
+
+def _facts(*values: Any) -> tuple[Any, ...] | None:
+    """What a decision reads of tensors, and numbers as they are; ``None`` where that cannot be told.
+
+    It cannot be of DTensors, of tensors that torch traces, and of what is no tensor.
+    """
+    facts = list[Any]()
+    for value in values:
+        if value is None or type(value) is float or type(value) is int:
+            facts.append(value)
+        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested:
+            facts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
+        else:
+            return None
+    return tuple(facts)
+
+
+def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
+    transform, codes = head.transform, head.quantized
+    facts = _facts(head.weight, head.bias, transform.temperature, transform.logit_scale, transform.softcap)
+    of_codes = None if codes is None else (type(codes), codes.shape, codes.dtype, codes.device, codes.temporary_bytes)
+    return None if facts is None else (facts, of_codes, head.batch_invariant, head.ranks.signature)
+
+
+def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, ...] | None:
+    teacher = comparison.teacher
+    of_head: Any = None
+    given: Tensor | None = None
+    # Whatever is warned of, or refused, is checked again.
+    if not isinstance(teacher, (Teacher, TeacherLogits)) or teacher.vocab_size != head.vocab_size:
+        return None
+    if isinstance(teacher, Teacher):
+        of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
+        if of_head is None:
+            return None
+    elif isinstance(teacher.logits, Tensor):
+        given = teacher.logits
+    facts = _facts(given, comparison.temperature)
+    kind = type(teacher), teacher.columns_correspond, comparison.divergence, teacher.vocab_size
+    return None if facts is None else (of_head, facts, kind)
+
+
+def _decide(
+    hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
+) -> Decision:
+    if not isinstance(options, EngineOptions):
+        raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
+    (compute_dtype, vocab_size), shapes = check(hidden, head, labels, query), shapes_of(labels)
+    device, grad = head.weight.device, torch.is_grad_enabled()
+    backend = choose_backend(options.backend, [(device, wide_dtype(compute_dtype))], dtypes=LOGIT_DTYPES)
+    operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
+    teacher = None if query.comparison is None else query.comparison.teacher
+    heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
+    at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
+    if head.batch_invariant:
+        check_invariant(head, backend, at_once)
+    needs_hidden = tuple([grad and part.requires_grad for part in hidden])
+    needs_weight = grad and head.weight.requires_grad
+    needs_bias = grad and head.bias is not None and head.bias.requires_grad
+    # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
+    walks = head.quantized is not None and not at_once and not query.needs_logits
+    fused_products = can_fuse(head, operand, backend, at_once > 0 or walks)
+    fused = fused_products and not needs_bias and not query.needs_logits
+    # fp16 cannot hold exponentials of every size.
+    exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
+    if head.ranks is not ALONE and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
+        exponentials = False
+    head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
+    work = Workload(
+        tokens=0,
+        hidden_size=head.hidden_size,
+        # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
+        vocab_size=head.ranks.most_columns(vocab_size),
+        operand_dtype=operand,
+        device=device,
+        temporaries=(4 if teacher is None else TEMPORARIES) if backend == "torch" else 4 * (needs_bias and not teacher),
+        gathers=not _dense(hidden, operand),
+        fused=fused,
+        exponentials=exponentials,
+        fused_products=fused_products,
+        ranks=head.ranks.size,
+        device_memory=memory,
+        copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
+        dequantized_bytes=at_once,
+        walks=walks,
+        **_of_teacher(teacher, vocab_size, operand),
+    )
+    if (
+        isinstance(teacher, Teacher)
+        and fused_products
+        and not needs_bias
+        and head.ranks is ALONE
+        and not head.batch_invariant
+    ):
+        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
+        work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
+    made = Decision(
+        compute_dtype=compute_dtype,
+        vocab_size=vocab_size,
+        backend=backend,
+        needs_hidden=needs_hidden,
+        needs_weight=needs_weight,
+        needs_bias=needs_bias,
+        compact=options.compact,
+        # fp16 gradients underflow without the loss scale, which is only known in backward.
+        one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
+        frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
+        selects=query.selected is not None,
+        options=options,
+        grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
+        one_block=False,
+        work=work,
+    )
+    drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
+    if drops or not options.compact or query.comparison is not None:
+        return made
+    # A block of fp32 logits, if it fits: the fewest launches.
+    if made.needs_gradient or most * vocab_size <= SMALL_FORWARD_LOGITS:
+        work = replace(work, fused=False, exponentials=False)
+    one_block = query.selected is None and head.weights.matrix(operand) is not None
+    small = replace(made, compact=False, work=work, one_block=one_block, runs={})
+    with suppress(ValueError):  # the workspace is too small for it
+        if work.fused or small.run(most, True).plan.rows >= most:
+            return small
+    return made
+
+
+def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operand: torch.dtype) -> dict[str, Any]:
+    """What a teacher adds to the bytes of a token."""
+    if teacher is None:
+        return {}
+    found: dict[str, Any] = {"teacher_row_bytes": teacher_row_bytes_of(teacher, vocab_size, operand)}
+    if isinstance(teacher, Teacher):
+        found["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
+        found["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
+    return found
+
+
+def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
+    """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
+    where they are few, as nobody then waits for their number."""
+    if not options.compact:
+        return False
+    as_told = options.strategy is not None or options.chunk_size is not None
+    special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
+    tokens = sum([shape.numel() for shape in shapes])
+    return (
+        not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
+    )
+
+
+def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:
+    """Whether hidden states are multiplied as they are, where all tokens are active: no copy is made of them."""
+    first, *more = hidden
+    contiguous = first.is_contiguous() or (first.dim() == 2 and first.stride(1) == 1)
+    return contiguous and not more and first.dtype == operand

@@ -184,6 +184,8 @@ def agree(group: Any, **facts: Any) -> None:
 
 def meet(head: Any) -> None:
     """Raise on all ranks that share a head if one raises, or if their loss was given different things."""
+    if head.ranks.size == 1:
+        return
     with head.ranks.agreement(head.weight.device) as agreement:
         agreement.given = given_to_loss()
     agreement.wait()

@@ -180,9 +180,11 @@ def one_pass_losses(
 
     ``tensors`` are ``(weight, bias, *hidden_states)`` of each call; one that several calls have has one gradient.
     """
-    distinct = list({id(tensor): tensor for given in tensors for tensor in given}.values())
-    numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
-    uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
+    distinct, uses = list(tensors[0]), [list(range(len(tensors[0])))]
+    if len(calls) > 1:
+        distinct = list({id(tensor): tensor for given in tensors for tensor in given}.values())
+        numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
+        uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
     loss, *outputs = _OnePassLosses.apply(calls, uses, *distinct)
     values = iter(outputs)
     return loss, [{name: next(values) for name in call.outputs} for call in calls]

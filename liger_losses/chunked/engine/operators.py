@@ -489,7 +489,7 @@ def _entry(function: F, of_loss: bool) -> F:
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
-        if of_loss:
+        if of_loss and keywords:
             keywords = by_forward_names(loss, len(given), keywords)
         if torch.compiler.is_dynamo_compiling():
             message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))

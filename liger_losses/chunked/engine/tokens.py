@@ -151,7 +151,7 @@ class Tokens:
         Sources are ``[T]`` or ``[T, H]`` each; or ``[..., H]`` in the labels' shape, where flattening would copy it.
         """
         if len(sources) == 1 and self.indices[0] is None and sources[0].dim() <= 2:
-            return sources[0][start:stop]
+            return sources[0] if stop - start == sources[0].shape[0] else sources[0][start:stop]
         rows = []
         for segment, first, last in self.pieces(start, stop):
             index, source = self.indices[segment], sources[segment]

@@ -286,10 +286,16 @@ class Operations(TorchDispatchMode):
 MOST_BEFORE = {"cross-entropy": ((7, 126), (12, 130)), "log-probs": ((6, 112), (10, 114))}
 
 
+@pytest.fixture
+def large_calls():
+    with small_calls(0):
+        yield
+
+
 @interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", list(MOST_BEFORE))
-def test_little_comes_before_the_first_product(name, masked, monkeypatch):
+def test_little_comes_before_the_first_product(name, masked, monkeypatch, large_calls):
     hidden, weight, labels, _ = problem(40, 32, 70, dtype=torch.bfloat16, masked=0.3 * masked)
     loss, launched = LigerFusedLinearCrossEntropyLoss(backend="triton"), []
 

@@ -97,10 +97,16 @@ class HeadGradients:
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:
         """Add ``grad.T @ hidden`` alone, of :meth:`trained` columns, if the weight needs a gradient."""
-        if self.weight is not None:
-            for part in blocks(grad.shape[1], self.projection.chunk):
-                target = self.weight[columns.start + part.start : columns.start + part.stop]
-                matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
+        if self.weight is None:
+            return
+        width, chunk = grad.shape[1], self.projection.chunk
+        if width <= chunk:
+            target = self.weight if width == self.weight.shape[0] else self.weight[columns]
+            matmul_into(target, grad.t(), hidden, accumulate=not first)
+            return
+        for part in blocks(width, chunk):
+            target = self.weight[columns.start + part.start : columns.start + part.stop]
+            matmul_into(target, grad[:, part].t(), hidden, accumulate=not first)
 
     def trained(self, hidden: Tensor) -> Tensor:
         """The columns of hidden states that the weight multiplies, and not what is quantized beside it."""

@@ -72,7 +72,7 @@ class Dense:
         return Dense(self.trained[part])
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        whole = isinstance(ids, slice) and ids == slice(0, len(self.trained))
+        whole = isinstance(ids, slice) and ids == slice(0, self.trained.shape[0])
         rows = self.trained if whole else self.trained[ids]
         return rows if rows.dtype == dtype else rows.to(dtype)
 
@@ -168,8 +168,10 @@ class Projection:
 
     def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
         """``out [T, C] = hidden @ rows[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
+        if stop - start <= self.chunk:
+            return matmul_into(out, hidden, self.weights.rows(slice(start, stop), self.dtype).t())
         for part, rows in self._chunks(start, stop):
-            matmul_into(_columns(out, part), hidden, rows.t())
+            matmul_into(out[:, part], hidden, rows.t())
         return out
 
     def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
@@ -191,11 +193,10 @@ class Projection:
 
     def back_into(self, out: Tensor, grad: Tensor, start: int, *, accumulate: bool = False) -> Tensor:
         """``out [T, H] = grad @ rows[start : start + C]`` (``accumulate``: ``+=``), of ``grad [T, C]``."""
-        for part, rows in self._chunks(start, start + grad.shape[1]):
-            matmul_into(out, _columns(grad, part), rows, accumulate=accumulate or part.start > 0)
+        stop = start + grad.shape[1]
+        if stop - start <= self.chunk:
+            rows = self.weights.rows(slice(start, stop), self.dtype)
+            return matmul_into(out, grad, rows, accumulate=accumulate)
+        for part, rows in self._chunks(start, stop):
+            matmul_into(out, grad[:, part], rows, accumulate=accumulate or part.start > 0)
         return out
-
-
-def _columns(matrix: Tensor, part: slice) -> Tensor:
-    """Some columns of a matrix; no view is made of all."""
-    return matrix if part == slice(0, matrix.shape[1]) else matrix[:, part]

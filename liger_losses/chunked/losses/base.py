@@ -51,8 +51,10 @@ class LossOptions:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        LogitTransform(self.temperature, self.logit_scale, self.softcap)  # both check themselves
-        EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+        # Both check themselves; each call reads them.
+        object.__setattr__(self, "_transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
+        streaming = {name: getattr(self, name) for name in _STREAMING}
+        object.__setattr__(self, "_options", EngineOptions(**streaming))
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         for field in fields(self):
@@ -120,8 +122,6 @@ class ChunkedLoss(nn.Module):
     #: The dataclass of its options, and which of them the constructor takes by position.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
-    #: Those that say how the engine streams.
-    streaming: ClassVar[tuple[str, ...]] = _STREAMING
     settings: Any  # which is one of these
     #: Whether the class has properties in the place of options, which each call reads.
     computes_options: ClassVar[bool] = False
@@ -171,10 +171,8 @@ class ChunkedLoss(nn.Module):
         super().__setattr__(name, value)
 
     def _read(self, settings: Any) -> ChunkedLoss:
-        """Take these options, each of which is an attribute too, and what each call makes of them."""
-        options = EngineOptions(**{name: getattr(settings, name) for name in self.streaming})
-        transform = LogitTransform(settings.temperature, settings.logit_scale, settings.softcap)
-        self.__dict__.update(vars(settings), settings=settings, _options=options, _transform=transform)
+        """Take these options, each of which is an attribute too."""
+        self.__dict__.update(vars(settings), settings=settings)
         return self
 
     def check_options(self) -> None:
@@ -211,7 +209,7 @@ class ChunkedLoss(nn.Module):
     def options(self) -> EngineOptions:
         """How the engine streams."""
         if self.computes_options:
-            return EngineOptions(**{name: getattr(self, name) for name in self.streaming})
+            return EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
         return self._options
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:

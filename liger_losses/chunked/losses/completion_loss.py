@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
@@ -60,6 +60,13 @@ def sequence_logps(
     if weights is not None:  # a mask may be one
         check_tensor("weights", weights)
         check_shape_of("weights", weights, "logps", logps)
+    return _sequence_logps(logps, mask, average, weights, group)
+
+
+def _sequence_logps(
+    logps: Tensor, mask: Tensor, average: bool, weights: Tensor | None, group: dist.ProcessGroup | None
+) -> Tensor:
+    """:func:`sequence_logps` of tensors that fit together."""
     logps = torch.where(mask, logps, 0.0)
     total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
     if group is not None:
@@ -111,8 +118,12 @@ class CompletionLoss(ChunkedLoss):
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
     options_type: ClassVar[type[LossOptions]] = CompletionOptions
-    #: Without ``chunk_size``, which counts completions in liger-kernel.
-    streaming = tuple(name for name in ChunkedLoss.streaming if name != "chunk_size")
+
+    @property
+    def options(self) -> EngineOptions:
+        """How the engine streams; without ``chunk_size``, which counts completions in liger-kernel."""
+        options = super().options
+        return options if options.chunk_size is None else replace(options, chunk_size=None)
 
     @property
     def needs_reference(self) -> str | None:
@@ -185,10 +196,10 @@ class CompletionLoss(ChunkedLoss):
         average, group = self.settings.averages, self.group
         groups: list[Scored] = []
         for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
-            logps = sequence_logps(part.logp, mask, average=average, weights=weights, group=group)
+            logps = _sequence_logps(part.logp, mask, average, weights, group)
             if ref_logps is None:
                 ref_logps = torch.zeros_like(logps)
             elif ref_logps.dim() == 2:
-                ref_logps = sequence_logps(ref_logps, mask, average=average, weights=weights, group=group)
+                ref_logps = _sequence_logps(ref_logps, mask, average, weights, group)
             groups.append(Scored(part, mask, logps, ref_logps))
         return groups, found[-1] if others else None

@@ -239,7 +239,7 @@ class LogitBlock(Block):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         #: One column beside the vocabulary takes what belongs to columns of other ranks.
-        width = padded(opened.vocab_size + (opened.owned is not None))
+        width = padded(opened.vocab_size + (opened.others is not None))
         self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
@@ -263,7 +263,7 @@ class LogitBlock(Block):
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
-        if self.opened.owned is not None:
+        if self.opened.others is not None:
             self.opened.merge_(part.rows, computed)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
@@ -271,7 +271,7 @@ class LogitBlock(Block):
         """The selected columns ``[R, k]`` among those computed here, and which are (0 stands for those of others)."""
         assert self.call.query.selected is not None
         columns = self.call.query.selected[rows]
-        if self.opened.owned is None:
+        if self.opened.others is None:
             return columns, None
         columns = columns - self.opened.first_column
         owned = (columns >= 0) & (columns < self.vocab_size)
@@ -376,9 +376,9 @@ class ExponentialBlock(Block):
         #: each block computes its own.
         self.label_logits: Tensor | None = None
         self.labels = opened.labels
-        if opened.owned is not None:
-            self.label_logits = self._label_logits(opened.owned)
-            self.labels = opened.labels.masked_fill(~opened.owned, -1)
+        if opened.others is not None:
+            self.label_logits = self._label_logits(opened.others)
+            self.labels = opened.labels.masked_fill(opened.others, -1)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
@@ -408,7 +408,7 @@ class ExponentialBlock(Block):
             if self.offsets.mean_logit is not None:
                 call.ranks.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def _label_logits(self, owned: Tensor) -> Tensor:
+    def _label_logits(self, others: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
         opened, call, found = self.opened, self.call, []
         # At once where nothing is copied: no product can start before.
@@ -418,7 +418,7 @@ class ExponentialBlock(Block):
             hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
             found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
         mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.device), *found])
-        return call.ranks.sum_(mine.masked_fill_(~owned, 0.0))
+        return call.ranks.sum_(mine.masked_fill_(others, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
@@ -450,8 +450,8 @@ class ExponentialBlock(Block):
                 transform=part.epilogue.transform,
                 backend=call.backend,
             )
-            if opened.owned is not None:
-                at_label.masked_fill_(~opened.owned[part.rows], 0.0)
+            if opened.others is not None:
+                at_label.masked_fill_(opened.others[part.rows], 0.0)
             if scaled is not None:
                 head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
         finally:

@@ -79,7 +79,7 @@ class OpenCall:
         #: The columns computed here, and each label's among them; for a label of another rank, any column.
         columns = call.ranks.columns(call.vocab_size)
         self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
-        self.labels, self.owned = call.ranks.owned(call.tokens.labels, call.vocab_size)
+        self.labels, self.others = call.ranks.local_labels(call.tokens.labels, call.vocab_size)
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
         self.weight_rows = weight.shape[0]
         class_weight = None if call.query.class_weight is None else call.query.class_weight[columns]
@@ -102,7 +102,7 @@ class OpenCall:
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
-        if self.owned is not None:
+        if self.others is not None:
             labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
             self.call.ranks.merge_(labels, *softmaxes, class_weight=class_weight)
 

@@ -69,8 +69,9 @@ class Ranks:
         """This rank's columns among the first ``vocab_size`` of the vocabulary."""
         return slice(0, vocab_size)
 
-    def owned(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-        """Labels as numbers of this rank's columns (those of other ranks: any), and which it has; ``None``: all."""
+    def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+        """Labels as numbers of this rank's columns, and which labels other ranks have, whose numbers are any; ``None``
+        stands for none."""
         return labels, None
 
     def local(self, hidden_states: Tensor) -> Tensor:
@@ -155,11 +156,11 @@ class VocabularyRanks(Ranks):
         first = min(sum(self.sizes[: self.rank]), vocab_size)
         return slice(first, min(first + self.sizes[self.rank], vocab_size))
 
-    def owned(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         columns = self.columns(vocab_size)
         labels = labels - columns.start
         inside = labels.clamp(0, columns.stop - columns.start - 1)
-        return inside, inside == labels
+        return inside, inside != labels
 
     def local(self, hidden_states: Tensor) -> Tensor:
         """This rank's hidden states, of all tokens.

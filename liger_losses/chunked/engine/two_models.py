@@ -216,8 +216,8 @@ class TwoModels(Block):
         student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
         student, teacher = self._logits_of(part, student_logits, teacher_logits[:, : self.shared])
         labels = self.opened.labels[rows]
-        if self.opened.owned is not None:
-            labels = torch.where(self.opened.owned[rows], labels, self.vocab_size)
+        if self.opened.others is not None:
+            labels = labels.masked_fill(self.opened.others[rows], self.vocab_size)
         coefficients = None if upstream is None else _coefficients(upstream, hard_lse)
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if self.grad_bias is None or out is None else student_logits
@@ -245,7 +245,7 @@ class TwoModels(Block):
         divergence, call, sums = self.divergence, self.call, None
         options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
         whole_rows = {"whole_rows": call.batch_invariant, **options}
-        if self.opened.owned is not None or self.constants:
+        if self.opened.others is not None or self.constants:
             squares = None
             if divergence.form == "cosine":
                 squares = call.ranks.sum_(square_sums(student, teacher, **options))
@@ -330,7 +330,7 @@ class TwoModels(Block):
             self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
         teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
         self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
-        if self.opened.owned is not None:
+        if self.opened.others is not None:
             soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
             of_student = [soft, found] if self.separate else [soft | found]
             self.opened.merge_(rows, *of_student, {"lse": teacher_lse})

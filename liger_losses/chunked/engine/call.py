@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.decision import Decision, decide, listed
-from liger_losses.chunked.engine.given import Given, given_to_loss, running
+from liger_losses.chunked.engine.given import Given, given_to_loss, lines_of, running
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
@@ -191,12 +191,36 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
 
 def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, labels: Tokens | Counting) -> Given:
     """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
-    options, shapes = made.options, labels.shapes
+    compared = head.transform if query.comparison is None else query.comparison
     in_a_loss, found = running.loss is not None, given_to_loss()
+    if not made.said:  # of a decision that is kept, all of this is in the signature
+        made.said.append(lines_of(_facts_of(made, head, hidden, query, labels.shapes)))
+    found.said = made.said[0]
+    found.tensors["labels"] = partial(labels.checksum, made.backend)
+    of_tokens: dict[str, Any] = {}
+    if isinstance(compared.temperature, Tensor):
+        check_temperature(compared.temperature, head.weight.device, labels.shapes)
+        of_tokens["temperatures"] = compared.temperature.float()
+    if query.selected is not None:
+        of_tokens["selected columns"] = query.selected
+    if not in_a_loss:  # a loss has noted these by its own names
+        of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
+        of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
+    for name, value in of_tokens.items():
+        found.add(name, value, labels.masked_values)
+    found.add("class weights", query.class_weight)
+    return found
+
+
+def _facts_of(
+    made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, shapes: Sequence[torch.Size]
+) -> dict[str, Any]:
+    """What ranks compare of a call beside tensors and the options of its loss."""
+    options, comparison = made.options, query.comparison
     kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
     needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]
     sums = "partial" if head.ranks.partial_gradients else "whole"
-    found.values |= {
+    facts = {
         "labels' shapes": [tuple(shape) for shape in shapes],
         "hidden states": f"{hidden[0].shape[-1]} in {', '.join(str(part.dtype) for part in hidden)}",
         "ignore_index": options.ignore_index,
@@ -212,24 +236,10 @@ def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query,
         "compact": options.compact,
         "products": f"in {made.work.operand_dtype} by {made.backend} ({', '.join(kinds)})",
     }
-    compared = head.transform if query.comparison is None else query.comparison
-    if query.comparison is not None:
-        teacher, kind = query.comparison.teacher, "logits"
+    if comparison is not None:
+        teacher, kind = comparison.teacher, "logits"
         if isinstance(teacher, Teacher):
             kind = f"hidden states of {teacher.head.hidden_size}"
-        found.values["teacher"] = f"{kind}, {teacher.vocab_size} columns"
-        found.values["divergence"] = f"{query.comparison.divergence}, temperature {said(compared.temperature)}"
-    found.tensors["labels"] = partial(labels.checksum, made.backend)
-    of_tokens: dict[str, Any] = {}
-    if isinstance(compared.temperature, Tensor):
-        check_temperature(compared.temperature, head.weight.device, shapes)
-        of_tokens["temperatures"] = compared.temperature.float()
-    if query.selected is not None:
-        of_tokens["selected columns"] = query.selected
-    if not in_a_loss:  # a loss has noted these by its own names
-        of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
-        of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
-    for name, value in of_tokens.items():
-        found.add(name, value, labels.masked_values)
-    found.add("class weights", query.class_weight)
-    return found
+        facts["teacher"] = f"{kind}, {teacher.vocab_size} columns"
+        facts["divergence"] = f"{comparison.divergence}, temperature {said(comparison.temperature)}"
+    return facts

@@ -67,6 +67,7 @@ class Decision:
     one_block: bool  # whether all tokens may be one block of logits of one dense head
     work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)  # where ranks compare the call: the text of it, once that is known
 
     @property
     def needs_gradient(self) -> bool:

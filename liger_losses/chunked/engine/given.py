@@ -27,16 +27,23 @@ def checksum(values: Tensor) -> Tensor:
     return ((flat.long() + 1) * place_weights(0, len(flat), flat.device)).sum()
 
 
+def lines_of(values: Mapping[str, Any]) -> str:
+    """A line for each value."""
+    return "".join([f"{name}\t{value}\n" for name, value in values.items()])
+
+
 class Given:
     """Named values of a call, which are compared as text, and its tensors, by checksums that are computed when needed.
 
     Attributes:
         values: by name.
+        said: lines of text of more values, where they are known.
         tensors: what computes the checksum of each, 0-dim int64.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self.values: dict[str, Any] = dict(values or {})
+        self.said = ""
         self.tensors: dict[str, Callable[[], Tensor]] = {}
 
     def add(self, name: str, value: Any, entries: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -52,7 +59,7 @@ class Given:
 
     @property
     def text(self) -> str:
-        return "".join([f"{name}\t{value}\n" for name, value in self.values.items()])
+        return lines_of(self.values) + self.said
 
     def checksums(self) -> list[Tensor]:
         """Of each tensor; of many, one for the last ones together."""

@@ -234,7 +234,8 @@ def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> Non
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     found: dict[str, Any] = {"environment": environment(device), "ranks": ranks, "rows": []}
     profiled: list[str] | None = None if arguments.profile is None else []
-    for shape, name in itertools.product(TINY if arguments.tiny else SHAPES[: arguments.shapes], arguments.losses):
+    shapes = TINY if arguments.tiny else [SHAPES[i] for i in arguments.only or range(len(SHAPES))]
+    for shape, name in itertools.product(shapes, arguments.losses):
         for row in measure(shape, name, arguments.rounds, device, profiled):
             found["rows"].append(row)
             if rank == 0:
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="processes; all GPUs, or two processes on a CPU, by default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many shapes")
+    parser.add_argument("--only", type=int, nargs="*", help=f"which shapes, from 0 to {len(SHAPES) - 1}")
     parser.add_argument("--profile", type=Path, help="a text file for what rank 0 runs when, on GPUs")
     parser.add_argument("--out", type=Path, help="a JSON file, beside which the table is written as text")
     arguments = parser.parse_args()

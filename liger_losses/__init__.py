@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from liger_losses import functional
 from liger_losses.chunked.engine import (
     EngineOptions,
+    Largest,
     QuantizedWeight,
     Statistics,
     Teacher,
@@ -19,7 +20,9 @@ from liger_losses.chunked.engine import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    linear_topk,
     register_quantized_weight,
+    register_statistic,
 )
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
@@ -55,6 +58,7 @@ from liger_losses.chunked.losses.reference_free import (
     LigerFusedLinearSimPOLoss,
     ORPOMetrics,
 )
+from liger_losses.chunked.losses.registration import register_divergence, register_objective
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss, UnpairedMetrics
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -80,6 +84,7 @@ __all__ = [
     "Divergence",
     "EngineOptions",
     "Head",
+    "Largest",
     "LigerFusedLinearAlphaBetaLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
@@ -120,9 +125,13 @@ __all__ = [
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
+    "linear_topk",
     "loss_inputs",
     "patch",
+    "register_divergence",
+    "register_objective",
     "register_quantized_weight",
+    "register_statistic",
     "set_default_workspace",
     "split_by_coefficient",
     "unpatch",

@@ -133,7 +133,7 @@ def divergence_into(
     Returns:
         ``value``.
     """
-    if choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
+    if divergence.has_kernel and choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
         c = (coefficients or Coefficients(value)).contiguous()
         _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums, whole_rows)
         return value

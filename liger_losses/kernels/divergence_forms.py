@@ -72,6 +72,11 @@ class Divergence:
         """Whether ``sum_v h`` is 0 for all p and q: see :class:`Form`."""
         return self.form in FORMS and FORMS[self.form].balanced
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a Triton kernel computes its terms."""
+        return self.form not in FORMS or FORMS[self.form].triton is not None
+
     @classmethod
     def forward_kl(cls) -> Divergence:
         """``KL(q || p) = sum q (log q - log p)``."""

@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md holds: a pair loss is one class of under 10 lines; a divergence is two functions and a row."""
+"""docs/extending.md holds: a pair loss is one class of under 10 lines; a divergence is two functions and a row; what is
+registered is checked."""
 
 import inspect
 
@@ -6,7 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import Completions, DistillationLoss, Divergence, Head, PreferenceLoss, Teacher, functional
+from liger_losses import (
+    Completions,
+    DistillationLoss,
+    Divergence,
+    Head,
+    LigerFusedLinearGRPOLoss,
+    PreferenceLoss,
+    Teacher,
+    functional,
+    register_divergence,
+    register_objective,
+)
+from liger_losses.chunked.losses import policy_tables
 from liger_losses.kernels import BACKENDS, divergence_forms
 from liger_losses.kernels._triton import jit, tl
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
@@ -141,3 +154,103 @@ def test_a_new_divergence_takes_two_functions_and_a_row(backend, dtype):
     ):
         assert_as_exact_as_plain(ours.cpu(), rounded, exact, name)
     assert metrics.soft_loss > 0
+
+
+@pytest.fixture
+def registered():
+    """What is registered is forgotten."""
+    tables = policy_tables.LOSS_TYPES, policy_tables.OBJECTIVES, divergence_forms.FORMS
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)
+
+
+def squared(log_ratio, logps, advantages, options):
+    return advantages * logps - 0.3 * log_ratio.square()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_objective_is_a_loss_type():
+    register_objective("squared", squared, normalizer="sequence_mean")
+    hidden, weight, ids, _ = problem(shape=(4, 5), dtype=torch.float64, masked=0.0)
+    mask, advantages = torch.arange(5) < torch.tensor([5, 2, 3, 0])[:, None], torch.tensor([1.0, -0.5, 2.0, 1.0])
+    logps = plain_statistics(hidden, weight, ids)["logp"]
+    old = logps.detach() - 0.2
+    terms = advantages[:, None] * logps - 0.3 * (logps - old) ** 2
+    exact = -((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    given = {"old_logps": old, "beta": 0.0, "loss_type": "squared"}
+    torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, **given), exact)
+    loss = LigerFusedLinearGRPOLoss(loss_type="squared", beta=0.0)
+    value, _ = loss(hidden, weight, ids, mask, advantages, old_per_token_logps=old)
+    torch.testing.assert_close(value, exact.float())
+    found, expected = (torch.autograd.grad(x, (hidden, weight)) for x in (value, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda r, l, a, o: (a * l).sum(), "a value for each token"),
+        (lambda r, l, a, o: (a * l).detach(), "no gradient"),
+        (lambda r, l, a, o: a * l - l.sum(), "coupled=True"),
+        (lambda r, l, a, o: a * (l - l.detach()).sqrt(), "is not finite"),
+        (lambda r, l, a, o: a / (l - l.detach()), "is not finite"),
+        (lambda r, l, a, o: 0.0 * l, "is 0 for every token"),
+    ],
+)
+def test_objectives_that_cannot_be_right_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        register_objective("mine", value)
+    assert "mine" not in policy_tables.LOSS_TYPES
+    with pytest.raises(ValueError, match="already"):
+        register_objective("dapo", squared)
+    with pytest.raises(ValueError, match="unknown normalizer"):
+        register_objective("mine", squared, normalizer="mean")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_registered_divergence_takes_one_function(backend):
+    """Without a Triton function, PyTorch computes the terms on either backend."""
+    made = register_divergence("squares", lambda log_p, log_q, a: a * (log_p.exp() - log_q.exp()).square())
+    hidden, weight, labels, _ = problem(dtype=torch.bfloat16)
+    teacher_hidden, teacher_weight, _, _ = problem(h=16, dtype=torch.bfloat16, seed=1)
+    device, mask = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu", labels != -100
+    exact_hidden, exact_weight = double(hidden, weight)
+    log_p, log_q = (
+        (x.double() @ y.double().t()).log_softmax(-1)
+        for x, y in ((exact_hidden, exact_weight), (teacher_hidden, teacher_weight))
+    )
+    exact = (3 * (log_p.exp() - log_q.exp()).square()).sum(-1)[mask].mean()
+    loss = DistillationLoss(made(3.0), 0.0, 1.0, backend=backend)
+    given = [x.detach().to(device).requires_grad_() for x in (hidden, weight)]
+    teacher = Teacher(teacher_hidden.detach().to(device), teacher_weight.detach().to(device))
+    value, _ = loss(given[1], given[0], labels.to(device), teacher)
+    torch.testing.assert_close(value.cpu().double(), exact, rtol=1e-3, atol=0)
+    for ours, true in zip(
+        torch.autograd.grad(value, given), torch.autograd.grad(exact, (exact_hidden, exact_weight)), strict=True
+    ):
+        torch.testing.assert_close(ours.cpu().double(), true, rtol=3e-2, atol=3e-2 * float(true.abs().max()))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("terms", "options", "message"),
+    [
+        (lambda p, q: ((p - q) ** 2).sum(-1), {}, "a term for each entry"),
+        (lambda p, q: ((p - q) ** 2, p - q), {}, "h is not the derivative"),
+        (lambda p, q: (p - q) ** 2, {"balanced": True}, "is not balanced"),
+        (lambda p, q: p.exp() * q, {}, "0 where p = q"),
+        (lambda p, q: (p.exp() / q.exp() - 1) ** 2, {}, "is not finite"),
+        (lambda p: p, {}, "must take log_p, log_q"),
+    ],
+)
+def test_divergences_that_cannot_be_right_are_refused(terms, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        register_divergence("mine", terms, **options)
+    assert "mine" not in divergence_forms.FORMS
+    with pytest.raises(ValueError, match="already"):
+        register_divergence("forward_kl", jeffreys)

@@ -7,11 +7,13 @@ from liger_losses.chunked.engine.ops import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    linear_topk,
 )
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Statistics
+from liger_losses.chunked.engine.query import Largest, Statistics
+from liger_losses.chunked.engine.registered import register_statistic
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
@@ -20,6 +22,7 @@ from liger_losses.chunked.engine.tokens import Tokens
 __all__ = [
     "EngineOptions",
     "Head",
+    "Largest",
     "QuantizedWeight",
     "Statistics",
     "Teacher",
@@ -34,5 +37,7 @@ __all__ = [
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
+    "linear_topk",
     "register_quantized_weight",
+    "register_statistic",
 ]

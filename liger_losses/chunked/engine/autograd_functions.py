@@ -70,7 +70,7 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
         terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
         return torch.stack(terms).sum(), detached
     assert call.query.token_loss is not None
-    named = read_by(call.query.token_loss, Statistics(**active))
+    named = read_by(call.query.token_loss, Statistics(**active), call.query.registered)
     result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
     loss = call.tokens.masked(differentiable(result, named, call.tokens.count)).sum()
     return loss.to(call.work.logits_dtype), detached
@@ -141,7 +141,8 @@ class _LinearStatistics(torch.autograd.Function):
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
                 values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
-        needed = {name: value for name, value in values.items() if name == "lse" or name not in call.query.metrics}
+        kept = ("lse", "columns")
+        needed = {name: value for name, value in values.items() if name in kept or name not in call.query.metrics}
         ctx.saved_names = tuple(needed)
         # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
         ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)

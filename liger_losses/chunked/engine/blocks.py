@@ -5,7 +5,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import HeadGradients
-from liger_losses.chunked.engine.call import OpenCall
+from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import on_device
+from liger_losses.chunked.engine.registered import registered_gradient, registered_values
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.kernels.divergence import TEMPORARIES
+from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
+from liger_losses.kernels.largest import largest
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -28,6 +32,8 @@ from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
+#: What is no statistic of a softmax over a row: blocks compute it from whole rows of logits.
+OF_LOGITS = frozenset({"selected_logps", "columns", "registered"})
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
@@ -42,6 +48,10 @@ class Part(NamedTuple):
     hidden: Tensor  # [R, H], their hidden states in the operand dtype
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
     epilogue: Epilogue  # from their projections to logits
+
+    def columns(self, call: Call) -> Tensor:
+        """The selected columns ``[R, k]``."""
+        return self.values["columns"] if call.query.selected is None else call.query.selected[self.rows]
 
     def put(self, computed: Mapping[str, Tensor], whole: bool) -> None:
         """Store statistics: ``computed`` itself where the part is ``whole``, all active tokens."""
@@ -111,7 +121,7 @@ def _fused(
 ) -> dict[str, Tensor]:
     """The statistics of the softmax over the rows of ``weight``, into ``values`` where they are there."""
     call = opened.call
-    names, backend, invariant = call.block_names - {"selected_logps"}, call.backend, call.batch_invariant
+    names, backend, invariant = call.block_names - OF_LOGITS, call.backend, call.batch_invariant
     if not names <= {"logp", "lse", "mean_logit", "entropy"}:
         return linear_softmax_statistics(
             part.hidden, weight, labels, names, epilogue, out, batch_invariant=invariant, backend=backend
@@ -251,26 +261,46 @@ class LogitBlock(Block):
             computed = softmax_statistics(
                 projected,
                 self.opened.labels[part.rows],
-                call.block_names - {"selected_logps"},
+                call.block_names - OF_LOGITS,
                 part.epilogue,
                 scratch=call.plan.scratch,
                 backend=call.backend,
             )
-        if call.query.selected is not None and "selected_logps" in part.values:
-            columns, owned = self._selected(part.rows)
+        if call.query.largest:
+            computed["columns"] = self._largest(projected, part)
+        if call.query.selects and "selected_logps" in part.values:
+            columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
             bias = None if self.opened.bias is None else self.opened.bias[columns]
             logits = part.epilogue.transform(projected.gather(1, columns), bias)
             computed["selected_logps"] = (
                 logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
             )
         if self.opened.others is not None:
-            self.opened.merge_(part.rows, computed)
+            # All ranks have the columns of the largest.
+            self.opened.merge_(part.rows, {name: value for name, value in computed.items() if name != "columns"})
+        if call.query.registered:
+            computed["registered"] = projected.new_empty(len(projected), len(call.query.registered))
+            for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
+                computed["registered"][at] = registered_values(call.query.registered, log_p, call.ranks)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
-    def _selected(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def _largest(self, projected: Tensor, part: Part) -> Tensor:
+        """The columns ``[R, k]`` of the largest logits, those of other ranks included."""
+        k, backend = min(self.call.query.largest, self.vocab_size), self.call.backend
+        logits, columns = largest(projected, part.epilogue, k, backend)
+        return self.call.ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
+
+    def _log_probs(
+        self, projected: Tensor, lse: Tensor, epilogue: Epilogue
+    ) -> Iterator[tuple[slice, Tensor, Epilogue]]:
+        """Some rows at a time: which, their log-probabilities ``[r, V]``, and their epilogue."""
+        row_bytes = TEMPORARIES * self.call.work.vocab_size * projected.dtype.itemsize  # as the largest rank has
+        for at in blocks(len(projected), self.call.plan.scratch // max(row_bytes, 1)):
+            own = epilogue.rows(at)
+            yield at, finite_logs(own(projected[at]) - lse[at, None]), own
+
+    def _selected(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """The selected columns ``[R, k]`` among those computed here, and which are (0 stands for those of others)."""
-        assert self.call.query.selected is not None
-        columns = self.call.query.selected[rows]
         if self.opened.others is None:
             return columns, None
         columns = columns - self.opened.first_column
@@ -294,21 +324,49 @@ class LogitBlock(Block):
             # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
             others = {name: g for name, g in upstream.items() if name != "selected_logps"}
             upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
+        registered = upstream.get("registered")
+        upstream = {name: g for name, g in upstream.items() if name != "registered"}
         coefficients = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight)
         projected = self.projections[: len(part.hidden), columns]
-        grad = projection_gradient(self.opened, projected, part, columns, coefficients, head_grads.bias)
+        if registered is not None:
+            self._write_registered(projected, part, registered, coefficients, head_grads.bias)
+            grad = projected.view(self.call.work.operand_dtype)[:, columns]
+        else:
+            grad = projection_gradient(self.opened, projected, part, columns, coefficients, head_grads.bias)
         if selected is not None:
             self._add_selected(grad, part, coefficients, selected, head_grads.bias)
         return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, into=out_view)
+
+    def _write_registered(
+        self,
+        projected: Tensor,
+        part: Part,
+        upstream: Tensor,
+        coefficients: SoftmaxGradient,
+        grad_bias: Tensor | None,
+    ) -> None:
+        """Write the gradient of all statistics in the memory of the projections, ``upstream [R, m]`` of registered ones
+        included: nothing is rounded twice."""
+        query, call, opened = self.call.query, self.call, self.opened
+        columns = torch.arange(self.vocab_size, device=opened.device) + opened.first_column
+        own_weight = None if query.class_weight is None else query.class_weight[columns]
+        labels, lse = call.tokens.labels[part.rows, None], part.values["lse"]
+        for at, log_p, epilogue in self._log_probs(projected, lse, part.epilogue):
+            logits, own = epilogue(projected[at]), coefficients.rows(at.start, at.stop)
+            grad = own.at(logits, lse[at], columns == labels[at], own_weight, call.vocab_size)
+            grad += registered_gradient(query.registered, log_p, upstream[at], call.ranks)
+            grad = epilogue.transform.chain_(grad, logits)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            projected.view(call.work.operand_dtype)[at, : self.vocab_size].copy_(grad)
 
     def _add_selected(
         self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None
     ) -> None:
         """Write the gradient at the selected columns anew, ``upstream [R, k]`` included: nothing is rounded twice."""
         query, lse, transform = self.call.query, part.values["lse"], part.epilogue.transform
-        assert query.selected is not None
-        columns, labels = query.selected[part.rows], self.call.tokens.labels[part.rows, None]
-        local, owned = self._selected(part.rows)
+        columns, labels = part.columns(self.call), self.call.tokens.labels[part.rows, None]
+        local, owned = self._selected(columns)
         logits = part.values["selected_logps"] + lse[:, None]
         slope = transform.slope(logits) * transform.factor(logits)
         class_weight = None if query.class_weight is None else query.class_weight[columns]

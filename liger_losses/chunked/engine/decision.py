@@ -177,6 +177,7 @@ def _signature(
     targets = () if isinstance(labels, Tokens) else labels
     beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()
     names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
+    of_columns = query.largest, query.registered
     settings = (
         torch.is_grad_enabled(),
         autocast_dtype(head.weight.device),
@@ -188,7 +189,7 @@ def _signature(
     of_head = _signature_of_head(head)
     if tensors is None or of_head is None or (compared is None and query.comparison is not None):
         return None
-    return len(hidden), of_labels, tensors, of_head, compared, names, options, settings, memory
+    return len(hidden), of_labels, tensors, of_head, compared, names, of_columns, options, settings, memory
 
 
 def _facts(*values: Any) -> tuple[Any, ...] | None:
@@ -265,7 +266,7 @@ def _decide(
         vocab_size=head.ranks.most_columns(vocab_size),
         operand_dtype=operand,
         device=device,
-        temporaries=(4 if teacher is None else TEMPORARIES) if backend == "torch" else 4 * (needs_bias and not teacher),
+        temporaries=_temporaries(query, backend, needs_bias),
         gathers=not _dense(hidden, operand),
         fused=fused,
         exponentials=exponentials,
@@ -297,7 +298,7 @@ def _decide(
         # fp16 gradients underflow without the loss scale, which is only known in backward.
         one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
         frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
-        selects=query.selected is not None,
+        selects=query.selects,
         options=options,
         grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
         one_block=False,
@@ -309,12 +310,19 @@ def _decide(
     # A block of fp32 logits, if it fits: the fewest launches.
     if made.needs_gradient or most * vocab_size <= SMALL_FORWARD_LOGITS:
         work = replace(work, fused=False, exponentials=False)
-    one_block = query.selected is None and head.weights.matrix(operand) is not None
+    one_block = not query.needs_logits and head.weights.matrix(operand) is not None
     small = replace(made, compact=False, work=work, one_block=one_block, runs={})
     with suppress(ValueError):  # the workspace is too small for it
         if work.fused or small.run(most, True).plan.rows >= most:
             return small
     return made
+
+
+def _temporaries(query: Query, backend: str, needs_bias: bool) -> int:
+    """Rows of temporaries that elementwise work needs."""
+    if query.in_torch or (backend == "torch" and query.comparison is not None):
+        return TEMPORARIES
+    return 4 if backend == "torch" or (needs_bias and query.comparison is None) else 0
 
 
 def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operand: torch.dtype) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Comparison, Query, Statistics, read_by
+from liger_losses.chunked.engine.query import Comparison, Largest, Query, Statistics, read_by
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.autograd import autocast_dtype
@@ -515,8 +516,8 @@ def _entry(function: F, of_loss: bool) -> F:
 
 
 def _is_traced(value: Any) -> bool:
-    """Whether an argument may be one of operators: the graph ends at shared and quantized heads, and at functions that
-    return a teacher's logits."""
+    """Whether an argument may be one of operators: the graph ends at shared and quantized heads, at functions that
+    return a teacher's logits, and at registered statistics and the columns of the largest log-probabilities."""
     if isinstance(value, Tensor):
         subclass = hasattr(value, "full_tensor") or hasattr(type(value), "__tensor_flatten__")
         return not subclass and not hasattr(value, "quant_state")
@@ -524,6 +525,8 @@ def _is_traced(value: Any) -> bool:
         return is_weight_and_bias(value) and value.weight.is_floating_point() and _is_traced(value.weight)
     if isinstance(value, Head):
         return value.ranks is ALONE and value.quantized is None
+    if isinstance(value, (Largest, str)):
+        return not isinstance(value, Largest) and value not in REGISTERED
     if isinstance(value, (list, tuple, nn.ModuleList)):
         return all(_is_traced(part) for part in value)
     if isinstance(value, TeacherLogits):

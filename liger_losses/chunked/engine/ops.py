@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -24,7 +25,8 @@ from liger_losses.chunked.engine.input_checks import rows_of_all
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import operator, traced_statistics, traced_targets, traced_token_loss
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Comparison, Query, Statistics
+from liger_losses.chunked.engine.query import Comparison, Largest, Query, Statistics
+from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
@@ -60,7 +62,8 @@ def linear_statistics(
         metrics: further names, returned without gradient.
         selected: ``[..., k]`` int64, one row for each label: the statistics may then include
             ``selected_logps [..., k]``, the log-probabilities of these columns. A list where there are several tensors
-            of labels, or ``[T, k]`` for all tokens of one head.
+            of labels, or ``[T, k]`` for all tokens of one head. Or a :class:`Largest`, whose columns the metric
+            ``columns`` has.
         bias: ``[V]``, or a list where ``weight`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
@@ -74,7 +77,7 @@ def linear_statistics(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
             unknown names, a workspace that cannot hold one row.
     """
-    query = Query(_names(statistics), _names(metrics), class_weight=class_weight, selected=selected)
+    query, selected = _query(statistics, metrics, selected, class_weight=class_weight)
     if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, selected=selected)
         return traced_targets(targets, query) if is_dynamo_compiling() else targets.statistics(query)
@@ -159,6 +162,60 @@ def linear_logps(
     return statistics if len(names) > 1 else statistics.logp
 
 
+class TopK(NamedTuple):
+    """What :func:`linear_topk` returns: log-probabilities ``[..., k]`` in descending order, and their columns."""
+
+    logps: Tensor
+    ids: Tensor
+
+
+@operator
+def linear_topk(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    k: int,
+    labels: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    options: EngineOptions = EngineOptions(),
+) -> TopK:
+    """The k largest log-probabilities of each token, without the logits in memory.
+
+    The log-probabilities are over the whole vocabulary, and differentiable; which columns they are of is not.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
+        k: how many, at most V.
+        labels: ``[...]`` int64; tokens whose label is ``ignore_index`` get zeros and cost nothing. All by default.
+        bias: ``[V]``.
+        transform: temperature, scale and soft-cap of the logits.
+        options: how to stream.
+
+    Returns:
+        ``logps [..., k]``, fp32 (fp64 for fp64 inputs), and ``ids [..., k]`` int64.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_statistics`; a k that is no number of columns.
+    """
+    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
+    if labels is None:
+        labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
+    found = linear_statistics(
+        hidden_states,
+        weight,
+        labels,
+        ("selected_logps",),
+        metrics=("columns",),
+        selected=Largest(k),
+        bias=bias,
+        transform=transform,
+        options=options,
+    )
+    return TopK(found.selected_logps, found.columns)
+
+
 @operator
 def linear_divergence(
     hidden_states: Tensor,
@@ -238,8 +295,8 @@ def linear_token_loss(
         metrics: what is returned (and readable in ``token_loss``) without a gradient.
         token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient; they may
             have one more dimension.
-        selected: ``[..., k]`` int64, one row for each label, or a list: the statistics then include
-            ``selected_logps [n, k]``, the log-probabilities of these columns.
+        selected: ``[..., k]`` int64, one row for each label, or a list, or a :class:`Largest`: the statistics then
+            include ``selected_logps [n, k]``, the log-probabilities of these columns, and the metrics ``columns``.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -254,11 +311,11 @@ def linear_token_loss(
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
     if not many:
         check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    query = Query(
-        _names(statistics),
-        _names(metrics),
+    query, selected = _query(
+        statistics,
+        metrics,
+        selected,
         class_weight=class_weight,
-        selected=selected,
         token_loss=token_loss,
         token_inputs={} if many else token_inputs or {},
     )
@@ -330,6 +387,17 @@ def _separable_loss(
         return separable_loss(hidden_states, head, labels, query, options)
     loss, found = traced_token_loss(hidden_states, head, labels, query, options)
     return loss, found[0]
+
+
+def _query(statistics: Any, metrics: Any, selected: Any, **fields: Any) -> tuple[Query, Any]:
+    """A query, whose registered statistics are one of that name, and what columns are selected for each label."""
+    names, others = _names(statistics), _names(metrics)
+    registered = tuple([name for name in names if isinstance(name, str) and name in REGISTERED])
+    if registered:
+        names = (*(name for name in names if name not in REGISTERED), "registered")
+    largest = selected.k if isinstance(selected, Largest) else 0
+    selected = None if largest else selected
+    return Query(names, others, selected=selected, largest=largest, registered=registered, **fields), selected
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ class Statistics(NamedTuple):
     """Per-token statistics of the logits' softmax; ``None`` for those not asked for, 0 for tokens without loss.
 
     :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
-    log-probabilities of selected columns, ``divergence`` is that from a teacher.
+    log-probabilities of selected columns, ``divergence`` is that from a teacher. ``columns [..., k]`` are those of the
+    largest log-probabilities, ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the
+    order in which they were asked for.
     """
 
     logp: Any = None
@@ -39,6 +42,8 @@ class Statistics(NamedTuple):
     argmax: Any = None
     selected_logps: Any = None
     divergence: Any = None
+    columns: Any = None
+    registered: Any = None
 
 
 class DeclaredStatistics:
@@ -50,12 +55,16 @@ class DeclaredStatistics:
         values: the statistics, ``None`` for those not asked for.
         reader: the name of the loss.
         place: where it names its statistics.
+        registered: the names of ``values.registered``.
     """
 
-    def __init__(self, values: Sequence[Any], reader: str, place: str) -> None:
+    def __init__(self, values: Sequence[Any], reader: str, place: str, registered: Sequence[str] = ()) -> None:
         self._reader, self._place = reader, place
         for name, value in zip(Statistics._fields, values, strict=True):
             if value is not None:
+                setattr(self, name, value)
+        if registered:
+            for name, value in zip(registered, self.registered.unbind(-1), strict=True):
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,10 +77,11 @@ class DeclaredStatistics:
         )
 
 
-def read_by(token_loss: Callable[..., Any], values: Sequence[Any]) -> Any:
+def read_by(token_loss: Callable[..., Any], values: Sequence[Any], registered: Sequence[str] = ()) -> Any:
     """The statistics that the function of a separable loss reads."""
     name = getattr(token_loss, "__name__", type(token_loss).__name__)
-    return DeclaredStatistics(values, f"token_loss ({name})", "statistics=, or to metrics= where it needs no gradient")
+    place = "statistics=, or to metrics= where it needs no gradient"
+    return DeclaredStatistics(values, f"token_loss ({name})", place, registered)
 
 
 def wrong_token_losses(losses: Any, count: int) -> ValueError:
@@ -96,6 +106,17 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Largest:
+    """``selected=Largest(k)``: the k columns of each token whose log-probabilities are largest, in descending order."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
+            raise ValueError(f"k must be a positive integer, got {self.k!r}.")
+
+
+@dataclass(frozen=True)
 class Query:
     """What is asked about each token.
 
@@ -107,6 +128,8 @@ class Query:
     metrics: tuple[str, ...] = ()  # further names, without gradient
     class_weight: Tensor | None = None  # [V], the c of mean_logp
     selected: Tensor | None = None  # the columns of selected_logps
+    largest: int = 0  # or their number, where they are those of the largest log-probabilities
+    registered: tuple[str, ...] = ()  # what users have registered, whose statistic is called "registered"
     comparison: Comparison | None = None  # the other side of the divergence
     token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what it gets as keywords
@@ -125,7 +148,17 @@ class Query:
     @property
     def needs_logits(self) -> bool:
         """Whether blocks must hold whole rows of fp32 logits."""
-        return self.selected is not None or self.comparison is not None
+        return self.selects or self.comparison is not None or bool(self.registered)
+
+    @property
+    def selects(self) -> bool:
+        """Whether there are columns of selected_logps."""
+        return self.selected is not None or self.largest > 0
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether PyTorch computes something of whole rows of logits, on every device."""
+        return bool(self.registered) or (self.comparison is not None and not self.comparison.divergence.has_kernel)
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
@@ -154,8 +187,20 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     if query.class_weight is not None:
         check_vector("class_weight", query.class_weight, head.weight, head.vocab_size)
     names, vocab_size = _DIFFERENTIABLE, head.vocab_size
-    if query.selected is not None:
+    metrics: tuple[str, ...] = STATISTICS
+    if query.selects:
         names = ("selected_logps", *names)
+    if query.largest:
+        metrics = ("columns", *metrics)
+        if query.largest > vocab_size:
+            raise ValueError(f"k must be at most the {vocab_size} columns of the head, got {query.largest}.")
+    if query.registered:
+        names = ("registered", *names)
+        if head.batch_invariant:
+            raise ValueError(
+                f"{', '.join(query.registered)}: a registered statistic is summed in an order that depends on the "
+                "batch; take a head without batch_invariant=True."
+            )
     if query.comparison is not None:
         names = ("divergence", "logp")
         check_comparison(query.comparison.teacher, query.comparison.divergence, head, shapes[0])
@@ -166,7 +211,7 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
     check_names(query.statistics, names, "differentiable statistic")
-    check_names(query.metrics, ("entropy",) if query.comparison is not None else STATISTICS, "statistic")
+    check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic")
     like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     if query.selected is not None:
         check_like_labels("selected", query.selected, like, head)

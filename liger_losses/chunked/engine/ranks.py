@@ -110,6 +110,11 @@ class Ranks:
         """``[V, ...]``: the rows of all ranks."""
         return rows
 
+    def largest(self, logits: Tensor, columns: Tensor, k: int) -> Tensor:
+        """The columns ``[R, k]`` of the whole vocabulary's largest logits, from those of each rank, ``[R, k]`` or
+        fewer."""
+        return columns
+
 
 #: One process.
 ALONE = Ranks()
@@ -238,6 +243,14 @@ class VocabularyRanks(Ranks):
         padded[: len(rows)] = rows
         gathered = self.gather(padded)
         return torch.cat([part[:size] for part, size in zip(gathered, self.sizes, strict=True)])
+
+    def largest(self, logits: Tensor, columns: Tensor, k: int) -> Tensor:
+        width = min(k, max(self.sizes))  # a rank may have fewer columns
+        padded = logits.new_full((len(logits), width), -torch.inf), columns.new_zeros(len(logits), width)
+        for out, values in zip(padded, (logits, columns), strict=True):
+            out[:, : values.shape[1]] = values
+        every, ids = (self.gather(out).movedim(0, 1).flatten(1) for out in padded)
+        return ids.gather(1, every.topk(k, -1).indices)
 
     def agreement(self, device: torch.device) -> Agreement:
         return Agreement(self.group, VOCABULARY, device)

@@ -154,11 +154,13 @@ class Stream:
         Where a divergence is computed in tiles, what its gradient needs beside them is among them.
         """
 
+        query = self.call.query
+        widths: dict[str, Sequence[int]] = {"registered": (len(query.registered),), "columns": (query.largest,)}
+        widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
+
         def empty(name: str) -> Tensor:
-            dtype = torch.int64 if name == "argmax" else self.call.work.logits_dtype
-            selected = self.call.query.selected if name == "selected_logps" else None
-            shape = (self.count,) if selected is None else selected.shape
-            return torch.empty(shape, dtype=dtype, device=self.opened.device)
+            dtype = torch.int64 if name in ("argmax", "columns") else self.call.work.logits_dtype
+            return torch.empty(self.count, *widths.get(name, ()), dtype=dtype, device=self.opened.device)
 
         constants = row_constants(self.call)
         return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}

@@ -41,7 +41,7 @@ def token_losses(call: Call, values: Mapping[str, Tensor], rows: slice) -> tuple
     with torch.set_grad_enabled(not known):
         leaves = values if known else {name: values[name].detach().requires_grad_() for name in query.statistics}
         named = {name: leaves[name] for name in query.statistics} | {name: values[name] for name in query.metrics}
-        result = function(read_by(function, Statistics(**named)), labels, **inputs)
+        result = function(read_by(function, Statistics(**named), query.registered), labels, **inputs)
         losses, derivatives = result if isinstance(result, tuple) else (result, None)
         if not isinstance(losses, Tensor) or losses.shape != (count,):
             raise wrong_token_losses(losses, count)

@@ -21,6 +21,7 @@ from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query
+from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
@@ -303,7 +304,8 @@ class ChunkedLoss(nn.Module):
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
-        declared: Any = DeclaredStatistics(found, kind, place)
+        registered = [name for name in self.statistics if name in REGISTERED]
+        declared: Any = DeclaredStatistics(found, kind, place, registered)
         result = self.loss(declared, labels != self.ignore_index, **inputs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         whole = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()

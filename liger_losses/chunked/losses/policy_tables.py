@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_names, check_range
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-
-if TYPE_CHECKING:
-    from liger_losses.chunked.losses.policy_objectives import PolicyInputs
 
 #: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
 OF_LOSS_TYPE = "default"
@@ -173,6 +170,23 @@ class PolicyOptions:
         return self.row_normalizer == "prompt_mean" or OBJECTIVES[LOSS_TYPES[self.loss_type].objective].of_prompts
 
 
+class Batch(Protocol):
+    """What a function of whole completions may read: constants ``[B, T]``, 0 at padding."""
+
+    options: PolicyOptions
+    mask: Tensor  # bool
+    advantages: Tensor
+    lengths: Tensor  # [B, 1], at least 1
+    is_ratio: Tensor | None  # the sampler's correction, [B, 1] or [B, T]
+    group: dist.ProcessGroup | None
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``."""
+
+    def of_one_prompt(self) -> tuple[Tensor, Tensor]:
+        """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
+
+
 #: Options that are at least 0.
 _NOT_NEGATIVE = (
     *("beta", "epsilon_low", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
@@ -183,17 +197,17 @@ _NOT_NEGATIVE = (
 # --- Ratios -----------------------------------------------------------------------------------------------------------
 
 
-def _sequence(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+def _sequence(log_ratio: Tensor, inputs: Batch) -> Tensor:
     """The geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)."""
     return inputs.sequence_sums(log_ratio) / inputs.lengths
 
 
-def _sequence_token(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+def _sequence_token(log_ratio: Tensor, inputs: Batch) -> Tensor:
     """The same number, with each token's gradient: GSPO-token (arXiv:2507.18071, eq. 14)."""
     return _sequence(log_ratio.detach(), inputs) + log_ratio - log_ratio.detach()
 
 
-def _geometric(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
+def _geometric(log_ratio: Tensor, inputs: Batch) -> Tensor:
     """The geometric mean of ratios that are clipped token by token: GMPO (arXiv:2507.20673)."""
     clipped = log_ratio.clamp(-inputs.options.epsilon_low, inputs.options.epsilon_high)
     lower, higher = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
@@ -201,7 +215,7 @@ def _geometric(log_ratio: Tensor, inputs: PolicyInputs) -> Tensor:
 
 
 #: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
-RATIOS: dict[str, Callable[[Tensor, PolicyInputs], Tensor]] = {
+RATIOS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "token": lambda log_ratio, inputs: log_ratio,
     "sequence": _sequence,
     "sequence_token": _sequence_token,
@@ -384,7 +398,7 @@ def vespo_weights(
     return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
-def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """``detach(phi(w)) A log p``: VESPO (arXiv:2602.10693)."""
     number = inputs.mask.to(log_ratio.dtype)
     weights = vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
@@ -417,13 +431,13 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
     return torch.where((advantages < 0) & (ratio > o.fipo_safe_ratio), weights.clamp(max=1.0), weights)
 
 
-def _fipo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+def _fipo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """``f min(r A, clip(r) A)`` with the weights of :func:`fipo_weights` (arXiv:2603.19835)."""
     weights = fipo_weights(log_ratio, inputs.mask, inputs.advantages, o)
     return weights * _clipped(log_ratio, logps, advantages, o)
 
 
-def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """``-(log(1 + sum_neg e^(s / t)) + log(1 + sum_pos e^(-s / t)))`` over a prompt's completions, whose scores ``s``
     are mean log ratios; averaged over prompts: REAL (arXiv:2602.05630).
 
@@ -445,7 +459,7 @@ def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
 
 
 @torch.no_grad()
-def covariances(logps: Tensor, inputs: PolicyInputs) -> Tensor:
+def covariances(logps: Tensor, inputs: Batch) -> Tensor:
     """``(log p - mean log p) (A - mean A)`` of each token ``[B, T]`` of this batch (arXiv:2505.22617, section 4.1)."""
     number = inputs.mask.sum().clamp(min=1)
     centered = [x - torch.where(inputs.mask, x, 0.0).sum() / number for x in (logps.detach(), inputs.advantages)]
@@ -461,7 +475,7 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
     return (rank < count).view_as(mask) & eligible
 
 
-def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
     (arXiv:2505.22617, section 4.2). Which of these is drawn from the covariances' own digits: calls repeat."""
     found = covariances(logps, inputs)
@@ -473,7 +487,7 @@ def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpt
     return torch.where(dropped, 0.0, _clipped(log_ratio, logps, advantages, o))
 
 
-def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: PolicyInputs) -> Tensor:
+def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """``r A``, less ``cov_penalty |log r|`` of the ``cov_share`` tokens of largest covariance: KL-Cov
     (arXiv:2505.22617, section 4.2)."""
     chosen = _chosen(covariances(logps, inputs), inputs.mask, o.cov_share, inputs.mask)
@@ -487,7 +501,7 @@ class Objective(NamedTuple):
     Args:
         value: what is maximized, from (log ratios, log-probabilities, advantages, options).
         cut: where clipping removes its gradient, as bool from (ratios, advantages, options), for the metric.
-        coupled: a token's value depends on other tokens; ``value`` then gets the :class:`PolicyInputs` too.
+        coupled: a token's value depends on other tokens; ``value`` then gets the :class:`Batch` too.
         whole: it depends on the order of tokens, or on the whole batch, of which no rank may hold a slice.
         of_prompts: it compares completions of a prompt.
     """

@@ -39,13 +39,16 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    linear_topk,
 )
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.agreement import RankError
+from liger_losses.chunked.engine.registered import REGISTERED
 from tests.processes import case_named
 from tests.reference import relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
+REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square()
 #: How many rows each rank of a group has.
 CUTS = {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
 
@@ -233,6 +236,11 @@ OPERATIONS = {
     "statistics of columns, two passes": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], "selected_logps", selected=columns(d), options=EngineOptions(chunk_size=5, compact=False)
     ),
+    "largest": lambda head, ref, d: linear_topk(d["h"], head, 5, d["y"]),
+    "largest, two passes": lambda head, ref, d: linear_topk(
+        d["h"], head, 5, d["y"], options=EngineOptions(chunk_size=5, compact=False)
+    ),
+    "registered": lambda head, ref, d: linear_statistics(d["h"], head, d["y"], ("second_moment_of_shares", "entropy")),
     "resident": lambda head, ref, d: linear_logps(d["h"], head, d["y"], workspace=2**24),
     "two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], chunk_size=3),
     "not compact": lambda head, ref, d: linear_logps(d["h"], head, d["y"], compact=False, shift=True),

@@ -1,0 +1,205 @@
+"""Objectives and divergences of a user's own, as rows of the tables that losses read.
+
+Each is run once, on random numbers in float64, when it is registered: a wrong shape, a value or a gradient that is not
+finite, and a derivative that is not that of the value raise then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.losses import policy_objectives, policy_tables
+from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
+from liger_losses.kernels.divergence_forms import terms as series_terms
+
+#: Sizes of the random batch: completions, and tokens of the longest.
+_B, _T, _V = 4, 5, 12
+
+
+def register_objective(
+    name: str,
+    value: Callable[..., Tensor],
+    *,
+    normalizer: str = "token_mean",
+    level: str = "token",
+    mask: str = "none",
+    cut: Callable[..., Tensor] | None = None,
+    coupled: bool = False,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
+
+    Args:
+        name: not that of another loss.
+        value: what is maximized, ``(log_ratio, logps, advantages, options) -> [...]``, elementwise over tokens of any
+            number: log ratios to the old policy, log-probabilities, advantages, and the loss's :class:`PolicyOptions`.
+            It is differentiated by autograd; what is constant must be detached.
+        normalizer: what tokens are divided by, a row of ``NORMALIZERS``.
+        level: how the ratio is taken, a row of ``RATIOS``.
+        mask: which tokens have an objective, a row of ``MASKS``.
+        cut: where clipping removes the gradient, bool from (ratios, advantages, options), for ``clip_ratio``.
+        coupled: a token's value depends on other tokens. ``value`` then gets ``[B, T]``, zeros at padding, and a fifth
+            argument, a :class:`Batch`, whose ``mask``, ``lengths`` and ``sequence_sums`` it may use.
+        defaults: values of options that are ``None`` by default.
+
+    Raises:
+        TypeError, ValueError: a name that is taken or unknown; a value of the wrong shape, that is not finite, without
+            a gradient, or that depends on other tokens without ``coupled``.
+    """
+    _check_new("objective", name, policy_tables.LOSS_TYPES)
+    check_names([normalizer], policy_tables.NORMALIZERS, "normalizer")
+    check_names([level], policy_tables.RATIOS, "level")
+    check_names([mask], policy_tables.MASKS, "mask")
+    objective = Objective(value, cut, coupled, whole=coupled)
+    row = LossType(name, normalizer, level != "token", level, mask, MappingProxyType({**defaults}))
+    policy_tables.OBJECTIVES[name], policy_tables.LOSS_TYPES[name] = objective, row
+    try:
+        _check_objective(name, coupled or level != "token")
+    except BaseException:
+        del policy_tables.OBJECTIVES[name], policy_tables.LOSS_TYPES[name]
+        raise
+
+
+def _check_objective(name: str, coupled: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    logps, old = (-torch.rand(_B, _T, generator=g, dtype=torch.float64) * 3 - 0.1 for _ in range(2))
+    mask = torch.arange(_T) < torch.tensor([_T, 2, 3, 1])[:, None]
+    advantages = torch.randn(_B, generator=g, dtype=torch.float64)
+    options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T)
+    leaf = torch.where(mask, logps, 0.0).requires_grad_()
+    inputs = policy_objectives.PolicyInputs(
+        options, mask, advantages, old_logps=old, sampling_logps=old, prompts=torch.arange(_B) // 2
+    )
+    terms = policy_objectives.coupled_terms(leaf, inputs)
+    if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
+        got = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
+        raise ValueError(f"the objective {name!r} must return a value for each token, [{_B}, {_T}], got {got}.")
+    terms = torch.where(mask, terms, 0.0)
+    _check_finite(f"the objective {name!r}", terms)
+    if not terms.requires_grad:
+        raise ValueError(f"the objective {name!r} has no gradient by log_ratio or logps: do not detach all of it.")
+    (gradient,) = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
+    _check_finite(f"the gradient of the objective {name!r}", gradient)
+    if not gradient.any():
+        raise ValueError(f"the gradient of the objective {name!r} is 0 for every token: do not detach all of it.")
+    if coupled:
+        return
+    (first,) = torch.autograd.grad(terms[0, 0], leaf)
+    alone = policy_objectives.policy_terms(leaf[:1, 0], (leaf - old)[:1, 0], inputs.advantages[:1, 0], options)
+    first[0, 0] = 0.0
+    if first.any() or not torch.allclose(alone, terms[0, :1]):
+        raise ValueError(f"the objective {name!r} depends on other tokens: pass coupled=True.")
+
+
+def register_divergence(
+    name: str,
+    terms: Callable[..., Any],
+    *,
+    triton: Any = None,
+    balanced: bool = False,
+    smooth: bool = False,
+    power: Callable[[float, float, float], float] = lambda a, b, c: 1.0,
+) -> Callable[..., Divergence]:
+    """Make ``sum_v f(log p_v, log q_v)`` of the student's p and the teacher's q a divergence.
+
+    Args:
+        name: not that of another divergence.
+        terms: ``(log_p, log_q) -> f`` or ``-> (f, h)``, elementwise, in torch; ``h = df / d log p`` comes from
+            autograd where it is not returned. With one to three more parameters (a, b, c), these are the divergence's.
+        triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without one, torch
+            computes the terms on every device; the products are as fast.
+        balanced: ``sum_v h`` is 0 for all p and q, as for the forward KL: gradients then take one pass less.
+        smooth: near the teacher, f and h are computed as power series in ``log p - log q``, from ``terms`` of complex
+            numbers: so it must take them, without ``abs``, ``sign``, ``clamp`` or ``where``, and return ``(f, h)``.
+        power: with ``smooth``, the s of (a, b, c) for which ``f / q^s`` depends on ``log p - log q`` alone.
+
+    Returns:
+        A function of a, b and c (0 by default) that makes the :class:`Divergence`, for
+        :class:`liger_losses.DistillationLoss`, :func:`liger_losses.linear_divergence` and
+        :func:`liger_losses.functional.divergence`.
+
+    Raises:
+        TypeError, ValueError: a name that is taken; terms of the wrong shape or that are not finite (of probabilities
+            of 0 too, which are logarithms of -10,000); an h that is not the derivative of f; another sum of h than 0
+            with ``balanced``; a divergence that is not 0 at p = q, or negative.
+    """
+    _check_new("divergence", name, {**FORMS, "cosine": None})
+    count = len(inspect.signature(terms).parameters)
+    if not 2 <= count <= 5:
+        raise TypeError(f"terms must take log_p, log_q and up to three parameters, got {count} arguments.")
+
+    def with_parameters(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+        parameters = (a, b, c)[: count - 2]
+        found = terms(log_p, log_q, *parameters)
+        if isinstance(found, tuple):
+            return found
+        with torch.enable_grad():
+            leaf = log_p.detach().requires_grad_()
+            (h,) = torch.autograd.grad(terms(leaf, log_q, *parameters).sum(), leaf)
+        return found, h
+
+    FORMS[name] = Form(with_parameters, triton, balanced, power, smooth)
+
+    def make(a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Divergence:
+        """The divergence of these parameters."""
+        return Divergence(name, a, b, c)
+
+    try:
+        parameters = (0.3, 0.4, 0.5)[: count - 2]
+        _check_divergence(make(*parameters), terms, parameters)
+    except BaseException:
+        del FORMS[name]
+        raise
+    return make
+
+
+def _check_divergence(which: Divergence, terms: Callable[..., Any], parameters: tuple[float, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    log_p, log_q = (torch.randn(3, _V, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    form, said = FORMS[which.form], f"the divergence {which.form!r}"
+    for p, q in ((log_p, log_q), (log_q, log_q)):
+        f, h = form.torch(p, q, which.a, which.b, which.c)
+        if not all(isinstance(x, Tensor) and x.shape == p.shape for x in (f, h)):
+            raise ValueError(f"{said} must return a term for each entry, of shape {tuple(p.shape)}.")
+        _check_finite(said, f, h)
+        leaf = p.clone().requires_grad_()
+        found = terms(leaf, q, *parameters)
+        value = found[0] if isinstance(found, tuple) else found
+        (derivative,) = torch.autograd.grad(value.sum(), leaf)
+        if not torch.allclose(h, derivative, rtol=1e-6, atol=1e-9):
+            worst = float((h - derivative).abs().max())
+            raise ValueError(f"{said}: h is not the derivative of f by log p; the two differ by up to {worst:.3g}.")
+        if form.balanced and float(h.sum(-1).abs().max()) > 1e-9:
+            raise ValueError(f"{said} is not balanced: the sum of h is {float(h.sum(-1).abs().max()):.3g}, and not 0.")
+        total = f.sum(-1)
+        if float(total.min()) < -1e-9 or (p is q and float(total.abs().max()) > 1e-9):
+            raise ValueError(f"{said} must be 0 where p = q, and positive elsewhere; got {total.tolist()}.")
+    cut = log_p.clone()
+    cut[:, 0] = -torch.inf
+    cut = finite_logs(cut)
+    for p, q in ((cut, log_q), (log_q, cut), (cut, cut)):
+        _check_finite(f"{said} of a probability of 0", *form.torch(p, q, which.a, which.b, which.c))
+    series_terms(which, log_p, log_q)  # finds the power series
+
+
+def _check_new(what: str, name: Any, known: Mapping[str, Any]) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"the name of a new {what} must be a text, got {name!r}.")
+    if name in known:
+        raise ValueError(f"there is a {what} {name!r} already; take another name.")
+
+
+def _check_finite(what: str, *values: Tensor) -> None:
+    for value in values:
+        if not value.isfinite().all():
+            raise ValueError(
+                f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}."
+            )

@@ -1,0 +1,209 @@
+"""The largest log-probabilities and registered statistics, streamed: against dense logits in float64."""
+
+import pytest
+import torch
+
+import liger_losses
+from liger_losses import (
+    ChunkedLoss,
+    EngineOptions,
+    Head,
+    Largest,
+    LogitTransform,
+    linear_statistics,
+    linear_token_loss,
+    linear_topk,
+)
+from liger_losses.chunked.engine import registered
+from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.kernels import BACKENDS, largest
+from liger_losses.kernels.logit_transform import Epilogue
+from tests.quantized_layers import dequantized, packed_linear
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem
+
+TRANSFORMS = {
+    "plain": {},
+    "bias, scale and cap": {"logit_scale": 0.7, "softcap": 3.0},
+    "temperature per token": {"temperature": torch.linspace(0.5, 2.0, 13)},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"workspace": 40_000}, {"compact": False}], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_topk_equals_that_of_dense_logits(dtype, name, options):
+    transform = TRANSFORMS[name]
+    hidden, weight, labels, bias = problem(v=701, dtype=dtype, bias="bias" in name)
+    mask, k = labels != -100, 2
+
+    def plain(hidden, weight, bias):
+        given = {n: x[:, None] if isinstance(x, torch.Tensor) else x for n, x in transform.items()}
+        logits = plain_logits(hidden, weight, bias, **given)
+        logps, ids = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1).topk(k, -1)
+        leaves = [x for x in (hidden, weight, bias) if x is not None]
+        return ids, logps.detach(), *torch.autograd.grad((logps.exp() * torch.tensor([1.0, -2.0]))[mask].sum(), leaves)
+
+    found = linear_topk(
+        hidden, Head(weight, bias, LogitTransform(**transform)), k, labels, options=EngineOptions(**options)
+    )
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    grads = torch.autograd.grad((found.logps.exp() * torch.tensor([1.0, -2.0])).sum(), leaves)
+    ids, *exact = plain(*double(hidden, weight, bias))
+    _, *rounded = plain(hidden, weight, bias)
+    if dtype != torch.bfloat16:
+        assert torch.equal(found.ids[mask], ids[mask])
+    assert not found.logps[~mask].any()
+    for what, ours, near, true in zip(
+        ["logps", "hidden", "weight", "bias"], (found.logps, *grads), rounded, exact, strict=False
+    ):
+        rows = mask if what == "logps" else slice(None)
+        assert_as_exact_as_plain(
+            ours[rows], near[rows], true[rows], what, floor=1e-12 if dtype == torch.float64 else None
+        )
+    with torch.no_grad():
+        again = linear_topk(hidden, Head(weight, bias, LogitTransform(**transform)), k, labels)
+    assert torch.equal(again.ids, found.ids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61)])
+def test_largest_of_rows(columns, k, backend):
+    g = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns]
+    bias = torch.randn(columns, generator=g).to(device)
+    epilogue = Epilogue(LogitTransform(temperature=torch.linspace(0.5, 2, 5, device=device), softcap=4.0), bias)
+    values, ids = largest.largest(rows, epilogue, k, backend)
+    exact = (4 * torch.tanh((rows + bias) / 4) / torch.linspace(0.5, 2, 5, device=device)[:, None]).topk(k, -1)
+    torch.testing.assert_close(values, exact.values)
+    assert torch.equal(ids, exact.indices)
+    if k < 4:
+        maxima = largest.group_maxima(rows, epilogue, backend)
+        torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("workspace", [None, 40_000])
+def test_topk_of_quantized_heads_with_adapters(workspace, adapters):
+    hidden, _, labels, _ = problem(h=64, v=96)
+    layer = packed_linear(torch.nn.Linear(64, 96, bias=False))
+    exact = dequantized(layer).double()
+    given = layer
+    if adapters:
+        lora = [torch.randn(4, 64, generator=torch.Generator().manual_seed(1)) / 8, torch.randn(96, 4) / 4]
+        given = Head(layer, adapters=(LowRank(*lora, 0.5),))
+        exact = exact + 0.5 * lora[1].double() @ lora[0].double()
+    logps, ids = linear_topk(hidden, given, 3, labels, options=EngineOptions(workspace=workspace))
+    expected = (hidden.double() @ exact.t()).log_softmax(-1).topk(3, -1)
+    mask = labels != -100
+    assert torch.equal(ids[mask], expected.indices[mask])
+    torch.testing.assert_close(logps[mask].double(), expected.values[mask], rtol=1e-4, atol=1e-5)
+    (grad,) = torch.autograd.grad(logps.exp().sum(), hidden)
+    (grad_exact,) = torch.autograd.grad(expected.values.exp()[mask].sum(), hidden)
+    torch.testing.assert_close(grad, grad_exact, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_of_the_largest_in_one_pass():
+    """The entropy of the 5 largest, renormalized: the columns are found in the block that gradients are taken of."""
+    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
+
+    def entropy(logps):
+        logps = logps.log_softmax(-1)
+        return -(logps.exp() * logps).sum(-1)
+
+    def loss(s, labels):
+        assert s.columns.shape == s.selected_logps.shape
+        return entropy(s.selected_logps)
+
+    found, _ = linear_token_loss(hidden, weight, labels, loss, "selected_logps", metrics="columns", selected=Largest(5))
+    exact = entropy(plain_logits(hidden, weight).log_softmax(-1).topk(5, -1).values)[labels != -100].sum()
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(exact, (hidden, weight))
+    )
+
+
+@pytest.mark.parametrize(("k", "message"), [(0, "positive integer"), (2.0, "positive integer"), (62, "at most the 61")])
+def test_wrong_numbers_of_columns(k, message):
+    hidden, weight, labels, _ = problem()
+    with pytest.raises(ValueError, match=message):
+        linear_topk(hidden, weight, k, labels)
+
+
+# --- Registered statistics ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_moment():
+    liger_losses.register_statistic("second_moment", lambda log_p: log_p.exp() * log_p.square())
+    liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
+    yield
+    del registered.REGISTERED["second_moment"], registered.REGISTERED["square_sum"]
+
+
+class VarentropyLoss(ChunkedLoss):
+    """``mean(sum p log^2 p - H^2) - 0.1 mean log p``."""
+
+    statistics = ("second_moment", "entropy", "logp")
+
+    def loss(self, statistics, mask):
+        return (statistics.second_moment - statistics.entropy.square() - 0.1 * statistics.logp).sum() / mask.sum()
+
+
+@pytest.mark.usefixtures("second_moment")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"workspace": 60_000}, {"softcap": 4.0, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_registered_statistic_equals_dense_logits(dtype, options, backend):
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, labels, bias = problem(v=101, dtype=dtype, bias=True)
+    transform = {n: v for n, v in options.items() if n != "workspace"}
+    mask = labels != -100
+
+    def plain(hidden, weight, bias):
+        log_p = plain_logits(hidden, weight, bias, **transform)
+        log_p = log_p.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+        p, logp = log_p.exp(), log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        value = (p * log_p**2).sum(-1) - (p * log_p).sum(-1) ** 2 - 0.1 * logp
+        value = value[mask].mean()
+        return value.detach(), *torch.autograd.grad(value, (hidden, weight, bias))
+
+    leaves = [x.detach().to(device).requires_grad_() for x in (hidden, weight, bias)]
+    loss = VarentropyLoss(backend=backend, **options)(leaves[1], leaves[0], labels.to(device), leaves[2])
+    found = loss, *torch.autograd.grad(loss, leaves)
+    rounded, exact = plain(hidden, weight, bias), plain(*double(hidden, weight, bias))
+    for what, ours, near, true in zip(("loss", "hidden", "weight", "bias"), found, rounded, exact, strict=True):
+        assert_as_exact_as_plain(ours.cpu(), near, true, what, floor=3e-6)
+
+
+@pytest.mark.usefixtures("second_moment")
+def test_registered_statistics_have_the_order_of_the_call():
+    hidden, weight, labels, _ = problem(dtype=torch.float64)
+    found = linear_statistics(hidden, weight, labels, ("square_sum", "logp", "second_moment"))
+    log_p, mask = plain_logits(hidden, weight).log_softmax(-1), labels != -100
+    expected = torch.stack([(2 * log_p).exp().sum(-1), (log_p.exp() * log_p**2).sum(-1)], -1)
+    torch.testing.assert_close(found.registered, expected * mask[:, None])
+
+    def loss(s, labels):
+        return s.square_sum * s.logp
+
+    value, _ = linear_token_loss(hidden, weight, labels, loss, ("square_sum", "logp"))
+    torch.testing.assert_close(value, (expected[:, 0] * found.logp).sum())
+    grads = [torch.autograd.grad(x, (hidden, weight)) for x in (value, (found.registered[:, 0] * found.logp).sum())]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("name", "term", "message"),
+    [
+        ("logp", torch.exp, "already"),
+        ("a b", torch.exp, "identifier"),
+        ("mine", lambda x: x.exp().sum(-1), "one value per entry"),
+        ("mine", lambda x: x.exp() / x.exp().sum(), "elementwise"),
+        ("mine", lambda x: 1 / (x + 1e4), "not finite"),
+    ],
+)
+def test_wrong_statistics_are_refused(name, term, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        liger_losses.register_statistic(name, term)
+    assert "mine" not in registered.REGISTERED

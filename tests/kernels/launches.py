@@ -26,6 +26,7 @@ from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
 from liger_losses.kernels.targets import target_of
@@ -175,6 +176,9 @@ def heads() -> dict[str, Callable[[], None]]:
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
+        "rows that move": lambda: move_rows_(
+            tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
+        ),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
     }
     forms = {

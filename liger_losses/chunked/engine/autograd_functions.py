@@ -18,6 +18,7 @@ from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.stream import passes_of
 from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.engine.zero_rows import counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
 
@@ -170,7 +171,12 @@ class _LinearStatistics(torch.autograd.Function):
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
+            counted = counted_tokens(call, gradients, block)
+            if counted is not None:
+                call, values, gradients = counted.call(call), counted.rows(values), counted.rows(gradients)
             stream = passes_of(call, weight, bias, hidden, multiplies=block is None)
+            if counted is not None and block is not None:
+                block.keep(stream.opened, *counted)
             return None, None, *stream.gradients(values, gradients, block)
 
 

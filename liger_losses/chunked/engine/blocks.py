@@ -28,6 +28,7 @@ from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import start_beside
+from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -92,6 +93,16 @@ class Block:
         """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
         It can be called once per fill. ``out_view`` is memory that the result may be written to.
+        """
+        raise NotImplementedError
+
+    #: Whether :meth:`keep` works.
+    movable = False
+
+    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Go on, once it is filled, with some of its tokens, the call of which is ``opened``.
+
+        They are ``order [M]``, which is ``0 .. M - 1`` but at ``targets``, where it is ``sources``.
         """
         raise NotImplementedError
 
@@ -246,6 +257,8 @@ class Columns(Block):
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
+    movable = True
+
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         #: One column beside the vocabulary takes what belongs to columns of other ranks.
@@ -306,6 +319,10 @@ class LogitBlock(Block):
         columns = columns - self.opened.first_column
         owned = (columns >= 0) & (columns < self.vocab_size)
         return torch.where(owned, columns, 0), owned
+
+    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+        move_rows_(self.projections, sources, targets, backend=self.call.backend)
+        self.opened, self.call = opened, opened.call
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         self._project(part.hidden)
@@ -425,6 +442,8 @@ class ExponentialBlock(Block):
     :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added separately, in fp32.
     """
 
+    movable = True
+
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         self.exponentials = torch.empty(
@@ -465,6 +484,13 @@ class ExponentialBlock(Block):
             torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
             if self.offsets.mean_logit is not None:
                 call.ranks.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
+
+    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+        assert self.offsets is not None
+        move_rows_(self.exponentials, sources, targets, backend=self.call.backend)
+        offset, lse, logp, *_ = self.offsets
+        self.offsets = Exponentials(offset[order], lse[order], logp[order])
+        self.opened, self.call, self.labels = opened, opened.call, opened.labels
 
     def _label_logits(self, others: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""

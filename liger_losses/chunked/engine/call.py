@@ -46,6 +46,7 @@ class Call:
     needs_hidden: tuple[bool, ...]  # which hidden states need a gradient
     needs_weight: bool
     needs_bias: bool
+    decision: Decision  # what is known of such a call with any number of active tokens
     one_block: bool = False  # whether all tokens are one block of logits of one dense head
 
     @cached_property
@@ -185,6 +186,7 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
         needs_hidden=decision.needs_hidden,
         needs_weight=decision.needs_weight,
         needs_bias=decision.needs_bias,
+        decision=decision,
         **run._asdict(),
     )
 

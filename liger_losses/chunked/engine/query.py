@@ -181,6 +181,14 @@ class Query:
             token_weights=weights,
         )
 
+    def subset(self, order: Tensor) -> Query:
+        """What is asked about some of the active tokens, in this order, once their losses are known."""
+        comparison = self.comparison
+        if comparison is not None and isinstance(comparison.temperature, Tensor):
+            comparison = replace(comparison, temperature=comparison.temperature[order])
+        selected = None if self.selected is None else self.selected[order]
+        return replace(self, selected=selected, comparison=comparison, token_inputs={}, token_weights=None)
+
 
 def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     """Raise TypeError or ValueError for a query that does not fit; return the number of columns that are computed."""

@@ -125,6 +125,11 @@ class Tokens:
         facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
         return facts[:, 3].sum()
 
+    def subset(self, order: Tensor) -> Tokens:
+        """Some of the active tokens of one tensor of labels, in this order, all of which carry loss."""
+        (index,) = self.indices
+        return Tokens(self.labels[order], self.shapes, (len(order),), (order if index is None else index[order],), None)
+
     @property
     def count(self) -> int:
         """N."""

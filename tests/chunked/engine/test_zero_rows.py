@@ -1,0 +1,160 @@
+"""Tokens whose upstream gradients are zero take no part in the gradient products, and all others do."""
+
+import pytest
+import torch
+
+from liger_losses import (
+    Divergence,
+    EngineOptions,
+    Head,
+    LogitTransform,
+    Teacher,
+    TeacherLogits,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+)
+from liger_losses.chunked.engine import zero_rows
+from liger_losses.kernels.move_rows import move_rows_
+from tests.kernels.cases import triton_or_skip
+from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
+
+N, H, V = 37, 16, 53
+
+
+@pytest.fixture(autouse=True)
+def counts(monkeypatch):
+    """Calls of any size are looked at; how many tokens each of them has multiplied."""
+    found, call = [], zero_rows.Counted.call
+    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
+    monkeypatch.setattr(zero_rows.Counted, "call", lambda self, of: found.append(len(self.order)) or call(self, of))
+    return found
+
+
+def upstream_of(names, share, labels, dtype):
+    """Random numbers for a share of the tokens, the first and the last among them, and 0 for the others."""
+    g = torch.Generator().manual_seed(7)
+    counted = torch.rand(labels.shape, generator=g) < share
+    if share:
+        counted[..., 0] = counted[..., -1] = True
+    return {name: torch.randn(labels.shape, generator=g, dtype=torch.float64).to(dtype) * counted for name in names}, (
+        counted & (labels != -100)
+    )
+
+
+def gradients(values, upstream, leaves):
+    return torch.autograd.grad(sum((values[name] * g).sum() for name, g in upstream.items()), leaves)
+
+
+#: Strategies and the other options, dtypes, and what the head has.
+CASES = {
+    "kept logits": ({"strategy": "resident"}, torch.float64, {}),
+    "kept logits, one at a time": ({"strategy": "two_pass", "chunk_size": 1}, torch.float64, {}),
+    "two passes": ({"strategy": "two_pass"}, torch.float64, {"bias": True}),
+    "masked tokens are projected": ({"strategy": "resident", "compact": False}, torch.float64, {"bias": True}),
+    "small workspace": ({"strategy": "two_pass", "workspace": 40_000}, torch.float32, {"bias": True}),
+    "transform": ({"strategy": "resident"}, torch.float64, {"softcap": 2.0, "logit_scale": 0.5, "temperature": 1.7}),
+    "kept exponentials": ({"strategy": "resident", "backend": "triton"}, torch.bfloat16, {}),
+    "kept exponentials, soft-cap": ({"strategy": "resident", "backend": "triton"}, torch.bfloat16, {"softcap": 2.0}),
+    "fused gradients": ({"strategy": "two_pass", "backend": "triton"}, torch.bfloat16, {}),
+}
+NAMES = {torch.bfloat16: ("logp", "lse")}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_all_tokens(case, share, counts):
+    options, dtype, given = CASES[case]
+    if options.get("backend") == "triton":
+        triton_or_skip()
+    given = dict(given)
+    hidden, weight, labels, bias = problem(N, H, V, dtype=dtype, bias=given.pop("bias", False))
+    names = NAMES.get(dtype, ("logp", "entropy", "mean_logp"))
+    upstream, counted = upstream_of(names, share, labels, dtype)
+    leaves = [hidden, weight, *([] if bias is None else [bias])]
+    transform = LogitTransform(**given)
+    found = linear_statistics(
+        hidden, weight, labels, names, bias=bias, transform=transform, options=EngineOptions(**options)
+    )
+    ours = gradients(found._asdict(), {n: g.to(found.logp.dtype) for n, g in upstream.items()}, leaves)
+    plain, exact = (
+        gradients(plain_statistics(h, w, labels, b, **given), upstream, [h, w, *([] if b is None else [b])])
+        for h, w, b in ((hidden, weight, bias), double(hidden, weight, bias))
+    )
+    for name, value, of_plain, right in zip(("hidden", "weight", "bias"), ours, plain, exact, strict=False):
+        assert_as_exact_as_plain(value, of_plain, right, name, scale=float(right.norm()))
+    assert counts == [int(counted.sum())]
+    assert not ours[0][~counted].any()
+
+
+def divergences(hidden, weight, labels, temperature):
+    teacher = torch.randn(V, H, generator=torch.Generator().manual_seed(3), dtype=hidden.dtype)
+    states = torch.randn(N, H, generator=torch.Generator().manual_seed(4), dtype=hidden.dtype)
+    kinds = Teacher(states, teacher), TeacherLogits(states @ teacher.T)
+    for kind in kinds:
+        found = linear_divergence(hidden, weight, labels, kind, Divergence("forward_kl"), temperature=temperature)
+        yield found.divergence
+
+
+def selected(hidden, weight, labels, temperature):
+    columns = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(5))
+    head = Head(weight, transform=LogitTransform(temperature))
+    for strategy in ("resident", "two_pass"):
+        options = EngineOptions(strategy=strategy)
+        found = linear_statistics(hidden, head, labels, ("selected_logps", "logp"), selected=columns, options=options)
+        yield found.selected_logps.sum(-1) + found.logp
+
+
+@pytest.mark.parametrize("by_token", [False, True], ids=["", "temperatures"])
+@pytest.mark.parametrize("values", [divergences, selected])
+def test_what_belongs_to_a_token_goes_with_it(values, by_token, counts, monkeypatch):
+    hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
+    temperature = torch.linspace(0.5, 2.0, N, dtype=torch.float64) if by_token else 1.3
+    upstream, counted = upstream_of(("x",), 0.5, labels, torch.float64)
+    leaves = [hidden, weight]
+
+    def evaluated():
+        all_values = values(hidden, weight, labels, temperature)
+        return [torch.autograd.grad((value * upstream["x"]).sum(), leaves) for value in all_values]
+
+    found, seen = evaluated(), list(counts)
+    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {})
+    torch.testing.assert_close(found, evaluated(), rtol=1e-9, atol=1e-12)
+    assert seen == [int(counted.sum())] * len(found)
+    assert counts == seen
+
+
+def test_backward_may_run_again(counts):
+    hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
+    logps = linear_logps(hidden, weight, labels)
+    upstream, _ = upstream_of(("logp",), 0.5, labels, torch.float64)
+    others = upstream["logp"].flip(0)
+    first = torch.autograd.grad(logps, [hidden, weight], upstream["logp"], retain_graph=True)
+    second = torch.autograd.grad(logps, [hidden, weight], others, retain_graph=True)
+    again = torch.autograd.grad(logps, [hidden, weight], upstream["logp"])
+    torch.testing.assert_close(first, again, rtol=1e-9, atol=1e-12)
+    fresh = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], others)
+    torch.testing.assert_close(second, fresh, rtol=1e-9, atol=1e-12)
+    assert len(counts) == 4
+
+
+def test_where_nearly_all_count_nothing_is_gathered(counts):
+    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
+    upstream = torch.ones(200).index_fill(0, torch.tensor([3]), 0.0)
+    torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
+    assert counts == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_move(backend, dtype):
+    if backend == "triton":
+        triton_or_skip()
+    matrix = torch.randn(9, 640).to(dtype)[:, :600]
+    sources, targets = torch.tensor([8, 5, 6]), torch.tensor([0, 3, 1])
+    expected = matrix.clone()
+    expected[targets] = expected[sources]
+    move_rows_(matrix, sources, targets, backend=backend)
+    assert torch.equal(matrix, expected)
+    move_rows_(matrix, sources[:0], targets[:0], backend=backend)
+    assert torch.equal(matrix, expected)

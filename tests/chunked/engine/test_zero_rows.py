@@ -1,5 +1,7 @@
 """Tokens whose upstream gradients are zero take no part in the gradient products, and all others do."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.engine import zero_rows
+from liger_losses.chunked.engine.query import Largest
 from liger_losses.kernels.move_rows import move_rows_
 from tests.kernels.cases import triton_or_skip
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
@@ -97,11 +100,11 @@ def divergences(hidden, weight, labels, temperature):
 
 
 def selected(hidden, weight, labels, temperature):
-    columns = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(5))
     head = Head(weight, transform=LogitTransform(temperature))
-    for strategy in ("resident", "two_pass"):
+    columns = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(5))
+    for strategy, chosen in itertools.product(("resident", "two_pass"), (columns, Largest(3))):
         options = EngineOptions(strategy=strategy)
-        found = linear_statistics(hidden, head, labels, ("selected_logps", "logp"), selected=columns, options=options)
+        found = linear_statistics(hidden, head, labels, ("selected_logps", "logp"), selected=chosen, options=options)
         yield found.selected_logps.sum(-1) + found.logp
 
 

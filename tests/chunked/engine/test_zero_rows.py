@@ -1,7 +1,5 @@
 """Tokens whose upstream gradients are zero take no part in the gradient products, and all others do."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -101,11 +99,13 @@ def divergences(hidden, weight, labels, temperature):
 
 def selected(hidden, weight, labels, temperature):
     head = Head(weight, transform=LogitTransform(temperature))
-    columns = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(5))
-    for strategy, chosen in itertools.product(("resident", "two_pass"), (columns, Largest(3))):
+    columns, names = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(5)), ("selected_logps", "logp")
+    for strategy in ("resident", "two_pass"):
         options = EngineOptions(strategy=strategy)
-        found = linear_statistics(hidden, head, labels, ("selected_logps", "logp"), selected=chosen, options=options)
-        yield found.selected_logps.sum(-1) + found.logp
+        for metrics, chosen in (((), columns), (("columns",), Largest(3))):
+            of = {"metrics": metrics, "selected": chosen, "options": options}
+            found = linear_statistics(hidden, head, labels, names, **of)
+            yield found.selected_logps.sum(-1) + found.logp
 
 
 @pytest.mark.parametrize("by_token", [False, True], ids=["", "temperatures"])

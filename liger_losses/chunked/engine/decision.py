@@ -18,7 +18,6 @@ from liger_losses.chunked.engine.checks import check_names
 from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import (
-    SMALL_FORWARD_LOGITS,
     EngineOptions,
     Plan,
     Workload,
@@ -308,12 +307,11 @@ def _decide(
     if drops or not options.compact or query.comparison is not None:
         return made
     # A block of fp32 logits, if it fits: the fewest launches.
-    if made.needs_gradient or most * vocab_size <= SMALL_FORWARD_LOGITS:
-        work = replace(work, fused=False, exponentials=False)
+    work = replace(work, fused=False, exponentials=False)
     one_block = not query.needs_logits and head.weights.matrix(operand) is not None
     small = replace(made, compact=False, work=work, one_block=one_block, runs={})
     with suppress(ValueError):  # the workspace is too small for it
-        if work.fused or small.run(most, True).plan.rows >= most:
+        if small.run(most, True).plan.rows >= most:
             return small
     return made
 

@@ -59,9 +59,6 @@ MIN_PART = 256
 SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
 #: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
 SMALL_CALL_LOGITS = 1.5e8
-#: Statistics alone take less of the GPU's time without logits, and less of the host's with them: fewer than these are
-#: written.
-SMALL_FORWARD_LOGITS = 2.5e7
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
 #: all tokens of a tile, more of it.
 COPIES, COPIES_OF_TILES = 8, 3

@@ -27,6 +27,9 @@ from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
+#: The options that say how the engine streams.
+_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
@@ -38,6 +41,8 @@ class LossOptions:
 
     #: Whether the loss takes lists of heads, whose labels may be shifted by several numbers of positions.
     several: ClassVar[bool] = False
+    #: The options that say how the engine streams.
+    streaming: ClassVar[tuple[str, ...]] = _STREAMING
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -54,8 +59,10 @@ class LossOptions:
     def __post_init__(self) -> None:
         # Both check themselves; each call reads them.
         object.__setattr__(self, "_transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
-        streaming = {name: getattr(self, name) for name in _STREAMING}
-        object.__setattr__(self, "_options", EngineOptions(**streaming))
+        options = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+        if self.streaming != _STREAMING:
+            options = EngineOptions(**{name: getattr(self, name) for name in self.streaming})
+        object.__setattr__(self, "_options", options)
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         for field in fields(self):
@@ -69,10 +76,6 @@ class LossOptions:
     def reads_order(self) -> str | None:
         """What depends on the order of a sequence's tokens, so that ``group`` cannot be given."""
         return None
-
-
-#: The options that say how the engine streams.
-_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
 
 
 class _Signature:
@@ -210,7 +213,7 @@ class ChunkedLoss(nn.Module):
     def options(self) -> EngineOptions:
         """How the engine streams."""
         if self.computes_options:
-            return EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+            return EngineOptions(**{name: getattr(self, name) for name in self.options_type.streaming})
         return self._options
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
@@ -89,6 +89,9 @@ class Scored(NamedTuple):
 class CompletionOptions(LossOptions):
     """The options of losses on completions; see :class:`CompletionLoss`."""
 
+    #: Without ``chunk_size``, which counts completions in liger-kernel.
+    streaming: ClassVar[tuple[str, ...]] = tuple(name for name in LossOptions.streaming if name != "chunk_size")
+
     beta: float = 0.1
     average_log_prob: bool | None = False
     use_ref_model: bool = False
@@ -118,12 +121,6 @@ class CompletionLoss(ChunkedLoss):
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
     options_type: ClassVar[type[LossOptions]] = CompletionOptions
-
-    @property
-    def options(self) -> EngineOptions:
-        """How the engine streams; without ``chunk_size``, which counts completions in liger-kernel."""
-        options = super().options
-        return options if options.chunk_size is None else replace(options, chunk_size=None)
 
     @property
     def needs_reference(self) -> str | None:

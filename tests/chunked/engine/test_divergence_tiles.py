@@ -79,27 +79,18 @@ CASES = {
     "JSD, soft-cap": ("JSD", {"bias": True}, {"softcap": 3.0, "logit_scale": 0.7}, 0.3),
     "forward KL, temperature, fp16": ("forward KL", {"dtype": torch.float16}, {"temperature": 2.0}, 0.3),
     "reverse KL, a wider student": ("reverse KL", {"vocab": 240}, {}, 0.3),
-}
-MORE = {
-    "forward KL": ("forward KL", {}, {}, 0.0),
-    "JSD, hard loss": ("JSD", {"bias": True}, {}, 0.3),
-    "JSD, fp16": ("JSD", {"dtype": torch.float16}, {}, 0.3),
-    "reverse KL, a wider student, no hard loss": ("reverse KL", {"vocab": 240}, {}, 0.0),
-    "total variation, a wider teacher": ("total variation", {"teacher_vocab": 240}, {}, 0.0),
     "cosine": ("cosine", {}, {}, 0.0),
-    "cosine, hard loss": ("cosine", {}, {"temperature": 2.0}, 0.3),
 }
 
 
 @pytest.mark.parametrize(
     ("case", "in_tiles"),
-    [(case, "rows") for case in CASES]
-    + [pytest.param(case, "rows", marks=pytest.mark.slow) for case in MORE]
+    [(case, "rows") for case in CASES if case != "cosine"]
     + [("reverse KL, a wider student", "tiles"), ("cosine", "tiles")],
     indirect=["in_tiles"],
 )
 def test_loss_and_gradients(case, in_tiles):
-    name, sizes, options, hard = (CASES | MORE)[case]
+    name, sizes, options, hard = CASES[case]
     student, labels, teacher = models(**sizes)
     settings = {"temperature": 1.0, **options}
     wide = double(student), labels, double(teacher)
@@ -113,36 +104,6 @@ def test_loss_and_gradients(case, in_tiles):
     rough_grads, exact_grads = torch.autograd.grad(rough, student[:2]), torch.autograd.grad(exact, wide[0][:2])
     for ours, rounded, right in zip(grads, rough_grads, exact_grads, strict=True):
         assert_as_exact_as_plain(ours, rounded, right)
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [("reverse KL", False)]
-    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("forward KL", "cosine")]
-    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("forward KL", "reverse KL", "cosine")],
-)
-def test_any_function_of_the_divergence(name, compiled, in_tiles):
-    """Backward takes what forward saved; that of a compiled function computes it again."""
-    student, labels, teacher = models()
-    options = EngineOptions(workspace=SMALL, backend="triton")
-
-    def call(hidden, weight):
-        given = hidden, weight, labels, Teacher(*teacher), divergence(name)
-        found = linear_divergence(*given, logp=True, temperature=1.5, options=options)
-        return found.divergence, found.logp
-
-    d, logp = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(*student[:2])
-    wide, theirs, active = double(student), double(teacher), labels != -100
-    logits = F.linear(*wide)
-    exact = formula(name, logits / 1.5, F.linear(*theirs) / 1.5) * active
-    exact_logp = logits.log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0] * active
-    torch.testing.assert_close(d.double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logp.double(), exact_logp, rtol=1e-5, atol=1e-5)
-    ours = torch.autograd.grad((d.square() - 0.3 * logp).sum(), student[:2])
-    assert in_tiles
-    right = torch.autograd.grad((exact.square() - 0.3 * exact_logp).sum(), wide[:2])
-    for a, b in zip(ours, right, strict=True):
-        assert relative_error(a, b) < 4 * rounding(torch.bfloat16)
 
 
 @pytest.mark.parametrize("workspace", [SMALL, None], ids=["tiles", "rows"])
@@ -159,24 +120,6 @@ def test_a_sum_of_log_probabilities(workspace, in_tiles):
     for ours, right in pairs:
         assert relative_error(ours, right) < 4 * rounding(torch.bfloat16)
     assert bool(in_tiles) == bool(workspace)
-
-
-@pytest.mark.parametrize("frozen", [(0,), *(pytest.param(f, marks=pytest.mark.slow) for f in ((1,), (0, 1)))])
-def test_what_needs_no_gradient_gets_none(frozen, in_tiles):
-    student, labels, teacher = models()
-    inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(student[:2])]
-    loss = DistillationLoss(divergence("JSD"), 0.3, 0.7, workspace=SMALL, backend="triton")
-    value, metrics = loss(inputs[1], inputs[0], labels, Teacher(*teacher))
-    wide = double(student)
-    exact = plain("JSD", wide, labels, double(teacher), 0.3, 1.0)
-    assert relative_error(value, exact) < 1e-6
-    torch.testing.assert_close(0.3 * metrics.hard_loss + 0.7 * metrics.soft_loss, value.detach())
-    assert value.requires_grad == bool(in_tiles) == (len(frozen) == 1)
-    if value.requires_grad:
-        value.backward()
-    for i, (t, right) in enumerate(zip(inputs, torch.autograd.grad(exact, wide[:2]), strict=True)):
-        assert (t.grad is None) == (i in frozen)
-        assert t.grad is None or relative_error(t.grad, right) < 4 * rounding(torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", [pytest.param("forward KL", marks=pytest.mark.slow), "JSD"])

@@ -8,17 +8,14 @@ from liger_losses import (
     EngineOptions,
     Head,
     LigerFusedLinearCrossEntropyLoss,
-    LogitTransform,
     functional,
     linear_logps,
-    linear_statistics,
     linear_token_loss,
 )
 from liger_losses.chunked.engine import autograd_functions, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from tests.chunked.engine.test_head import interpreted
 from tests.chunked.losses.test_cross_entropy import plain_cross_entropy
-from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
 WEIGHTS = [1.0, 0.8, 0.64]
@@ -99,79 +96,6 @@ def test_equals_the_definition(dtype, wiring, options):
     others = torch.autograd.grad(plain * 0.5, leaves), torch.autograd.grad(exact * 0.5, exact_leaves)
     for a, p, e in zip(found, *others, strict=True):
         assert_as_exact_as_plain(a, p, e, "gradient", floor=floor)
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("wiring", ["one head", "own heads"])
-def test_other_reductions(wiring, reduction):
-    leaves, each, labels = targets(wiring)
-    shifted = [shift_labels(labels, -100, k) for k in range(K)]
-    loss_module = LigerFusedLinearCrossEntropyLoss(reduction=reduction, shift=[0, 1, 2], head_weights=WEIGHTS)
-    loss, metrics = loss_module(each[1], each[0], labels)
-    plain, parts = plain_sum(each, shifted, {}, [{}] * K, reduction)
-    if reduction == "none":
-        assert [part.shape for part in loss] == [SHAPE] * K
-        torch.testing.assert_close(metrics.losses, torch.stack([part.sum() for part in parts]))
-        for k in range(K):
-            torch.testing.assert_close(loss[k].flatten(), WEIGHTS[k] * parts[k])
-        g = torch.linspace(0.5, 1.5, labels.numel())
-        loss, plain = sum((part.flatten() * g).sum() for part in loss), (plain * g).sum()
-    torch.testing.assert_close(loss, plain)
-    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(plain, leaves), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@interpreted
-@pytest.mark.parametrize("wiring", ["one head", "one hidden state"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_triton(dtype, wiring):
-    leaves, each, labels = targets(wiring, dtype)
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, backend="triton")
-    loss, _ = loss_module(each[1], each[0], labels)
-    shifted, exact_leaves = [shift_labels(labels, -100, k + 1) for k in range(K)], double(*leaves)
-    exact, _ = plain_sum(wired(leaves, each, exact_leaves), shifted, {}, [{}] * K)
-    plain, _ = plain_sum(each, shifted, {}, [{}] * K)
-    assert_as_exact_as_plain(loss, plain, exact, "loss")
-    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
-    for a, p, e in zip(*grads, strict=True):
-        assert_as_exact_as_plain(a, p, e, "gradient")
-
-
-@pytest.mark.parametrize("wiring", list(WIRINGS))
-def test_log_probabilities_and_statistics(wiring):
-    leaves, each, labels = targets(wiring)
-    found = linear_logps(each[0], each[1], labels, shift=[1, 2, 3], entropy=True, softcap=3.0)
-    g, ours, plain = torch.linspace(0.5, 1.5, labels.numel()).view(SHAPE), 0.0, 0.0
-    for k in range(K):
-        exact = plain_statistics(each[0][k], each[1][k], shift_labels(labels, -100, k + 1), softcap=3.0)
-        for name in ("logp", "entropy"):
-            torch.testing.assert_close(getattr(found[k], name), exact[name], atol=1e-6, rtol=1e-5)
-            ours, plain = ours + (getattr(found[k], name) * g).sum(), plain + (exact[name] * g).sum()
-    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, leaves), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    logps = linear_logps(each[0], each[1], labels, shift=[1, 2, 3], softcap=3.0)
-    again = linear_statistics(
-        each[0],
-        each[1],
-        [shift_labels(labels, -100, k + 1) for k in range(K)],
-        metrics="argmax",
-        transform=LogitTransform(softcap=3.0),
-    )
-    for k in range(K):
-        assert torch.equal(logps[k], found[k].logp)
-        assert torch.equal(again[k].logp, found[k].logp)
-        assert again[k].argmax.dtype == torch.int64
-
-
-@pytest.mark.parametrize("wiring", ["one head", "own heads"])
-def test_a_temperature_per_token(wiring):
-    leaves, each, labels = targets(wiring)
-    temperature = torch.linspace(0.5, 2.0, labels.numel()).view(SHAPE)
-    found = linear_logps(each[0], each[1], labels, temperature=temperature)
-    single = [linear_logps(*pair, labels, temperature=temperature) for pair in zip(*each[:2], strict=True)]
-    pairs = zip(*(torch.autograd.grad(torch.stack(x).sum(), leaves) for x in (found, single)), strict=True)
-    for a, b in [*zip(found, single, strict=True), *pairs]:
-        torch.testing.assert_close(a, b)
 
 
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
@@ -332,36 +256,6 @@ def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     assert [call.strategy for call in streams] == ["two_pass"], "a second gradient of the weight is no workspace"
 
 
-def test_frozen_parts():
-    leaves, _, labels = targets("own heads")
-    hidden, weights = leaves[:K], leaves[K:]
-    frozen = [t.detach() for t in weights]
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
-    whole = torch.autograd.grad(loss_module(weights, hidden, labels)[0], leaves)
-    for a, b in zip(torch.autograd.grad(loss_module(frozen, hidden, labels)[0], hidden), whole[:K], strict=True):
-        torch.testing.assert_close(a, b)
-    states = [t.detach() for t in hidden]
-    mixed = [weights[0], frozen[1], weights[2]]
-    found = torch.autograd.grad(loss_module(mixed, states, labels)[0], [weights[0], weights[2]])
-    torch.testing.assert_close(found, (whole[K], whole[K + 2]))
-    loss, _ = loss_module(frozen, states, labels)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, loss_module(weights, hidden, labels)[0].detach())
-
-
-@pytest.mark.parametrize("wiring", ["one head", "one hidden state"])
-def test_backward_again(wiring):
-    leaves, each, labels = targets(wiring)
-    loss, _ = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])(each[1], each[0], labels)
-    first = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
-    for a, b in zip(torch.autograd.grad(3 * loss, leaves, retain_graph=True), first, strict=True):
-        torch.testing.assert_close(2 * a, 3 * b)
-    with torch.no_grad():
-        each[1][-1].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_what_else_it_returns():
     _, (hidden, weights, _), labels = targets("own heads")
     out = LigerFusedLinearCrossEntropyLoss(
@@ -428,20 +322,6 @@ def linear(weight):
     return layer
 
 
-def test_everything_is_masked_or_compact_is_off():
-    leaves, each, labels = targets("own heads")
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
-    expected = loss_module(each[1], each[0], labels)
-    loss_module.compact = False
-    torch.testing.assert_close(loss_module(each[1], each[0], labels), expected)
-    for loss_module.compact in (False, True):
-        none = [labels, labels, torch.full_like(labels, -100)]
-        loss, metrics = loss_module(each[1], each[0], none)
-        assert metrics.losses[2] == 0
-        *_, weight_gradient = torch.autograd.grad(loss, leaves)
-        assert not weight_gradient.any()
-
-
 def test_heads_of_different_vocabularies():
     """A draft model with a vocabulary of its own."""
     (hidden, weight, labels, _), (draft, small, _, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
@@ -451,31 +331,6 @@ def test_heads_of_different_vocabularies():
     expected = single(weight, hidden, labels), single(small, draft, draft_labels)
     torch.testing.assert_close(metrics.losses, torch.stack(expected).detach())
     torch.testing.assert_close(loss, sum(expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_any_token_loss(dtype):
-    """Also where it takes two passes."""
-    leaves, each, labels = targets("two of one head", dtype)
-    weights = [torch.rand(SHAPE) for _ in range(K)]
-
-    def focal(statistics, labels, weights):
-        p = statistics.logp.exp()
-        return -weights * (1 - p) ** 2 * statistics.logp
-
-    options = EngineOptions(chunk_size=7)
-    loss, found = linear_token_loss(each[0], each[1], labels, focal, token_inputs={"weights": weights}, options=options)
-    parts = [
-        linear_token_loss(*(part[k] for part in each[:2]), labels, focal, token_inputs={"weights": weights[k]})
-        for k in range(K)
-    ]
-    torch.testing.assert_close(loss, sum(part for part, _ in parts))
-    for k in range(K):
-        torch.testing.assert_close(found[k].logp, parts[k][1].logp)
-    tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == torch.float16 else {}
-    pairs = torch.autograd.grad(loss, leaves), torch.autograd.grad(sum(part for part, _ in parts), leaves)
-    for a, b in zip(*pairs, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])

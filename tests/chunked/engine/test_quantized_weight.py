@@ -11,21 +11,18 @@ from liger_losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
-    LogitTransform,
     QuantizedWeight,
     Teacher,
     linear_divergence,
     linear_logps,
-    linear_statistics,
     linear_token_loss,
     register_quantized_weight,
 )
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.plan import STRATEGIES
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
 from tests.quantized_layers import LAYERS, Int8Weight, dequantized
-from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem, relative_error
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
 SLOW = pytest.mark.slow
@@ -59,50 +56,10 @@ def test_cross_entropy_of_quantized_layers(name, dtype):
     assert all(p.grad is None for p in layer.parameters() if p is not layer.bias)
 
 
-STREAMED = [name for name in STRATEGIES if name not in ("statistics", "one_pass")]
-
-
-@pytest.mark.parametrize(
-    ("backend", "strategy"),
-    [*(("torch", name) for name in STREAMED), ("triton", "two_pass")]
-    + [pytest.param("triton", name, marks=pytest.mark.slow) for name in STREAMED if name != "two_pass"],
-)
-def test_statistics_in_every_strategy(backend, strategy):
-    hidden, weight, labels, _ = problem(50, H, V, scale=2.0)
-    quantized = Int8Weight(weight)
-    head = Head(quantized, None, LogitTransform(0.8, 1.2, 5.0))
-    names = ("entropy",) if strategy == "frozen_head" else ("logp", "entropy", "mean_logp")
-    options = EngineOptions(strategy=strategy, backend=backend, workspace=None if strategy == "resident" else 150_000)
-    found = linear_statistics(hidden, head, labels, names, options=options)
-    exact_hidden, exact_weight = double(hidden, quantized.rows(0, V))
-    exact = plain_statistics(exact_hidden, exact_weight, labels, temperature=0.8, logit_scale=1.2, softcap=5.0)
-    upstream = [torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in range(len(names))]
-    (ours,) = torch.autograd.grad([getattr(found, name) for name in names], hidden, upstream)
-    (theirs,) = torch.autograd.grad([exact[name] for name in names], exact_hidden, [g.double() for g in upstream])
-    assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)
-    assert relative_error(ours, theirs) < 2e-6
-
-
 def lora(rank=4, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rank, H), (V, rank)))
     return (a * 0.2).requires_grad_(), (b * 0.2).requires_grad_()
-
-
-def test_temperatures_of_tokens():
-    hidden, weight, labels, _ = problem(50, H, V)
-    quantized, temperature = Int8Weight(weight), torch.linspace(0.5, 2, 50)
-    found = linear_logps(hidden, Head(quantized), labels, temperature=temperature, chunk_size=16)
-    (gradient,) = torch.autograd.grad(found.sum(), hidden)
-    x, w = double(hidden, quantized.rows(0, V))
-    exact = -F.cross_entropy(x @ w.t() / temperature.double()[:, None], labels, reduction="none")
-    assert relative_error(found, exact) < 1e-6
-    assert relative_error(gradient, *torch.autograd.grad(exact.sum(), x)) < 2e-6
-    teacher, options = Teacher(hidden.detach() * 1.5, Head(quantized)), EngineOptions(chunk_size=16)
-    how = {"temperature": temperature, "options": options}
-    found = linear_divergence(hidden, Head(quantized), labels, teacher, Divergence.forward_kl(), **how).divergence
-    p, q = ((s @ w.t() / temperature.double()[:, None]).log_softmax(-1) for s in (x, 1.5 * x))
-    assert relative_error(found, (q.exp() * (q - p)).sum(-1) * (labels >= 0)) < 1e-5
 
 
 @pytest.mark.parametrize("base", ["quantized", "plain"])

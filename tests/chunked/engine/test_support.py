@@ -15,17 +15,14 @@ from liger_losses import (
     TokenSupport,
     functional,
     linear_logps,
-    workspace,
 )
 from liger_losses.chunked.engine import support as engine_support
-from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses import distillation
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, Products, evaluate
-from tests.quantized_layers import Int8Weight
+from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, evaluate
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -116,64 +113,6 @@ def compare(inputs, labels, ids, support, backend=None, transform=TRANSFORM):
     return found, ours
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype", "backend"),
-    [
-        *itertools.product(("padded", "ragged"), ("float64", "float32", "bfloat16"), ("torch",)),
-        ("ragged", "bfloat16", "triton"),
-        ("padded", "float16", "triton"),
-        ("ragged", "float32", "triton"),
-    ],
-)
-def test_as_exact_as_plain_pytorch(form, dtype, backend, monkeypatch):
-    if backend == "triton" and not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(given_columns, "_PART", 4)  # long sums are taken in parts
-    monkeypatch.setattr(given_columns, "GATHERED_BYTES", 3000)  # several slices
-    # The interpreter is slow. Tokens without a cut take kernels of their own.
-    shape, h, v, k, uncut = ((2, 6), 37, 29, 7, (4, 11)) if backend == "torch" else ((2, 3), 37, 11, 5, ())
-    hidden, weight, labels, bias = problem(0, h, v, shape=shape, dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, v, k, uncut=uncut)
-    support = TokenSupport(ids.int()) if form == "padded" else ragged(ids)
-    compare((hidden, weight, bias), labels, ids, support, backend)
-
-
-@pytest.mark.parametrize(
-    ("form", "dtype", "backend"),
-    [
-        ("padded", "float64", "torch"),
-        ("ragged", "float32", "torch"),
-        ("ragged", "bfloat16", "torch"),
-        ("padded", "bfloat16", "triton"),
-    ],
-)
-def test_products_for_tokens_with_many_columns(form, dtype, backend, monkeypatch):
-    if backend == "triton" and not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    v = 300 if backend == "torch" else 36
-    hidden, weight, labels, bias = problem(0, 12, v, shape=(2, 5), dtype=getattr(torch, dtype), bias=True)
-    ids = kept(labels, v, 12, uncut=(4, 9) if backend == "torch" else ())
-    ids[1, :3, 3:] = torch.where(ids[1, :3, 3:] == labels[1, :3, None], ids[1, :3, 3:], -1)
-    support = TokenSupport(ids) if form == "padded" else ragged(ids)
-    seen = []
-    for function in ("project_", "dense"):
-        original = getattr(Products, function)
-        monkeypatch.setattr(
-            Products, function, lambda *a, original=original, name=function: seen.append(name) or original(*a)
-        )
-    costs = ((v // 6, 2), (v, 2), (v // 12, 0))  # some tokens take products; all that have more than one column; none
-    for cost, products in costs[: 1 if backend == "triton" else 3]:
-        choose_above(monkeypatch, cost)
-        seen.clear()
-        with workspace(30_000):  # several blocks of the vocabulary
-            compare((hidden, weight, bias), labels, ids, support, backend)
-        assert len({*seen}) == products
-    choose_above(monkeypatch, v)
-    twice = torch.cat([ids, ids[..., :1]], -1)
-    with pytest.raises(ValueError, match="twice: token .* has .* more than once"):
-        linear_logps(hidden, weight, labels, support=TokenSupport(twice), bias=bias, backend=backend)
-
-
 @pytest.mark.parametrize(("backend", "uncut"), [("torch", ()), ("torch", (2,)), ("triton", ())])
 def test_sparse_gradients(backend, uncut, monkeypatch):
     if backend == "triton" and not INTERPRETED:
@@ -196,43 +135,6 @@ def test_sparse_gradients(backend, uncut, monkeypatch):
         assert torch.equal(found[1].indices()[0], touched)
     for a, b in zip(found, dense, strict=True):
         assert torch.equal(a.to_dense(), b)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "uncut", "options", "cost"),
-    [
-        (torch.float64, (), {}, 1),
-        (torch.float32, (2, 5), {"workspace": 10_000}, 1),  # some rows are dequantized at a time
-        (torch.float64, (2, 5), {"workspace": 10_000}, 20),  # some tokens take products
-        (torch.float32, (2,), {"compact": False}, 1),
-        pytest.param(torch.float32, (), {"backend": "triton", "workspace": 10_000}, 20, marks=NEEDS_TRITON),
-    ],
-)
-@pytest.mark.parametrize("kind", ["dense", "adapters", "quantized", "quantized with adapters"])
-def test_heads(kind, dtype, uncut, options, cost, monkeypatch):
-    choose_above(monkeypatch, cost)
-    hidden, weight, labels, bias = problem(20, 24, 61, dtype=dtype, bias=True)
-    ids = kept(labels, 61, 6, uncut=uncut)
-    g = torch.Generator().manual_seed(3)
-    a, b = (torch.randn(*shape, generator=g, dtype=dtype).requires_grad_() for shape in ((4, 24), (61, 4)))
-    trained = [hidden, bias]
-    if "quantized" in kind:
-        quantized = Int8Weight(weight)
-        head, dense = Head(quantized, bias), quantized.rows(0, 61).to(dtype)
-    else:
-        head, dense = Head(weight, bias), weight
-        trained.append(weight)
-    if "adapters" in kind:
-        head, dense = head.with_fields(adapters=(LowRank(a, b, 0.5),)), dense + 0.5 * b @ a
-        trained += [a, b]
-    found = linear_logps(hidden, head, labels, support=TokenSupport(ids), entropy=True, lse=True, **options)
-    expected = plain(hidden, dense, labels, ids, bias)
-    size = 1e-10 if dtype == torch.float64 else 2e-5
-    for name in NAMES:
-        torch.testing.assert_close(getattr(found, name), expected[name], rtol=size, atol=size)
-    ours, theirs = (gradients(total(values), trained) for values in (found._asdict(), expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=size, atol=size * 10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -382,15 +284,6 @@ def test_only_what_is_needed(backend, monkeypatch):
     (grad,) = gradients(none.sum(), (weight,))
     assert not none.any()
     assert not grad.any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_strides(backend):
-    hidden, weight, labels, bias = problem(6, 5, 9, bias=True, masked=0.3)
-    strided = [torch.stack([t, t + 7], -1).detach()[..., 0].requires_grad_() for t in (hidden, weight, bias)]
-    assert not any(t.is_contiguous() for t in strided)
-    ids = kept(labels, 9, 4)
-    compare(tuple(strided), labels, ids, TokenSupport(ids), backend)
 
 
 @pytest.mark.parametrize("shift", [True, 2, 7, 13])

@@ -1,0 +1,546 @@
+"""What a call may have, as columns of one table, and one plain computation that every row must equal.
+
+:data:`COLUMNS` names the features and their values. :func:`rows` chooses rows in which every pair of values of any two
+columns meets (and every triple, with ``together=3``); :func:`check` compares one with the plain computation in float64.
+:data:`REFUSED` are the pairs that raise, with their errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_losses import (
+    EngineOptions,
+    Head,
+    LogitTransform,
+    Teacher,
+    TeacherLogits,
+    TokenSupport,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine import support as engine_support
+from liger_losses.chunked.engine.adapters import LowRank
+from tests.chunked.losses.test_distillation import divergence, formula
+from tests.quantized_layers import Int8Weight
+from tests.reference import assert_as_exact_as_plain, plain_logits, plain_statistics, rounding, small_calls
+
+#: Tokens (of one tensor of labels), hidden sizes of student and teacher, vocabulary, rank of adapters.
+SHAPE, HIDDEN, OTHER, VOCAB, RANK = (2, 9), 12, 10, 45, 3
+DIVERGENCES = ("forward KL", "reverse KL", "JSD", "cosine", "total variation", "alpha-beta 0.2 0.7")
+STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
+METRICS = ("entropy", "argmax", "mean_logit")
+
+#: The features of a call; the first value of each is the plain one.
+COLUMNS: dict[str, tuple[Any, ...]] = {
+    "asks": ("logp", "statistics", "metrics", "token loss", "selected", "kept", "kept, ragged", *DIVERGENCES),
+    "weight": ("dense", "frozen", "quantized", "adapters", "quantized with adapters"),
+    "bias": ("none", "trained", "frozen"),
+    "transform": ("none", "soft-cap", "per token"),
+    "targets": ("one", "two of one head", "two heads", "two heads of one hidden state"),
+    "teacher": ("model", "logits", "quantized", "wider", "narrower"),
+    "blocks": ("default", "chunks", "small workspace", "not compact", "few tokens", "no active token"),
+    "strategy": (None, "two_pass", "resident", "one_pass", "frozen_head"),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "layout": ("contiguous", "strided", "frozen hidden states"),
+    "invariant": (False, True),
+    "backend": ("torch", "triton"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of each column."""
+
+    asks: str = "logp"
+    weight: str = "dense"
+    bias: str = "none"
+    transform: str = "none"
+    targets: str = "one"
+    teacher: str = "model"
+    blocks: str = "default"
+    strategy: str | None = None
+    dtype: str = "float64"
+    layout: str = "contiguous"
+    invariant: bool = False
+    backend: str = "torch"
+
+    def __str__(self) -> str:
+        """The values that are not the plain ones."""
+        return ", ".join(
+            str(value) if not isinstance(value, bool) else name
+            for name, value in vars(self).items()
+            if value != COLUMNS[name][0]
+        ) or "plain"  # fmt: skip
+
+    @property
+    def compares(self) -> bool:
+        return self.asks in DIVERGENCES
+
+    @property
+    def kept(self) -> bool:
+        return self.asks.startswith("kept")
+
+    @property
+    def count(self) -> int:
+        """How many targets there are."""
+        return 1 if self.targets == "one" else 2
+
+    @property
+    def heads(self) -> int:
+        return 2 if "two heads" in self.targets else 1
+
+    @property
+    def quantized(self) -> bool:
+        return "quantized" in self.weight
+
+    @property
+    def adapted(self) -> bool:
+        return "adapters" in self.weight
+
+    @property
+    def trained_head(self) -> bool:
+        return self.weight not in ("frozen", "quantized") or self.bias == "trained"
+
+    @property
+    def makes_sense(self) -> bool:
+        """Whether the columns say something about the same call."""
+        if self.teacher != "model" and not self.compares:
+            return False
+        if self.targets != "one" and (self.kept or self.compares):
+            return False  # refused by its own test: one tensor of labels
+        if self.strategy is not None and (self.kept or self.compares):
+            return False
+        if self.strategy == "one_pass" and (
+            self.asks != "token loss" or self.dtype == "float16" or self.blocks == "small workspace"
+        ):
+            return False
+        if self.strategy == "frozen_head" and (
+            self.asks not in ("logp", "metrics")
+            or self.trained_head
+            or self.adapted
+            or self.layout == "frozen hidden states"
+            or self.bias == "trained"
+        ):
+            return False
+        if self.strategy == "resident" and self.blocks in ("chunks", "small workspace"):
+            return False
+        if self.layout == "frozen hidden states" and not self.trained_head:
+            return False
+        return not (self.backend == "triton" and self.dtype == "float64")
+
+
+#: Values that do not go together, with the error that says so.
+REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
+    (
+        {"weight": ("adapters", "quantized with adapters"), "invariant": (True,)},
+        ValueError,
+        "batch_invariant takes a head without adapters",
+    ),
+    (
+        {
+            "asks": tuple(name for name in COLUMNS["asks"] if not name.startswith("kept")),
+            "weight": ("quantized",),
+            "invariant": (True,),
+            "blocks": ("small workspace",),
+        },
+        ValueError,
+        "batch_invariant takes a quantized head that is dequantized as a whole",
+    ),
+    (
+        {"asks": ("token loss",), "targets": ("two of one head",), "transform": ("per token",)},
+        ValueError,
+        "temperature must be a number, or a tensor with one for each hidden state",
+    ),
+)
+
+
+def refused(row: Row) -> tuple[type[Exception], str] | None:
+    """The error of a row's call, if it has one."""
+    for values, error, words in REFUSED:
+        if all(getattr(row, name) in some for name, some in values.items()):
+            return error, words
+    return None
+
+
+# --- Inputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Inputs:
+    """The tensors of a row; ``leaves`` are those that get a gradient, by name."""
+
+    tensors: dict[str, Tensor]
+    labels: list[Tensor]
+    leaves: list[str]
+    quantized: dict[str, Int8Weight]
+
+    def cast(self, dtype: torch.dtype) -> Inputs:
+        """Copies of another dtype, which need gradients where these do."""
+        copies = {
+            name: value.detach()
+            .to(dtype if value.is_floating_point() else value.dtype)
+            .requires_grad_(name in self.leaves)
+            for name, value in self.tensors.items()
+        }
+        return Inputs(copies, self.labels, self.leaves, self.quantized)
+
+    def of_leaves(self) -> list[Tensor]:
+        return [self.tensors[name] for name in self.leaves]
+
+
+def exactly_quantized(weight: Tensor) -> Int8Weight:
+    """Codes of 8 bits times powers of two, which every dtype represents."""
+    made = Int8Weight(weight)
+    made.scales = 2.0 ** made.scales.log2().ceil()
+    made.codes = (weight / made.scales).round().to(torch.int8)
+    return made
+
+
+def inputs_of(row: Row) -> Inputs:
+    """Random tensors of a row, in its dtype."""
+    g = torch.Generator().manual_seed(7)
+    dtype = getattr(torch, row.dtype)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, generator=g, dtype=torch.float64) * scale).to(dtype)
+
+    teacher_vocab = {"wider": VOCAB + 9, "narrower": VOCAB - 7}.get(row.teacher, VOCAB)
+    tensors, leaves, quantized = dict[str, Tensor](), list[str](), dict[str, Int8Weight]()
+    for k in range(1 if "one hidden" in row.targets else row.count):
+        shape = SHAPE if k == 0 or row.heads == 2 else (5,)
+        hidden = normal(*shape, HIDDEN)
+        if row.layout == "strided":
+            hidden = torch.stack([hidden, -hidden], -1)[..., 0]
+        tensors[f"hidden {k}"] = hidden
+        leaves += [] if row.layout == "frozen hidden states" else [f"hidden {k}"]
+    for k in range(row.heads):
+        weight = normal(VOCAB, HIDDEN, scale=HIDDEN**-0.5)
+        if row.quantized:
+            quantized[f"weight {k}"] = exactly_quantized(weight)
+            weight = quantized[f"weight {k}"].rows(0, VOCAB).to(dtype)
+        elif row.layout == "strided":
+            weight = torch.cat([weight, weight], 1)[:, :HIDDEN]
+        tensors[f"weight {k}"] = weight
+        leaves += [f"weight {k}"] if not row.quantized and row.weight != "frozen" else []
+        if row.bias != "none":
+            tensors[f"bias {k}"] = normal(2 * VOCAB)[::2] if row.layout == "strided" else normal(VOCAB)
+            leaves += [f"bias {k}"] if row.bias == "trained" else []
+        if row.adapted:
+            tensors[f"a {k}"], tensors[f"b {k}"] = normal(RANK, HIDDEN, scale=0.3), normal(VOCAB, RANK, scale=0.3)
+            leaves += [f"a {k}", f"b {k}"]
+    tensors["other"], tensors["teacher"] = normal(*SHAPE, OTHER), normal(teacher_vocab, OTHER, scale=OTHER**-0.5)
+    if row.teacher == "quantized":
+        quantized["teacher"] = exactly_quantized(tensors["teacher"])
+        tensors["teacher"] = quantized["teacher"].rows(0, teacher_vocab).to(dtype)
+    labels = []
+    for k in range(row.count):
+        hidden = tensors.get(f"hidden {k}", tensors["hidden 0"])
+        y = torch.randint(VOCAB, hidden.shape[:-1], generator=g)
+        y[torch.rand(y.shape, generator=g) < (1.1 if row.blocks == "no active token" else 0.3)] = -100
+        labels.append(torch.stack([y, y], -1)[..., 0] if row.layout == "strided" else y)
+    for name in leaves:
+        tensors[name].requires_grad_()
+    return Inputs(tensors, labels, leaves, quantized)
+
+
+@torch.no_grad()
+def spoil(row: Row, given: Inputs) -> None:
+    """Make hidden states of masked tokens NaN, which must reach no result; adapters multiply all of them."""
+    if row.adapted or row.count > 1:
+        return
+    masked = given.labels[0] == -100
+    given.tensors["hidden 0"][masked] = torch.nan
+    if row.blocks != "not compact":
+        given.tensors["other"][masked] = torch.nan
+
+
+def temperature_of(row: Row, labels: Tensor) -> Any:
+    """A number, or one for each token."""
+    if row.transform == "per token":
+        return torch.linspace(0.5, 2.0, labels.numel()).view(labels.shape)
+    return 1.0 if row.transform == "none" else 0.7
+
+
+def transform_of(row: Row) -> dict[str, Any]:
+    return {} if row.transform == "none" else {"logit_scale": 1.3, "softcap": 4.0}
+
+
+def columns_of(labels: Tensor) -> Tensor:
+    """Columns of each token: the label's, one twice."""
+    return (labels.clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19])) % VOCAB
+
+
+def kept_of(labels: Tensor) -> Tensor:
+    """Kept columns of each token: the label's among them, fewer of some, none (the whole vocabulary) of one."""
+    ids = (labels.clamp(min=0)[..., None] + torch.tensor([0, 7, 20, 19])) % VOCAB
+    ids[0, ::2, 2:], ids[1, 4] = -1, -1
+    return ids
+
+
+# --- The plain computation --------------------------------------------------------------------------------------------
+
+
+def plain(row: Row, given: Inputs) -> list[Tensor]:
+    """The results of a row from logits in memory, in the dtype of ``given``."""
+    found, t = list[Tensor](), given.tensors
+    for k, labels in enumerate(given.labels):
+        head = k if row.heads == 2 else 0
+        hidden, weight, bias = t.get(f"hidden {k}", t["hidden 0"]), t[f"weight {head}"], t.get(f"bias {head}")
+        temperature = temperature_of(row, labels)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(hidden.dtype)[..., None]
+        if row.adapted:
+            weight = weight + 0.5 * t[f"b {head}"] @ t[f"a {head}"]
+        own = {"temperature": 1.0 if row.compares else temperature, **transform_of(row)}
+        logits = plain_logits(hidden, weight, bias, **own)
+        logits, active = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels != -100
+        if row.compares:
+            found += _plain_divergence(row, logits, t, temperature, labels)
+        elif row.kept:
+            ids = kept_of(labels)
+            size = torch.where(ids < 0, VOCAB, ids)
+            mask = torch.zeros(*labels.shape, VOCAB + 1, dtype=torch.bool).scatter(-1, size, True)[..., :VOCAB]
+            mask = mask | ~mask.any(-1, keepdim=True)
+            logits = logits.masked_fill(~mask, -1e30)
+            log_p = logits.log_softmax(-1)
+            logp = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            entropy = -(log_p.exp() * log_p.where(mask, 0.0)).sum(-1)
+            found += [value.where(active, 0.0) for value in (logp, entropy, logits.logsumexp(-1))]
+        elif row.asks == "selected":
+            logps = logits.log_softmax(-1)
+            found += [logps.gather(-1, columns_of(labels)).where(active[..., None], 0.0)]
+            found += [logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(active, 0.0)]
+        else:
+            values = plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
+            if row.asks == "token loss":
+                found += [_token_loss(values, labels, active).sum()]
+            else:
+                found += [values[name] for name in ("logp",) if row.asks != "statistics"]
+                found += [values[name] for name in STATISTICS] if row.asks == "statistics" else []
+            if row.asks == "metrics":
+                found += [values["entropy"].detach(), logits.argmax(-1).where(active, 0), values["mean_logit"].detach()]
+    return found if row.asks != "token loss" else [torch.stack(found).sum()]
+
+
+def _plain_divergence(row: Row, logits: Tensor, t: dict[str, Tensor], temperature: Any, labels: Tensor) -> list[Tensor]:
+    theirs = (t["other"] @ t["teacher"].t()).to(logits.dtype)
+    shared, active = min(theirs.shape[-1], VOCAB), labels != -100
+    found = formula(row.asks, logits[..., :shared] / temperature, theirs[..., :shared] / temperature)
+    logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return [found.where(active, 0.0), logp.where(active, 0.0)]
+
+
+def class_weight(row: Row, dtype: torch.dtype) -> Tensor | None:
+    return torch.linspace(0.2, 1.4, VOCAB, dtype=dtype) if row.asks == "statistics" else None
+
+
+def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
+    """Not linear in several statistics."""
+    s = SimpleNamespace(**statistics) if isinstance(statistics, dict) else statistics
+    return w * (s.logp.exp() + 0.3 * s.entropy * s.lse - s.logp)
+
+
+# --- The library ------------------------------------------------------------------------------------------------------
+
+
+def heads_of(row: Row, given: Inputs, part: Any = None) -> list[Head]:
+    """The heads of a row; ``part`` says which rows of the vocabulary this rank of a group has."""
+    heads, t = [], given.tensors
+    rows, group = (slice(None), None) if part is None else (part.rows, part.group)
+    for k in range(row.heads):
+        weight: Any = t[f"weight {k}"][rows]
+        if row.quantized:
+            weight = given.quantized[f"weight {k}"]
+            weight = weight if part is None else weight.part(rows.start, rows.stop)
+        bias = t.get(f"bias {k}")
+        temperature = (
+            1.0 if row.compares else _temperature(row, given.labels if row.heads == 1 else given.labels[k : k + 1])
+        )
+        adapters = (LowRank(t[f"a {k}"], t[f"b {k}"][rows], 0.5),) if row.adapted else ()
+        transform = LogitTransform(temperature, **transform_of(row))
+        invariant = row.invariant or None
+        bias = None if bias is None else bias[rows]
+        heads.append(Head(weight, bias, transform, group, invariant, adapters))
+    return heads
+
+
+def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = None) -> list[Tensor]:
+    """The results of a row as the library computes them."""
+    labels, heads = given.labels, heads_of(row, given, part)
+    hidden = [given.tensors.get(f"hidden {k}", given.tensors["hidden 0"]) for k in range(row.count)]
+    options = EngineOptions(
+        compact=row.blocks != "not compact",
+        chunk_size=4 if row.blocks == "chunks" else None,
+        strategy=row.strategy,
+        backend=row.backend,
+        workspace=workspace,
+    )
+    if row.compares:
+        given_to = hidden[0], heads[0], labels[0], _teacher(row, given), divergence(row.asks)
+        found = linear_divergence(*given_to, logp=True, temperature=_temperature(row, labels), options=options)
+        return [found.divergence, found.logp]
+    if row.kept:
+        ids = kept_of(labels[0])
+        support = TokenSupport(ids)
+        if row.asks == "kept, ragged":
+            counts = (ids.flatten(0, -2) >= 0).sum(-1)
+            support = TokenSupport(ids[ids >= 0].int(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        common = {name: getattr(options, name) for name in ("compact", "workspace", "chunk_size", "backend")}
+        cost = (1, 1) if row.asks == "kept" else (VOCAB // 3, VOCAB // 3)
+        with pytest.MonkeyPatch.context() as patched:
+            # Rows are read for tokens with up to so many columns; products are taken with the others.
+            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), cost))
+            found = linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **common)
+        return [found.logp, found.entropy, found.lse]
+    one = row.targets == "one"
+    head = heads if row.heads == 2 else heads[0]
+    hidden = hidden[:1] if "one hidden" in row.targets else hidden
+    arguments = (hidden[0] if len(hidden) == 1 else hidden, head, labels[0] if one else labels)
+    common = {"class_weight": class_weight(row, hidden[0].dtype), "options": options}
+    if row.asks == "token loss":
+        masks = [(y != -100).to(torch.float32) for y in labels]
+        common["token_inputs"] = {"w": masks[0] if one else masks}
+        return [linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
+    if row.asks == "selected":
+        columns = [columns_of(y) for y in labels]
+        found = linear_statistics(
+            *arguments, ("selected_logps", "logp"), selected=columns[0] if one else columns, **common
+        )
+        names = ("selected_logps", "logp")
+    else:
+        metrics = METRICS if row.asks == "metrics" else ()
+        names = (*(STATISTICS if row.asks == "statistics" else ("logp",)), *metrics)
+        found = linear_statistics(*arguments, names[: len(names) - len(metrics)], metrics=metrics, **common)
+    return [getattr(each, name) for each in ([found] if one else found) for name in names]
+
+
+def _temperature(row: Row, labels: list[Tensor]) -> Any:
+    """A temperature per token is one tensor for all tensors of labels; what masked tokens have does not matter."""
+    each = [temperature_of(row, y) for y in labels]
+    if not isinstance(each[0], Tensor):
+        return each[0]
+    each = [part.where(y != -100, float("nan")) for part, y in zip(each, labels, strict=True)]
+    return each[0] if len(each) == 1 else torch.cat([part.flatten() for part in each])
+
+
+def _teacher(row: Row, given: Inputs) -> Teacher | TeacherLogits:
+    states, weight = given.tensors["other"], given.tensors["teacher"]
+    if row.teacher == "logits":
+        return TeacherLogits(states @ weight.t())
+    return Teacher(
+        states, Head(given.quantized["teacher"]) if row.teacher == "quantized" else weight, columns_correspond=True
+    )
+
+
+# --- Comparisons ------------------------------------------------------------------------------------------------------
+
+
+def small_workspace(row: Row, given: Inputs, part: Any = None) -> int:
+    """A little more than the bytes that errors of smaller workspaces ask for."""
+    workspace = 1
+    while True:
+        try:
+            found_by(row, given, part, workspace)
+        except ValueError as error:
+            least = re.search(r"give at least (\d+) bytes", str(error))
+            if least is None:
+                return workspace
+            workspace = int(least[1]) * 5 // 4
+        else:
+            return workspace
+
+
+def gradients(values: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Of a sum in which no two entries count alike; zeros where nothing depends on a leaf."""
+    g = torch.Generator().manual_seed(3)
+    upstream = [torch.randn(v.shape, generator=g, dtype=torch.float64) for v in values]
+    pairs = [(v, u.to(v)) for v, u in zip(values, upstream, strict=True) if v.requires_grad]
+    outputs, weights = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(leaf) if f is None else f for f, leaf in zip(found, leaves, strict=True)]
+
+
+def check(row: Row, part: Any = None) -> None:
+    """Raise AssertionError unless the library computes a row as exactly as the plain computation does in its dtype.
+
+    Of a rank's part of the vocabulary, its rows of the gradients are compared.
+    """
+    given, clean, error = inputs_of(row), inputs_of(row), refused(row)
+    spoil(row, given)
+    with small_calls(1e30 if row.blocks == "few tokens" else 0.0):
+        workspace = small_workspace(row, given, part) if row.blocks == "small workspace" else None
+        if error is not None:
+            with pytest.raises(error[0], match=error[1]):
+                found_by(row, given, part, workspace)
+            return
+        found = found_by(row, given, part, workspace)
+        ours, again = (gradients(found, given.of_leaves()) for _ in range(2))
+    for a, b in zip(ours, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=0.0 if not row.invariant else 1e-6)
+    wide = clean.cast(torch.float64)
+    rough, exact = plain(row, clean), plain(row, wide)
+    floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if row.dtype == "float64" else 1e-6)
+    for i, (a, p, e) in enumerate(zip(found, rough, exact, strict=True)):
+        if not a.is_floating_point():
+            assert torch.equal(a, e), f"result {i}"
+            continue
+        # Close to 0 (log-probabilities next to 1), values are judged on an absolute scale.
+        error, rounded = (float((v.detach().double() - e.detach()).abs().max()) for v in (a, p))
+        allowed = 2 * rounded + (1e-12 if row.dtype == "float64" else 1e-5) * (1 + float(e.detach().abs().max()))
+        assert error <= allowed, f"result {i}: error {error:.3e}, allowed {allowed:.3e}"
+    size = 4 * max(float(leaf.detach().double().norm()) for leaf in wide.of_leaves())
+    others = gradients(rough, clean.of_leaves()), gradients(exact, wide.of_leaves())
+    for name, a, p, e in zip(given.leaves, ours, *others, strict=True):
+        if part is not None and name.split()[0] in ("weight", "bias", "b"):
+            a, p, e = a[part.rows], p[part.rows], e[part.rows]
+        assert a.dtype == given.tensors[name].dtype
+        assert_as_exact_as_plain(a, p, e, f"the gradient of {name}", floor=floor, scale=size)
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows(together: int = 2, seed: int = 0, most: int | None = None, **fixed: Any) -> list[Row]:
+    """Rows in which all values of any ``together`` columns meet, but where they make no sense together.
+
+    ``fixed`` are columns with the values that they may have. A greedy choice: of some random rows with a set of values
+    that has not met yet, the one with the most such sets.
+    """
+    draw, columns = random.Random(seed), {name: list(fixed.get(name, values)) for name, values in COLUMNS.items()}
+    names, missing = list(columns), set[tuple[tuple[str, Any], ...]]()
+    for chosen in itertools.combinations(names, together):
+        missing |= {
+            tuple(zip(chosen, values, strict=True)) for values in itertools.product(*(columns[n] for n in chosen))
+        }
+    found = list[Row]()
+    for wanted in sorted(missing, key=str):
+        if wanted not in missing:
+            continue
+        candidates = [row for _ in range(60) if (row := _drawn(dict(wanted), columns, draw)).makes_sense]
+        best = max(candidates, key=lambda row: len(_sets(row, together) & missing), default=None)
+        if best is None:  # these values make no sense together
+            missing.discard(wanted)
+            continue
+        found.append(best)
+        missing -= _sets(best, together)
+    return found
+
+
+def _drawn(wanted: dict[str, Any], columns: dict[str, list[Any]], draw: random.Random) -> Row:
+    return Row(**{name: wanted.get(name, draw.choice(values)) for name, values in columns.items()})
+
+
+def _sets(row: Row, together: int) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations(vars(row).items(), together))

@@ -1,0 +1,56 @@
+"""Everything that a call may have, together: each row of :mod:`tests.chunked.combinations` is the plain computation."""
+
+import pytest
+
+from liger_losses.chunked.engine import blocks
+from liger_losses.kernels import given_columns
+from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.chunked.combinations import COLUMNS, check, rows
+from tests.processes import case_named
+
+#: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
+TRITON = {
+    "asks": ("logp", "statistics", "token loss", "kept", "reverse KL", "JSD", "cosine"),
+    "weight": ("dense", "frozen", "adapters"),
+    "targets": ("one", "two of one head"),
+    "teacher": ("model", "wider"),
+    "blocks": ("default", "chunks", "small workspace", "few tokens"),
+    "strategy": (None, "two_pass"),
+    "layout": ("contiguous", "strided"),
+    "dtype": ("bfloat16", "float32", "float16"),
+    "backend": ("triton",),
+}
+interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
+
+
+@pytest.fixture(autouse=True)
+def many_parts(monkeypatch):
+    """Statistics of tiles are merged several times; long sums over kept columns are taken in parts and slices."""
+    monkeypatch.setattr(blocks, "MOST_TILES", 2)
+    monkeypatch.setattr(given_columns, "_PART", 4)
+    monkeypatch.setattr(given_columns, "GATHERED_BYTES", 3000)
+
+
+@pytest.mark.parametrize("row", rows(backend=("torch",)), ids=str)
+def test_any_two_together(row):
+    check(row)
+
+
+@interpreted
+@pytest.mark.parametrize("row", rows(**TRITON), ids=str)
+def test_any_two_together_in_triton(row, small_tiles):
+    check(row)
+
+
+@pytest.mark.slow
+def test_any_three_together():
+    for row in rows(3, backend=("torch",)):
+        with case_named(str(row)):
+            check(row)
+
+
+def test_every_value_meets_every_other():
+    """But where they make no sense together, or are refused."""
+    met = {pair for row in rows(backend=("torch",)) for pair in zip(vars(row), vars(row).values(), strict=True)}
+    expected = {(name, value) for name, values in COLUMNS.items() for value in values if value != "triton"}
+    assert met == expected

@@ -1,0 +1,282 @@
+"""Breaks the package on purpose, one place after another, and says which breaks the tests catch.
+
+``python -m tests.mutants`` makes all of them (half an hour on two cores), ``python -m tests.mutants softmax_grad 41``
+those whose file or number is named. Each is made in a temporary copy of the package; the checkout stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+#: The longest that the tests of one mutant may take, in seconds: some make a program wait for ever.
+LIMIT = 400
+
+#: By the tests that must catch them (pytest's arguments): file of the package, what it has once, and what that becomes.
+MUTANTS: dict[str, list[tuple[str, str, str]]] = {
+    "tests/chunked/test_combinations.py -k 'together and not triton'": [
+        ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
+        ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
+        ("chunked/engine/accumulation.py", "hidden, accumulate=not first)", "hidden, accumulate=False)"),
+        ("chunked/engine/accumulation.py", "empty if whole else torch.zeros", "empty if whole else torch.ones"),
+        ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
+        ("chunked/engine/tokens.py", "return self.masked(values)\n        if all", "return values\n        if all"),
+        ("chunked/engine/blocks.py", "total += _sum_repeated(columns, upstream)", "total += upstream"),
+        ("kernels/online_softmax.py", 'share * (parts["entropy"] - log_share)', 'share * parts["entropy"]'),
+        ("kernels/online_softmax.py", "(totals[ends] - totals[ends - sizes])", "totals[ends]"),
+        ("kernels/online_softmax.py", ".long() + (ends - sizes)[:, None]", ".long()"),
+        ("chunked/engine/blocks.py", "(opened.labels[part.rows] - columns.start)", "opened.labels[part.rows]"),
+        ("chunked/engine/blocks.py", "[self._merge(part, found, sizes)], [columns.stop]", "found[:1], sizes[:1]"),
+        ("kernels/given_columns.py", "(ids != -1).cumsum(0)", "(ids == -1).cumsum(0)"),
+        ("kernels/given_columns.py", "(g_lse - g_logp)", "g_lse"),
+        ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
+        ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),
+        ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale)", ", adapter.a))"),
+    ],
+    "tests/chunked/test_combinations.py -k in_triton": [
+        ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
+        ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
+    ],
+    "tests/chunked/engine/test_small_calls.py -k 'masked'": [
+        ("chunked/engine/stream.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
+    ],
+    "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
+        ("kernels/online_softmax.py", '(sums["moment"] + sums["total"] * below)', 'sums["moment"]'),
+    ],
+    "tests/kernels/test_divergence.py tests/kernels/test_divergence_forms.py": [
+        ("kernels/divergence_forms.py", "return fast_exp(log_q) - p + h, h", "return fast_exp(log_q) - p + h, p"),
+        ("kernels/divergence_forms.py", "(b * (1 - a) - c * a) * (1 - a)", "(b * (1 - a) - c * a) * a"),
+        ("kernels/divergence_forms.py", "radius = 0.5 / max(power, 1.0)", "radius = 2.0 / max(power, 1.0)"),
+        ("kernels/divergence.py", "grad = row_coef * (h - p * total)", "grad = row_coef * h"),
+        ("kernels/divergence.py", "unit - t * t_scale - unit * total", "unit - t * t_scale"),
+    ],
+    "tests/kernels/test_linear_exp.py": [
+        ("kernels/linear_exp.py", "((rest <= limit) == 0)", "(rest < 0)"),
+        ("kernels/linear_exp.py", '(z > float("-inf"), 1 - tanh * tanh, 0.0)', '(z > float("-inf"), 1.0, 0.0)'),
+        ("kernels/linear_exp.py", "(p_coef + label_coef) + p_coef * logp.expm1()", "label_coef * 1.0"),
+    ],
+    "tests/kernels/test_linear_grad.py": [
+        ("kernels/linear_grad.py", "first_of_tile + half * (BLOCK_V // 2)", "first_of_tile"),
+    ],
+    "tests/kernels/test_softmax_stats.py": [
+        ("kernels/logit_transform.py", "grad *= 1 - tanh * tanh", "grad *= 1 - tanh"),
+    ],
+    "tests/kernels/test_label_rows.py": [
+        ("kernels/label_rows.py", "(before != label) & (label < past_end)", "(label < past_end)"),
+    ],
+    "tests/chunked/engine/test_support.py -k shifted": [
+        ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),
+    ],
+    "tests/kernels/test_rms_norm.py tests/kernels/test_layer_norm.py tests/kernels/test_rope.py": [
+        ("kernels/rms_norm.py", "(g - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
+        ("kernels/layer_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
+        ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
+    ],
+    "tests/kernels/test_glu.py": [
+        ("kernels/glu.py", "d_up.masked_fill_(", "d_up.masked_fill("),
+    ],
+    "tests/chunked/engine/test_many_heads.py": [
+        ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
+        ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
+        ("chunked/engine/many_heads.py", "grad if before is None else before.add_(grad)", "grad"),
+        ("chunked/engine/many_heads.py", "if kept and kept + size > call.plan.kept", "if False"),
+    ],
+    "tests/chunked/engine/test_stream.py": [
+        ("chunked/engine/autograd_functions.py", "ctx.gradients = ctx.gradients, None", "_ = ctx.gradients, None"),
+        ("chunked/engine/plan.py", "MAX_HALF_PRECISION_BLOCKS = 8", "MAX_HALF_PRECISION_BLOCKS = 8000"),
+    ],
+    "tests/chunked/engine/test_plan.py tests/chunked/engine/test_workspace.py": [
+        ("chunked/engine/plan.py", "resident=tokens * work.row_bytes <= budget.kept and", "resident="),
+        ("chunked/engine/workspace.py", "context.reset(before)", "before.old_value"),
+    ],
+    "tests/chunked/engine/test_batch_invariance.py -k 'not triton'": [
+        ("chunked/engine/weights.py", "hidden.new_zeros(most, size", "hidden.new_zeros(most := count, size"),
+    ],
+    "tests/chunked/engine/test_head.py": [
+        ("chunked/engine/head.py", "ours if _differ(ours, default) else theirs", "theirs"),
+    ],
+    "tests/chunked/engine/test_ranks.py": [
+        ("chunked/engine/ranks.py", "merge_logps(self.gather(logp))", "logp"),
+        ("chunked/engine/ranks.py", "return inside, inside == labels", "return inside, inside == inside"),
+        ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
+    ],
+    "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [
+        ("chunked/engine/two_models.py", 'return "logp" in call.outputs and (other or wider)', "return False"),
+        ("chunked/engine/two_models.py", "self.grad_bias += student_logits.sum(0)", "self.grad_bias += 0"),
+        ("chunked/losses/distillation.py", "return self.temperature**2 if self", "return self.temperature if self"),
+        ("chunked/engine/teachers.py", "(ordered[:, 1:] == ordered[:, :-1]).any()", "outside"),
+    ],
+    "tests/chunked/engine/test_divergence_tiles.py -k 'tiles-rows or reverse or cosine'": [
+        ("chunked/engine/two_models.py", "h += sums.h", "h += 0"),
+    ],
+    "tests/chunked/losses/test_policy.py tests/test_functional.py": [
+        ("chunked/losses/policy_objectives.py", "ratio.clamp(max=o.delta)", "ratio"),
+        ("chunked/losses/policy_objectives.py", "torch.expm1(d) - d", "torch.expm1(d)"),
+        ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),
+        ("chunked/losses/policy_objectives.py", "at = (1 - share) *", "at = share *"),
+    ],
+    "tests/chunked/losses/test_context_parallel.py": [
+        ("chunked/losses/policy_objectives.py", "total, sum_gradients=True)[0]", "total)[0]"),
+        ("chunked/losses/cross_entropy.py", "= self.total(ce_total), self.total(z_total)", "= ce_total, z_total"),
+    ],
+    "tests/chunked/losses/test_cross_entropy.py": [
+        ("kernels/softmax_grad.py", "-g * c.mean()", "-g"),
+        ("chunked/losses/cross_entropy.py", "scales.append(values.logp.detach().exp())", "pass"),
+    ],
+    "tests/chunked/losses/test_dpo.py tests/test_functional.py": [
+        ("chunked/losses/dpo.py", "(margin - 1 / (2 * o.beta))", "(margin - 1 / o.beta)"),
+        ("chunked/losses/dpo.py", "-torch.expm1((-u)", "torch.expm1((-u)"),
+    ],
+    "tests/chunked/losses/test_pairs.py tests/chunked/losses/test_reference_free.py": [
+        ("chunked/losses/pairs.py", "nll_logps = nll_logps + found.logp", "nll_logps = nll_logps * 1"),
+        ("chunked/losses/reference_free.py", "return logps - torch.log(-torch.expm1(logps))", "return logps"),
+    ],
+    "tests/chunked/losses/test_unpaired.py": [
+        ("chunked/losses/completion_loss.py", "return total / mask.sum(-1).clamp(min=1) if", "return total if"),
+        ("chunked/losses/unpaired.py", "scored.ref_logps).clamp(min=0)", "scored.ref_logps)"),
+        ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
+    ],
+    "tests/chunked/losses/test_minillm.py": [
+        ("chunked/losses/minillm.py", "out + gamma**length * shifted", "out + gamma * shifted"),
+    ],
+    "tests/patching/test_norms.py tests/patching/test_mlps.py": [
+        ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),
+        ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
+    ],
+    "tests/patching/test_rotations.py": [
+        ("patching/rotations.py", "and cos.shape[0] in (1, q.shape[0])", ""),
+    ],
+    "tests/patching/test_tiles.py": [
+        ("patching/tiles.py", "torch.clear_autocast_cache()  # older", "pass  # older"),
+        ("patching/tiles.py", "sums[i] = _sum(sums[i], of_weight)", "sums[i] = of_weight"),
+    ],
+    "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
+        ("patching/lazy/views.py", "by = 1.0 / other if", "by = other if"),
+        ("patching/lazy/reductions.py", "part.values().to(lazy.dtype)", "part.values().bfloat16()"),
+    ],
+    "tests/trl/test_fused_head.py": [
+        ("trl/fused_head.py", '(per_token["is_top1"] == target) & mask', '(per_token["is_top1"] == target)'),
+        ("trl/fused_head.py", "autograd.grad([values[i] for i", "autograd.grad([2 * values[i] for i"),
+    ],
+    "tests/trl/test_experimental.py": [
+        ("trl/divergences.py", "completion_mask != 0", "completion_mask == completion_mask"),
+    ],
+    "tests/trl/test_enabling.py": [
+        ("trl/enabling.py", "    if missing:", "    if False:"),
+    ],
+    "tests/integrations/test_liger.py": [
+        ("integrations/logit_statistics.py", "where(active, value.view(", "where(active | True, value.view("),
+        ("integrations/liger/chunked.py", "hidden.shape[1] * bias", "bias"),
+    ],
+    "tests/integrations/test_torchtitan.py -k class": [
+        ("integrations/torchtitan.py", "loss / global_valid_tokens, {}", "loss, {}"),
+    ],
+    "tests/integrations/test_megatron.py tests/integrations/test_serving.py tests/integrations/test_replacements.py": [
+        ("integrations/megatron.py", "labels.masked_fill(loss_mask == 0, options.ignore_index)", "labels"),
+        ("integrations/serving.py", "sorted(_pairs(entry), reverse=True)[:k]", "_pairs(entry)[:k]"),
+        ("integrations/replacements.py", "setdefault(place.module, [])", "__setitem__(place.module, []) or []"),
+    ],
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def applied(self) -> str:
+        """The file's text with one place changed.
+
+        Raises:
+            ValueError: the place is not there once.
+        """
+        text = (ROOT / "liger_losses" / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {self.old!r} {text.count(self.old)} times, and not once.")
+        return text.replace(self.old, self.new)
+
+
+def mutants() -> list[Mutant]:
+    return [Mutant(*place, tests) for tests, places in MUTANTS.items() for place in places]
+
+
+def copy_with(mutant: Mutant, folder: Path) -> None:
+    """A copy of what tests need, with one place changed."""
+    for name in os.listdir(ROOT):
+        if name in ("liger_losses", "tests", "benchmarks", "examples"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif not name.startswith(".") and not name.endswith(".egg-info"):
+            (folder / name).symlink_to(ROOT / name)
+    (folder / "liger_losses" / mutant.file).write_text(mutant.applied())
+
+
+def run(mutant: Mutant, folder: str, log: Path) -> int:
+    """Pytest's exit status, from a fork of this process, which has imported what takes long."""
+    child = os.fork()
+    if child:
+        signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+        signal.alarm(LIMIT)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signal.alarm(0)
+        return status
+    os.setpgid(0, 0)
+    import pytest
+
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = folder
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "liger_losses")]:
+        del sys.modules[name]
+    with log.open("w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        import shlex
+
+        status = pytest.main(["-qx", "-p", "no:cacheprovider", "-m", "not slow", *shlex.split(mutant.tests)])
+    os._exit(int(status))
+
+
+def result_of(mutant: Mutant) -> str:
+    """``caught``, ``NOT CAUGHT``, or what pytest said where no test ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_with(mutant, Path(folder))
+        status, said = run(mutant, folder, log := Path(folder) / "log"), log.read_text().splitlines()
+    if status == -signal.SIGKILL:
+        return f"caught: it takes more than {LIMIT} s"
+    failed = [line.split()[1] for line in said if line.startswith(("FAILED", "ERROR "))]
+    if status == 1 or (status == 2 and failed):
+        return f"caught by {failed[0] if failed else '?'}"
+    return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="*", help="numbers, or parts of files' names; all mutants by default")
+    which = parser.parse_args().which
+    os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1")
+    with contextlib.redirect_stderr(io.StringIO()):
+        import hypothesis  # noqa: F401
+        import torch._dynamo  # noqa: F401
+        import triton  # noqa: F401
+    missed, chosen = 0, list(enumerate(mutants()))
+    chosen = [pair for pair in chosen if not which or any(w == str(pair[0]) or w in pair[1].file for w in which)]
+    for number, mutant in chosen:
+        start, result = time.monotonic(), result_of(mutant)
+        missed += not result.startswith("caught")
+        seconds = time.monotonic() - start
+        print(f"{number:2} {mutant.file}: {mutant.old.strip()[:50]!r}: {result} ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} are caught.")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

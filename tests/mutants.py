@@ -48,7 +48,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
     "tests/chunked/engine/test_small_calls.py -k 'masked'": [
-        ("chunked/engine/stream.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
+        ("chunked/engine/token_losses.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
     ],
     "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
         ("kernels/online_softmax.py", '(sums["moment"] + sums["total"] * below)', 'sums["moment"]'),
@@ -88,7 +88,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
         ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
-        ("chunked/engine/many_heads.py", "grad if before is None else before.add_(grad)", "grad"),
+        ("chunked/engine/autograd_functions.py", "grad if before is None else before.add_(grad)", "grad"),
         ("chunked/engine/many_heads.py", "if kept and kept + size > call.plan.kept", "if False"),
     ],
     "tests/chunked/engine/test_stream.py": [
@@ -120,8 +120,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/two_models.py", "h += sums.h", "h += 0"),
     ],
     "tests/chunked/losses/test_policy.py tests/test_functional.py": [
-        ("chunked/losses/policy_objectives.py", "ratio.clamp(max=o.delta)", "ratio"),
-        ("chunked/losses/policy_objectives.py", "torch.expm1(d) - d", "torch.expm1(d)"),
+        ("chunked/losses/policy_tables.py", "is None else ratio.clamp(max=delta)", "is None else ratio"),
+        ("chunked/losses/policy_tables.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
         ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),
         ("chunked/losses/policy_objectives.py", "at = (1 - share) *", "at = share *"),
     ],

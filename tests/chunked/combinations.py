@@ -59,6 +59,10 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: Columns whose values say little without their name.
+SAID = ("weight", "bias", "teacher")
+
+
 @dataclass(frozen=True)
 class Row:
     """One value of each column."""
@@ -78,11 +82,9 @@ class Row:
 
     def __str__(self) -> str:
         """The values that are not the plain ones."""
-        return ", ".join(
-            str(value) if not isinstance(value, bool) else name
-            for name, value in vars(self).items()
-            if value != COLUMNS[name][0]
-        ) or "plain"  # fmt: skip
+        others = [(name, value) for name, value in vars(self).items() if value != COLUMNS[name][0]]
+        words = [name if value is True else f"{name} {value}" if name in SAID else str(value) for name, value in others]
+        return ", ".join(words) or "plain"
 
     @property
     def compares(self) -> bool:
@@ -131,6 +133,7 @@ class Row:
             or self.trained_head
             or self.adapted
             or self.layout == "frozen hidden states"
+            or self.blocks == "no active token"
             or self.bias == "trained"
         ):
             return False
@@ -168,6 +171,8 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
 
 def refused(row: Row) -> tuple[type[Exception], str] | None:
     """The error of a row's call, if it has one."""
+    if row.kept and row.blocks == "no active token":
+        return None  # such a call stops before it comes to the head
     for values, error, words in REFUSED:
         if all(getattr(row, name) in some for name, some in values.items()):
             return error, words

@@ -35,7 +35,8 @@ class OneBlock:
         # Tokens without loss may hold anything: 0 times NaN would be NaN in the weight's gradient.
         self.hidden = call.tokens.masked(hidden.to(call.work.operand_dtype))
         self.count = hidden.shape[0]
-        self.epilogue = Epilogue(call.transform, bias, call.query.class_weight)
+        rows = None if bias is None else bias.contiguous()  # as kernels read it
+        self.epilogue = Epilogue(call.transform, rows, call.query.class_weight)
 
     def statistics(self, keep_block: bool = False) -> tuple[dict[str, Tensor], Tensor | None]:
         """The statistics ``[T]``, and with ``keep_block`` the projections ``[T, V]``."""

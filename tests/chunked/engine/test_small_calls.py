@@ -4,26 +4,49 @@ import pytest
 import torch
 
 from liger_losses import (
+    Completions,
     Divergence,
     EngineOptions,
     Head,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     Teacher,
     linear_logps,
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import decision
+from liger_losses.chunked.engine import decision, tokens
 from liger_losses.chunked.engine.query import Comparison, Query
-from tests.reference import problem, small_calls
+from tests.reference import double, problem, small_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def dpo(hidden, weight, labels, bias):
+    (chosen, rejected), ref = hidden.chunk(2), torch.linspace(-3, -2, 2, dtype=torch.float64)
+    sides = [Completions(h, y, ref_logps=ref) for h, y in zip((chosen, rejected), labels.chunk(2), strict=True)]
+    return LigerFusedLinearDPOLoss(beta=0.3)(Head(weight, bias), *sides)[0]
+
+
+def grpo(hidden, weight, labels, bias):
+    mask, advantages = labels != -100, torch.linspace(-1, 1, len(labels))
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
+    return loss(hidden, weight, labels.clamp(min=0), mask, advantages, bias)[0]
+
+
 CASES = {
     "cross-entropy": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss()(w, h, y, bias=b),
+    "all options": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(
+        label_smoothing=0.1, lse_square_scale=1e-2, softcap=9.0, reduction="sum", accum_dtype=torch.float32
+    )(w, h, y, bias=b),
+    "each token's": lambda h, w, y, b: (
+        LigerFusedLinearCrossEntropyLoss(reduction="none")(w, h, y, bias=b).square().sum()
+    ),
     "logps": lambda h, w, y, b: linear_logps(h, w, y, bias=b).square().sum(),
+    "DPO": dpo,
+    "GRPO": grpo,
 }
 
 
@@ -43,6 +66,22 @@ def assert_close(found, expected, dtype):
     size = 2e-2 if dtype == torch.bfloat16 else 1e-5 if dtype == torch.float32 else 1e-10
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=size, atol=size * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float64, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_other_calls(name, bias, dtype, monkeypatch):
+    """In every loss, with hidden states of masked tokens that are not finite, without finding the active tokens."""
+    given = inputs(dtype, bias)
+    exact = value_and_gradients(name, (*double(*given[:2]), given[2], *double(given[3])))
+    with torch.no_grad():
+        given[0][given[2] == -100] = float("nan")
+    monkeypatch.setattr(tokens, "label_facts", None)  # which asks the device for the number of active tokens
+    with small_calls():
+        found = value_and_gradients(name, given)
+        again = value_and_gradients(name, given)
+    assert_close(found, exact, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])

@@ -25,9 +25,10 @@ LIMIT = 400
 #: By the tests that must catch them (pytest's arguments): file of the package, what it has once, and what that becomes.
 MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/test_combinations.py -k 'together and not triton'": [
+        ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
         ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
         ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
-        ("chunked/engine/accumulation.py", "hidden, accumulate=not first)", "hidden, accumulate=False)"),
+        ("chunked/engine/accumulation.py", "target, grad.t(), hidden, accumulate=not first", "target, grad.t(), hidden, accumulate=False"),
         ("chunked/engine/accumulation.py", "empty if whole else torch.zeros", "empty if whole else torch.ones"),
         ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
         ("chunked/engine/tokens.py", "return self.masked(values)\n        if all", "return values\n        if all"),
@@ -47,7 +48,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
-    "tests/chunked/engine/test_small_calls.py -k 'masked'": [
+    "tests/chunked/engine/test_tokens.py -k never_leak": [
         ("chunked/engine/token_losses.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
     ],
     "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
@@ -87,7 +88,6 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
-        ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
         ("chunked/engine/autograd_functions.py", "grad if before is None else before.add_(grad)", "grad"),
         ("chunked/engine/many_heads.py", "if kept and kept + size > call.plan.kept", "if False"),
     ],
@@ -107,7 +107,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/engine/test_ranks.py": [
         ("chunked/engine/ranks.py", "merge_logps(self.gather(logp))", "logp"),
-        ("chunked/engine/ranks.py", "return inside, inside == labels", "return inside, inside == inside"),
+        ("chunked/engine/ranks.py", "return inside, inside != labels", "return inside, inside != inside"),
         ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
     ],
     "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [

@@ -48,7 +48,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "weight": ("dense", "frozen", "quantized", "adapters", "quantized with adapters"),
     "bias": ("none", "trained", "frozen"),
     "transform": ("none", "soft-cap", "per token"),
-    "targets": ("one", "two of one head", "two heads", "two heads of one hidden state"),
+    "targets": ("one", "two of one head", "two heads", "two heads of one hidden state", "two biases"),
     "teacher": ("model", "logits", "quantized", "wider", "narrower"),
     "blocks": ("default", "chunks", "small workspace", "not compact", "few tokens", "no active token"),
     "strategy": (None, "two_pass", "resident", "one_pass", "frozen_head"),
@@ -101,6 +101,11 @@ class Row:
 
     @property
     def heads(self) -> int:
+        return 1 if self.targets in ("one", "two of one head") else 2
+
+    @property
+    def weights(self) -> int:
+        """How many weights there are; two heads of one weight have a bias each."""
         return 2 if "two heads" in self.targets else 1
 
     @property
@@ -230,7 +235,7 @@ def inputs_of(row: Row) -> Inputs:
             hidden = torch.stack([hidden, -hidden], -1)[..., 0]
         tensors[f"hidden {k}"] = hidden
         leaves += [] if row.layout == "frozen hidden states" else [f"hidden {k}"]
-    for k in range(row.heads):
+    for k in range(row.weights):
         weight = normal(VOCAB, HIDDEN, scale=HIDDEN**-0.5)
         if row.quantized:
             quantized[f"weight {k}"] = exactly_quantized(weight)
@@ -239,12 +244,12 @@ def inputs_of(row: Row) -> Inputs:
             weight = torch.cat([weight, weight], 1)[:, :HIDDEN]
         tensors[f"weight {k}"] = weight
         leaves += [f"weight {k}"] if not row.quantized and row.weight != "frozen" else []
-        if row.bias != "none":
-            tensors[f"bias {k}"] = normal(2 * VOCAB)[::2] if row.layout == "strided" else normal(VOCAB)
-            leaves += [f"bias {k}"] if row.bias == "trained" else []
         if row.adapted:
             tensors[f"a {k}"], tensors[f"b {k}"] = normal(RANK, HIDDEN, scale=0.3), normal(VOCAB, RANK, scale=0.3)
             leaves += [f"a {k}", f"b {k}"]
+    for k in range(row.heads if row.bias != "none" else 0):
+        tensors[f"bias {k}"] = normal(2 * VOCAB)[::2] if row.layout == "strided" else normal(VOCAB)
+        leaves += [f"bias {k}"] if row.bias == "trained" else []
     tensors["other"], tensors["teacher"] = normal(*SHAPE, OTHER), normal(teacher_vocab, OTHER, scale=OTHER**-0.5)
     if row.teacher == "quantized":
         quantized["teacher"] = exactly_quantized(tensors["teacher"])
@@ -301,8 +306,8 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
     """The results of a row from logits in memory, in the dtype of ``given``."""
     found, t = list[Tensor](), given.tensors
     for k, labels in enumerate(given.labels):
-        head = k if row.heads == 2 else 0
-        hidden, weight, bias = t.get(f"hidden {k}", t["hidden 0"]), t[f"weight {head}"], t.get(f"bias {head}")
+        head, of_bias = k if row.weights == 2 else 0, k if row.heads == 2 else 0
+        hidden, weight, bias = t.get(f"hidden {k}", t["hidden 0"]), t[f"weight {head}"], t.get(f"bias {of_bias}")
         temperature = temperature_of(row, labels)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(hidden.dtype)[..., None]
@@ -362,22 +367,22 @@ def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
 
 def heads_of(row: Row, given: Inputs, part: Any = None) -> list[Head]:
     """The heads of a row; ``part`` says which rows of the vocabulary this rank of a group has."""
-    heads, t = [], given.tensors
-    rows, group = (slice(None), None) if part is None else (part.rows, part.group)
+    heads, t, group = list[Head](), given.tensors, None if part is None else part.group
+
+    def rows_of(name: str) -> Tensor | None:
+        whole = t.get(name)
+        return whole if part is None or whole is None else whole[part.rows]
+
     for k in range(row.heads):
-        weight: Any = t[f"weight {k}"][rows]
+        of = k if row.weights == 2 else 0
+        weight: Any = rows_of(f"weight {of}")
         if row.quantized:
-            weight = given.quantized[f"weight {k}"]
-            weight = weight if part is None else weight.part(rows.start, rows.stop)
-        bias = t.get(f"bias {k}")
-        temperature = (
-            1.0 if row.compares else _temperature(row, given.labels if row.heads == 1 else given.labels[k : k + 1])
-        )
-        adapters = (LowRank(t[f"a {k}"], t[f"b {k}"][rows], 0.5),) if row.adapted else ()
-        transform = LogitTransform(temperature, **transform_of(row))
-        invariant = row.invariant or None
-        bias = None if bias is None else bias[rows]
-        heads.append(Head(weight, bias, transform, group, invariant, adapters))
+            weight = given.quantized[f"weight {of}"]
+            weight = weight if part is None else weight.part(part.rows.start, part.rows.stop)
+        labels = given.labels if row.heads == 1 else given.labels[k : k + 1]
+        transform = LogitTransform(1.0 if row.compares else _temperature(row, labels), **transform_of(row))
+        adapters = (LowRank(t[f"a {of}"], rows_of(f"b {of}"), 0.5),) if row.adapted else ()
+        heads.append(Head(weight, rows_of(f"bias {k}"), transform, group, row.invariant or None, adapters))
     return heads
 
 

@@ -28,7 +28,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
         ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
         ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
-        ("chunked/engine/accumulation.py", "target, grad.t(), hidden, accumulate=not first", "target, grad.t(), hidden, accumulate=False"),
+        ("chunked/engine/accumulation.py", " grad.t(), hidden, accumulate=not first", " grad.t(), hidden"),
         ("chunked/engine/accumulation.py", "empty if whole else torch.zeros", "empty if whole else torch.ones"),
         ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
         ("chunked/engine/tokens.py", "return self.masked(values)\n        if all", "return values\n        if all"),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,35 +33,25 @@ CHECKED = (1500, 1032, 9000)
 WORK = 2e12
 
 
-class Candidate(NamedTuple):
-    """An order, and whether sums are those of tiles, which any number of row tiles allows, or of the parts of a kernel
-    whose groups of warps take turns."""
-
-    order: Order
-    of_tiles: bool
-
-    @property
-    def name(self) -> str:
-        return f"{'turn' if self.order.in_turn else 'whole'} {self.order.together}{'t' * self.of_tiles}"
-
-
-CANDIDATES = [
-    *(Candidate(Order(True, together), False) for together in (2, 4, 8, 12)),
-    *(Candidate(Order(True, together), True) for together in (4, 8, 16, 33, 66)),
-    *(Candidate(Order(False, together), True) for together in (2, 4, 8, 16, 33)),
-]
+#: The order that the library chooses, and those that it might choose. Other numbers of row tiles have no sums of all
+#: tiles of a group of warps.
+CANDIDATES: dict[str, Order | None] = {
+    "chosen": None,
+    **{f"turn {together}": Order(True, together) for together in (2, 4, 8, 12)},
+    **{f"turn {together}t": Order(True, together, of_tiles=True) for together in (4, 8, 16, 33, 66)},
+    **{f"whole {together}": Order(False, together) for together in (2, 4, 8, 16, 33)},
+}
 
 
 @contextmanager
-def using(candidate: Candidate) -> Iterator[None]:
-    """Take the tiles of all products in this order."""
-    kept: Any = linear_exp.order_of, linear_exp.group_of_sums
-    of_sums = (lambda *given: None) if candidate.of_tiles else kept[1]
-    linear_exp.order_of, linear_exp.group_of_sums = (lambda device, stored: candidate.order), of_sums
+def using(order: Order | None) -> Iterator[None]:
+    """Take the tiles of all products in this order; ``None``: in the library's."""
+    kept: Any = linear_exp.order_of
+    linear_exp.order_of = kept if order is None else lambda *given: order
     try:
         yield
     finally:
-        linear_exp.order_of, linear_exp.group_of_sums = kept
+        linear_exp.order_of = kept
 
 
 def problem(tokens: int, hidden_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,7 +68,7 @@ def run(inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Tensor | None, found
     linear_exponentials(hidden, weight, labels, out, found=found, label_logit=label_logit, backend="triton")
 
 
-def check(candidate: Candidate) -> str:
+def check(order: Order | None) -> str:
     """An empty text, or what is wrong: values against fp64, bits of repeated calls."""
     tokens, hidden_size, vocab_size = CHECKED
     hidden, weight, labels, _ = problem(tokens, hidden_size, vocab_size)
@@ -90,7 +80,7 @@ def check(candidate: Candidate) -> str:
     for stored in (True, False, True):
         out = torch.full((tokens, vocab_size), float("nan"), dtype=torch.bfloat16, device="cuda") if stored else None
         found = Exponentials.into({"lse": torch.full((tokens,), float("nan"), device="cuda")})
-        with using(candidate):
+        with using(order):
             run((hidden, weight, labels, label_logit.float()), out, found)
         for name, values in exact.items():
             if not (getattr(found, name) - values).abs().max() < 2e-5:
@@ -121,19 +111,19 @@ def measure(tokens: int, hidden_size: int, vocab_size: int, rounds: int) -> dict
     found = Exponentials.into({"lse": torch.empty(tokens, device="cuda")})
     times = max(1, round(WORK / (2 * tokens * hidden_size * vocab_size)))
     product = partial(torch.mm, inputs[0], inputs[1].t(), out=out)
-    taken: dict[tuple[bool, str], list[float]] = {}
+    taken, names = dict[tuple[bool, str], list[float]](), [*CANDIDATES]
     of_product = list[float]()
     milliseconds(product, times)
     for turn in range(rounds):
         # The order of a round is turned, because a product finds the clock that those before it leave.
         for number in range(len(CANDIDATES)):
-            candidate = CANDIDATES[(number + turn * 5) % len(CANDIDATES)]
+            name = names[(number + turn * 5) % len(names)]
             if number % 5 == 0:
                 of_product.append(milliseconds(product, times))
             for stored in (True, False):
-                with using(candidate):
+                with using(CANDIDATES[name]):
                     spent = milliseconds(partial(run, inputs, out if stored else None, found), times)
-                taken.setdefault((stored, candidate.name), []).append(spent)
+                taken.setdefault((stored, name), []).append(spent)
     base = statistics.median(of_product)
     ratios = {kind: round(statistics.median(spent) / base, 3) for kind, spent in taken.items()}
     return {
@@ -156,11 +146,10 @@ def main() -> None:
     results: dict[str, Any] = {
         "environment": environment(torch.device("cuda")),
         "properties": {name: getattr(properties, name, None) for name in told},
-        "checks": {candidate.name: check(candidate) or "right" for candidate in CANDIDATES},
+        "checks": {name: check(order) or "right" for name, order in CANDIDATES.items()},
     }
     print(results["properties"], results["checks"], f"{time.perf_counter() - begun:.0f} s", flush=True)
-    names = [candidate.name for candidate in CANDIDATES]
-    print("ratios to cuBLAS's product:", *names, sep="  ")
+    print("ratios to cuBLAS's product:", *CANDIDATES, sep="  ")
     for vocab_size, tokens, hidden_size in itertools.product(VOCABULARIES, TOKENS, HIDDEN_SIZES):
         if time.perf_counter() - begun > options.seconds:
             print("out of time")
@@ -168,7 +157,7 @@ def main() -> None:
         size = f"{tokens} x {hidden_size} x {vocab_size}"
         results[size] = found = measure(tokens, hidden_size, vocab_size, options.rounds)
         for kind in ("stored", "alone"):
-            ratios = " ".join(f"{found[kind][name]:.2f}" for name in names)
+            ratios = " ".join(f"{found[kind][name]:.2f}" for name in CANDIDATES)
             print(f"{size} {kind:6} {found['cuBLAS, ms']:7.3f} ms  {ratios}", flush=True)
         if options.out:
             options.out.write_text(json.dumps(results, indent=1) + "\n")

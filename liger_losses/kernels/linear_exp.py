@@ -122,8 +122,10 @@ def linear_exponentials(
         return statistics
     # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on what is stored,
     # nor on where its hidden states lie: rows of such a size may be aligned where they lie, and not in a copy.
-    in_turn, together = order_of(hidden.device, stored=out is not None and not batch_invariant)
-    by_place = batch_invariant and hidden.shape[1] * hidden.dtype.itemsize % 16 != 0
+    stored, depth = out is not None and not batch_invariant, hidden.shape[1]
+    # Nor on the number of tokens.
+    in_turn, together, of_tiles = order_of(hidden.device, stored, 0 if batch_invariant else tokens, depth, len(weight))
+    by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     grid, parts = (min(programs, row_tiles * column_tiles),), None
@@ -132,7 +134,8 @@ def linear_exponentials(
     shape, group = (column_tiles, tokens), together  # of the sums of tiles
     if tiles is not None:
         # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
-        group_of_parts = None if batch_invariant else group_of_sums(row_tiles, column_tiles, 2 * grid[0], together)
+        of_tiles |= batch_invariant
+        group_of_parts = None if of_tiles else group_of_sums(row_tiles, column_tiles, 2 * grid[0], together)
         arguments |= {"SUMS_OF_TILES": group_of_parts is None, "tops": None}
         if group_of_parts is not None:
             group, parts = group_of_parts, 2 * grid[0]

@@ -17,7 +17,7 @@ from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-from liger_losses.kernels.targets import order_of
+from liger_losses.kernels.targets import target_of
 
 #: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
 _SUM_ROWS, _SUM_TILES = 8, 512
@@ -61,7 +61,7 @@ def log_sum_exps_into(
         return True
     partial = torch.empty(2, column_tiles, len(hidden), device=hidden.device)
     grid, tops_and_sums = (min(programs, row_tiles * column_tiles),), {"tops": partial[0], "partial": partial[1]}
-    together = order_of(hidden.device, stored=True).together
+    together = target_of(hidden.device).orders.stored.together
     nothing = dict.fromkeys(["labels", "offset", "logit_sums", "moments", "needed"])
     try:
         launch(

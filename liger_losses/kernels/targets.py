@@ -5,6 +5,7 @@ The only module that asks which kind of GPU it is: the others ask for what they 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -53,26 +54,47 @@ _NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=1
 
 class Order(NamedTuple):
     """How the tiles of a product with exponentials are taken: by groups of warps in turn, as in
-    :mod:`~liger_losses.kernels.hopper_pipeline`, or by whole programs; and how many row tiles walk the vocabulary
-    together, so that the cache serves each part of the head to all of them."""
+    :mod:`~liger_losses.kernels.hopper_pipeline`, or by whole programs; how many row tiles walk the vocabulary together;
+    and whether groups in turn store the sums of each tile (``True``), or, where they can, those of all their tiles."""
 
     in_turn: bool
     together: int
+    of_tiles: bool = False
 
 
-class Orders(NamedTuple):
-    """A GPU's order where exponentials are stored, and where they are only added up."""
+@dataclass(frozen=True)
+class Orders:
+    """A GPU's orders: where exponentials are stored, where they are only added up, and where hidden states take more
+    of the cache than ``room``, of the one and of the other (bytes)."""
 
     stored: Order
     alone: Order
+    large: Order | None = None
+    room: tuple[float, float] = (0.0, 0.0)
+    shallow: Order | None = None  # stored, of hidden states with fewer than _SHALLOW dimensions
+
+    def of(self, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:
+        """The order of a product."""
+        size, long = tokens * hidden_size * 2, tokens * hidden_size * vocab_size >= _LONG
+        large = long and size > self.room[0 if stored else 1] and (hidden_size >= _DEEP or not stored)
+        if self.large is not None and large:
+            return self.large
+        if self.shallow is not None and stored and hidden_size < _SHALLOW:
+            return self.shallow
+        return self.stored if stored else self.alone
 
 
 #: Of whole programs.
 _WHOLE = Orders(Order(False, 8), Order(False, 8))
-#: By memory bandwidth, in bytes a second. On an H200 (4.9e12), 4 instead of 8 takes 5 to 9 % less time without stores
-#: and 2 % more with them; on an H100 (3.4e12), up to 10 % less with them.
+#: By memory bandwidth, in bytes a second. On an H200 (4.9e12), 4 row tiles instead of 8 take 5 to 9 % less time without
+#: stores and 2 % more with them.
 _BANDWIDTH = 4e12
-_WIDE_MEMORY, _NARROW_MEMORY = Orders(Order(True, 8), Order(True, 4)), Orders(Order(True, 4), Order(True, 4))
+_WIDE_MEMORY = Orders(Order(True, 8), Order(True, 4))
+#: Of less bandwidth. On an H100 (3.4e12, 50 MiB of cache; benchmarks/results/tile_order.txt), groups in turn take 0.95
+#: to 1.05 of cuBLAS's time as long as half of the cache holds the hidden states (three quarters, without stores), or
+#: the product is short, and up to 1.4 beyond that. There, whole programs take 1.00 to 1.10, their exponentials hidden
+#: behind nothing: of fewer than so many hidden dimensions, that is longer than it helps. Multiplications:
+_LONG, _DEEP, _SHALLOW = 1e12, 2048, 768
 
 
 class Target(NamedTuple):
@@ -127,13 +149,17 @@ def _orders(properties: Any) -> Orders:
     """Of a GPU that runs groups of warps in turn."""
     # kHz, at two transfers a clock, and bits; versions of torch that do not tell them get what is never much slower.
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    return _WIDE_MEMORY if 2e3 * clock * width / 8 > _BANDWIDTH else _NARROW_MEMORY
+    if 2e3 * clock * width / 8 > _BANDWIDTH:
+        return _WIDE_MEMORY
+    cache = getattr(properties, "L2_cache_size", 50 * 2**20)
+    # A quarter of the programs that run at a time: four columns of tiles for each of their turns.
+    large = Order(False, max(1, properties.multi_processor_count // 4))
+    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache / 2, cache * 3 / 4), Order(True, 8))
 
 
-def order_of(device: torch.device, stored: bool) -> Order:
+def order_of(device: torch.device, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:
     """The order of tiles of a product whose exponentials are ``stored``, or only added up."""
-    orders = target_of(device).orders
-    return orders.stored if stored else orders.alone
+    return target_of(device).orders.of(stored, tokens, hidden_size, vocab_size)
 
 
 #: What is known of an architecture. Of those that are compiled for, ``make test-targets`` compiles every kernel, and

@@ -80,7 +80,7 @@ def test_exponentials(size, dtype, epilogue):
             else:
                 held = e < torch.finfo(dtype).max
                 assert ((stored.double() - e).abs() <= 8e-3 * (e + 1e-3))[held].all()
-    if len({order_of(hidden.device, stored) for stored in (True, False)}) == 1:
+    if len({order_of(hidden.device, stored, *size) for stored in (True, False)}) == 1:
         assert all(torch.equal(*pair) for pair in zip(*alone_or_not, strict=True))
 
 
@@ -205,7 +205,7 @@ class OnTheHost:
         for name, value in names.items():
             monkeypatch.setattr(linear_exp_hopper, name, value)
         monkeypatch.setattr(linear_exp, "AVAILABLE", True)
-        monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(True, 4))
+        monkeypatch.setattr(linear_exp, "order_of", lambda *given: Order(True, 4))
         monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", self)
 
     def nothing(self, *arguments, **options):
@@ -432,7 +432,7 @@ def test_the_choice_of_the_kernel(monkeypatch):
     monkeypatch.setattr(linear_exp, "AVAILABLE", True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", Kernel())
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
-    monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(True, 4))
+    monkeypatch.setattr(linear_exp, "order_of", lambda *given: Order(True, 4))
     call, options = (hidden, weight, torch.zeros(5, dtype=torch.long)), {"backend": "triton"}
     linear_exponentials(*call, projections=True, **options)
     assert [grid for grid, _ in launches] == [(1,), (1,)]
@@ -442,7 +442,7 @@ def test_the_choice_of_the_kernel(monkeypatch):
     assert len(launches) == 2
     # Nor where whole programs take fewer bytes from memory: a batch-invariant call does not ask what is stored.
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
-    monkeypatch.setattr(linear_exp, "order_of", lambda device, stored: Order(not stored, 4))
+    monkeypatch.setattr(linear_exp, "order_of", lambda device, stored, *given: Order(not stored, 4))
     out = torch.empty(5, 40, dtype=torch.bfloat16)
     linear_exponentials(*call, out, **options)
     assert len(launches) == 2

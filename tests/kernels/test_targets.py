@@ -31,6 +31,7 @@ def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     """An AMD GPU may have the number of one of NVIDIA's. Of GPUs without descriptors, one warning says why."""
     capability, rocm, shared, warp, reason, columns, warp_groups = gpu
     told = {"shared_memory_per_block": 1024 * (48 if rocm is None else shared), "warp_size": warp}
+    told["multi_processor_count"] = 132
     if rocm is None:
         told["shared_memory_per_block_optin"] = 1024 * shared
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -46,17 +47,33 @@ def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     assert [reason in str(warning.message) for warning in recwarn] == [True] * (reason is not None)
 
 
+H100 = {"memory_clock_rate": 2619000, "memory_bus_width": 5120, "L2_cache_size": 50 * 2**20}
+H200 = {"memory_clock_rate": 3201000, "memory_bus_width": 6144, "L2_cache_size": 60 * 2**20}
+IN_TURN, WHOLE = {True: Order(True, 4), False: Order(True, 4, of_tiles=True)}, Order(False, 33)
+
+
 @pytest.mark.parametrize(
-    ("clock", "width", "stored", "alone"), [(2619000, 5120, 4, 4), (3201000, 6144, 8, 4), (None, None, 4, 4)]
+    ("gpu", "size", "stored", "alone"),
+    [
+        (H200, (16384, 4096, 128256), Order(True, 8), Order(True, 4)),
+        (H100, (1024, 5120, 128256), IN_TURN[True], IN_TURN[False]),
+        (H100, (4096, 2048, 151936), IN_TURN[True], IN_TURN[False]),
+        (H100, (4096, 4096, 128256), WHOLE, IN_TURN[False]),  # the cache holds them, but no half of it
+        (H100, (4096, 4096, 32000), IN_TURN[True], IN_TURN[False]),  # a short product
+        (H100, (16384, 2048, 128256), WHOLE, WHOLE),
+        (H100, (16384, 896, 128256), IN_TURN[True], IN_TURN[False]),  # exponentials take long beside it
+        (H100, (16384, 576, 128256), Order(True, 8), IN_TURN[False]),
+        (H100, (0, 4096, 128256), IN_TURN[True], IN_TURN[False]),
+        ({}, (16384, 4096, 128256), WHOLE, WHOLE),
+    ],
 )
-def test_the_order_of_tiles_follows_the_memory_bandwidth(monkeypatch, clock, width, stored, alone):
-    """Of an H100, an H200, and where torch does not tell it."""
-    told = {"shared_memory_per_block_optin": 227 * 1024}
-    told |= {} if clock is None else {"memory_clock_rate": clock, "memory_bus_width": width}
+def test_the_order_of_tiles_follows_memory_and_cache(monkeypatch, gpu, size, stored, alone):
+    """Of an H100, an H200, and where torch does not tell them."""
+    told = {"shared_memory_per_block_optin": 227 * 1024, "multi_processor_count": 132, **gpu}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
     monkeypatch.setattr(targets, "target_of", target_of.__wrapped__)
-    assert [order_of(CUDA, kind) for kind in (True, False)] == [Order(True, stored), Order(True, alone)]
+    assert [order_of(CUDA, kind, *size) for kind in (True, False)] == [stored, alone]
 
 
 def test_warps_of_a_program():

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.blocks import Block
 from liger_losses.chunked.engine.call import Call
+from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.tokens import Tokens
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
@@ -71,16 +73,40 @@ def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | Non
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     counts = torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
-    total, positions = counts.sum(), torch.arange(tokens, device=device)
-    gaps = (~counts & (positions < total)).sum()
-    # First the tokens with a coefficient, then the others, each in their order.
-    ordered = (~counts).to(torch.uint8).argsort(stable=True)
-    with_coefficient, missing = _on_host(torch.stack([total, gaps]))
-    if with_coefficient > MOST_COUNTED * tokens:
+    ordered, found, missing = _ordered(counts)
+    if found > MOST_COUNTED * tokens:
         return None
-    sources = ordered[with_coefficient - missing : with_coefficient]
-    targets = ordered[with_coefficient : with_coefficient + missing]
-    return Counted(positions[:with_coefficient].index_copy(0, targets, sources), sources, targets)
+    sources, targets = ordered[found - missing : found], ordered[found : found + missing]
+    order = torch.arange(found, device=device).index_copy(0, targets, sources)
+    return Counted(order, sources, targets)
+
+
+def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, Tokens] | None:
+    """The active tokens of one tensor of labels that count, and the others; ``None`` where all are to be multiplied.
+
+    ``counts`` is bool, in the labels' shape. As :func:`counted_tokens`, for losses that know it before any statistic.
+    """
+    flops, device = 4.0 * tokens.count * head.hidden_size * head.vocab_size, tokens.labels.device
+    if flops < MIN_FLOPS.get(device.type, float("inf")) or head.ranks is not ALONE or tokens.ignored is not None:
+        return None
+    ordered, found, _ = _ordered(tokens.gather_like_labels(counts))
+    return (
+        None
+        if found > MOST_COUNTED * tokens.count
+        else (tokens.subset(ordered[:found]), tokens.subset(ordered[found:]))
+    )
+
+
+def _ordered(counts: Tensor) -> tuple[Tensor, int, int]:
+    """First the tokens that count, then the others, each in their order; M; and how many of the first M do not count.
+
+    The host waits for these numbers, behind what needs none of them.
+    """
+    total = counts.sum()
+    gaps = (~counts & (torch.arange(len(counts), device=counts.device) < total)).sum()
+    ordered = (~counts).to(torch.uint8).argsort(stable=True)
+    found, missing = _on_host(torch.stack([total, gaps]))
+    return ordered, found, missing
 
 
 def _on_host(numbers: Tensor) -> list[int]:

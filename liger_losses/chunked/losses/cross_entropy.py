@@ -400,6 +400,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.reduction == "none":
             return None, self._statistics(targets, several)
         (hidden, heads, labels), (statistics, metrics) = _arguments(targets, several), self._names()
+        o, weights = self.settings, targets[0].token_weights
+        in_outputs = o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
+        if not several and weights is not None and not in_outputs:
+            labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
         loss, found = linear_token_loss(
             hidden,
             heads,

@@ -17,6 +17,7 @@ from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.ops import support_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport
+from liger_losses.chunked.engine.zero_rows import split_tokens
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
@@ -24,7 +25,7 @@ from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBat
 from liger_losses.chunked.losses.completion_loss import CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
-from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, PolicyOptions
+from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
 
 
 class AdaptiveEntropy:
@@ -361,14 +362,33 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
         token_loss = TokenPolicyLoss(**{name: getattr(inputs.options, name) for name in PolicyOptions.__match_args__})
+        split = None if coef is not None else self._split(tokens, head, inputs)
+        counted, others = (tokens, None) if split is None else split
         loss, found = linear_token_loss(
-            hidden, head, tokens, token_loss, names, token_inputs=token_inputs, options=options
+            hidden, head, counted, token_loss, names, token_inputs=token_inputs, options=options
         )
+        if others is not None:
+            with torch.no_grad():
+                (without,) = linear_statistics([hidden], head, others, options=options)
+            found = found._replace(logp=found.logp + without.logp)
         if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
         if self.group is not None:
             loss = self.total(loss)
         return loss, found.logp
+
+    @staticmethod
+    def _split(tokens: Tokens, head: Head, inputs: PolicyInputs) -> tuple[Tokens, Tokens] | None:
+        """The tokens whose term has a gradient, and those with an advantage or a weight of 0; ``None`` for losses with
+        other terms."""
+        o, ratio = inputs.options, inputs.token_is_ratio
+        other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
+        if other_terms or not OBJECTIVES[LOSS_TYPES[o.loss_type].objective].of_advantages:
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        counts = (inputs.advantages != 0) & (inputs.weights != 0)
+        return split_tokens(tokens, counts if ratio is None else counts & (ratio != 0), head)
 
     def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics, of which there are so many copies."""

@@ -504,6 +504,7 @@ class Objective(NamedTuple):
         coupled: a token's value depends on other tokens; ``value`` then gets the :class:`Batch` too.
         whole: it depends on the order of tokens, or on the whole batch, of which no rank may hold a slice.
         of_prompts: it compares completions of a prompt.
+        of_advantages: it is 0, and so is its gradient, where the advantage is.
     """
 
     value: Callable[..., Tensor]
@@ -511,19 +512,21 @@ class Objective(NamedTuple):
     coupled: bool = False
     whole: bool = False
     of_prompts: bool = False
+    of_advantages: bool = False
 
 
 OBJECTIVES = {
-    "clipped": Objective(_clipped, _is_clipped),
-    "importance": Objective(_importance),
+    "clipped": Objective(_clipped, _is_clipped, of_advantages=True),
+    "importance": Objective(_importance, of_advantages=True),
     # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
     "cispo": Objective(
         lambda log_ratio, logps, a, o: ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps,
         lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+        of_advantages=True,
     ),
-    "sapo": Objective(_sapo),
+    "sapo": Objective(_sapo, of_advantages=True),
     # A log p: REINFORCE
-    "score": Objective(lambda log_ratio, logps, a, o: a * logps),
+    "score": Objective(lambda log_ratio, logps, a, o: a * logps, of_advantages=True),
     "vespo": Objective(_vespo, coupled=True),
     "fipo": Objective(_fipo, _is_clipped, coupled=True, whole=True),
     "real": Objective(_real, coupled=True, of_prompts=True),

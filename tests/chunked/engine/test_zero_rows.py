@@ -7,6 +7,8 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearGRPOLoss,
     LogitTransform,
     Teacher,
     TeacherLogits,
@@ -14,8 +16,9 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
 )
-from liger_losses.chunked.engine import zero_rows
+from liger_losses.chunked.engine import accumulation, zero_rows
 from liger_losses.chunked.engine.query import Largest
+from liger_losses.chunked.engine.tokens import Counting
 from liger_losses.kernels.move_rows import move_rows_
 from tests.kernels.cases import triton_or_skip
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
@@ -125,6 +128,78 @@ def test_what_belongs_to_a_token_goes_with_it(values, by_token, counts, monkeypa
     torch.testing.assert_close(found, evaluated(), rtol=1e-9, atol=1e-12)
     assert seen == [int(counted.sum())] * len(found)
     assert counts == seen
+
+
+#: Options of GRPO losses, which tokens have an advantage or a weight, and whether the others are left out.
+POLICIES = {
+    "dapo": ({}, {}, True),
+    "sapo": ({"loss_type": "sapo"}, {}, True),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, {}, True),
+    "importance, masked": ({"loss_type": "dppo_tv"}, {}, True),
+    "no advantage at all": ({}, {"advantages": torch.zeros(5)}, True),
+    "by token": ({}, {"advantages": torch.tensor([[0.0, 1.0] * 4] * 5)}, True),
+    "rejected by the sampler": (
+        {},
+        {"advantages": torch.ones(5), "vllm_is_ratio": torch.tensor([1.0, 0, 0, 2, 0])},
+        True,
+    ),
+    "entropy quantile": ({"top_entropy_quantile": 0.3}, {}, True),
+    "sequences": ({"importance_sampling_level": "sequence"}, {}, True),
+    "beta": ({"beta": 0.1}, {"ref_per_token_logps": torch.full((5, 8), -4.0)}, False),
+    "entropy bonus": ({"entropy_coef": 0.1}, {}, False),
+    "penalty": ({"log_ratio_penalty": 0.1}, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_losses(name, monkeypatch):
+    options, given, left_out = POLICIES[name]
+    hidden, weight, labels, _ = problem(5 * 8, H, V, dtype=torch.float64, shape=(5, 8))
+    mask, g = labels != -100, torch.Generator().manual_seed(2)
+    given = {"advantages": torch.tensor([0.0, 1.0, 0.0, -2.0, 0.0]), **given}
+    given["old_per_token_logps"] = -4 + 0.5 * torch.randn(5, 8, generator=g)
+    multiplied, matmul_into = [], accumulation.matmul_into
+
+    def spy(out, a, b, **more):
+        multiplied.append(len(b))
+        return matmul_into(out, a, b, **more)
+
+    monkeypatch.setattr(accumulation, "matmul_into", spy)
+    found = []
+    for least in ({"cpu": 0.0}, {}):
+        monkeypatch.setattr(zero_rows, "MIN_FLOPS", least)
+        multiplied.clear()
+        loss, metrics = LigerFusedLinearGRPOLoss(**{"beta": 0.0, **options})(
+            hidden, weight, labels.clamp(min=0), mask, **given
+        )
+        found.append([loss, *metrics, *torch.autograd.grad(loss, [hidden, weight]), sum(multiplied)])
+    torch.testing.assert_close(found[0][:-1], found[1][:-1], rtol=1e-6, atol=1e-9)
+    assert (found[0][-1] < found[1][-1]) is left_out
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01}, {"return_z_loss": True}])
+def test_weighted_cross_entropy(options, monkeypatch):
+    hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
+    weights = torch.rand(N, generator=torch.Generator().manual_seed(1)).sub(0.5).clamp(min=0.0)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", **options)
+    seen = []
+    counting = Counting.tokens
+    monkeypatch.setattr(Counting, "tokens", lambda self: seen.append(counting(self)) or seen[-1])
+    found = loss(weight, hidden, labels, token_weights=weights)
+    logits = (hidden @ weight.T).double()
+    lse = logits.logsumexp(-1)
+    terms = torch.nn.functional.cross_entropy(
+        logits, labels, reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
+    )
+    terms = terms + options.get("lse_square_scale", 0.0) * lse**2 * (labels != -100)
+    exact = (terms * weights).sum()
+    value = found.loss if options.get("return_z_loss") else found
+    torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, [hidden, weight]), torch.autograd.grad(exact, [hidden, weight]), rtol=1e-6, atol=1e-9
+    )
+    counted = (labels != -100) if options.get("return_z_loss") else (labels != -100) & (weights != 0)
+    assert seen[0].count == int(counted.sum())
 
 
 def test_backward_may_run_again(counts):

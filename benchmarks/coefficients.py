@@ -1,0 +1,139 @@
+"""Time of both ways through the head against the share f of tokens that have a coefficient.
+
+python -m benchmarks.coefficients [--out FILE.json]
+
+All tokens need the product of the statistics, 2 N H V floating-point operations, and those with a coefficient two
+gradient products of as many: the bare products of these sizes take ``first + f (second + third)``. Each loss runs in
+turns with tokens left out and with all of them multiplied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import environment
+from liger_losses import LigerFusedLinearGRPOLoss, linear_logps
+from liger_losses.chunked.engine import zero_rows
+
+SHARES = (1.0, 0.8, 0.5, 0.2)
+SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
+COMPLETIONS = 128
+#: So few operations that calls of any size leave tokens out.
+ALWAYS: dict[str, float] = {"cuda": 0.0, "cpu": 0.0}
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds on the device, the host's wait included."""
+    if device.type != "cuda":
+        run()
+        return 0.0
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def losses(hidden: Tensor, weight: Tensor, labels: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
+    """Functions that compute a loss, of which the given share of the tokens has a gradient."""
+    n, device, g = len(labels), labels.device, torch.Generator(labels.device).manual_seed(1)
+    upstream = torch.randn(n, device=device, generator=g)
+    upstream[torch.randperm(n, device=device, generator=g)[round(share * n) :]] = 0.0
+    ids, size = labels.view(COMPLETIONS, -1), (COMPLETIONS, n // COMPLETIONS)
+    advantages = torch.randn(COMPLETIONS, device=device, generator=g)
+    advantages[round(share * COMPLETIONS) :] = 0.0
+    mask, grpo = torch.ones(size, device=device), LigerFusedLinearGRPOLoss(beta=0.0)
+    states = hidden.view(*size, -1)
+    return {
+        "linear_logps": lambda: (linear_logps(hidden, weight, labels) * upstream).sum(),
+        "GRPO": lambda: grpo(states, weight, ids, mask, advantages, num_items_in_batch=n)[0],
+    }
+
+
+def products(hidden: Tensor, weight: Tensor, rounds: int) -> tuple[float, float]:
+    """Median milliseconds of the bare first product, and of both gradient products together."""
+    device, logits = hidden.device, torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+    out, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def gradients() -> None:
+        torch.mm(logits, weight, out=out)
+        torch.mm(logits.t(), hidden, out=of_weight)
+
+    runs = {"first": lambda: torch.mm(hidden, weight.t(), out=logits), "gradients": gradients}
+    with torch.no_grad():
+        times = {name: [timed(run, device) for _ in range(rounds + 2)][2:] for name, run in runs.items()}
+    return median(times["first"]), median(times["gradients"])
+
+
+def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each share and loss."""
+    n, h, v = shape
+    g = torch.Generator(device).manual_seed(0)
+    hidden, weight = (
+        torch.randn(size, h, device=device, generator=g).mul_(scale).to(torch.bfloat16)
+        for size, scale in ((n, 1.0), (v, h**-0.5))
+    )
+    labels = torch.randint(v, (n,), device=device, generator=g)
+    rows, kept = [], dict(zero_rows.MIN_FLOPS)
+    first, gradients = products(hidden, weight, rounds)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    modes = {"left out": kept if device.type == "cuda" else ALWAYS, "all": {}}
+    for share in SHARES:
+        for name, loss in losses(hidden, weight, labels, share).items():
+            times: dict[str, list[float]] = {mode: [] for mode in modes}
+
+            def both_ways(loss: Callable[[], Tensor] = loss) -> None:
+                hidden.grad = weight.grad = None
+                loss().backward()
+
+            for i in range(rounds + 2):
+                for mode in [*modes][:: 1 if i % 2 else -1]:
+                    zero_rows.MIN_FLOPS = modes[mode]
+                    times[mode].append(timed(both_ways, device))
+            zero_rows.MIN_FLOPS = kept
+            bare = first + share * gradients
+            rows.append({"shape": shape, "share": share, "loss": name, "products": bare, "rounds": times})
+            rows[-1] |= {mode: median(times[mode][2:]) for mode in modes}
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    skipped, whole, bare = row["left out"], row["all"], row["products"]
+    ratios = f"{skipped / bare:5.3f} of the products, {whole / skipped:5.3f} times as fast" if bare and skipped else ""
+    return (
+        f"{' x '.join(map(str, row['shape'])):22} f {row['share']:3}  {row['loss']:12} left out {skipped:7.3f} ms  "
+        f"all {whole:7.3f} ms  products {bare:7.3f} ms  {ratios}"
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = ((256, 32, 512),) if options.tiny else SHAPES
+    rows = [row for shape in shapes for row in measure(shape, options.rounds, device)]
+    if options.out:
+        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
+        lines = [json.dumps(environment(device)), "", __doc__ or "", *map(line, rows)]
+        options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ T tokens, n tokens, C columns of the vocabulary::
 
 from liger_losses.chunked.losses.completion_loss import sequence_logps
 from liger_losses.chunked.losses.cross_entropy import cross_entropy
-from liger_losses.chunked.losses.distillation import (
+from liger_losses.chunked.losses.divergences import (
     alpha_beta_divergence,
     divergence,
     forward_kl,

@@ -112,6 +112,7 @@ def divergence_into(
     coefficients: Coefficients | None = None,
     labels: Tensor | None = None,
     sums: RowSums | None = None,
+    parameter: Tensor | None = None,
     whole_rows: bool = False,
     scratch: int | None = None,
     backend: str | None = None,
@@ -126,6 +127,7 @@ def divergence_into(
         coefficients: the loss's derivatives; needed with ``out``.
         labels: ``[R]`` int64, for the coefficients of a hard loss; from V on, they are labels of further columns.
         sums: where the projections are a part of the vocabulary; the divergences are then sums over this part.
+        parameter: ``[R]``, the divergence's ``a`` of each row, where that follows from the teacher's entropy.
         whole_rows: sum each row in an order that does not depend on R, at the cost of idle processors for few rows.
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
@@ -135,7 +137,7 @@ def divergence_into(
     """
     if divergence.has_kernel and choose_backend(backend, [student.projected], dtypes=LOGIT_DTYPES) == "triton":
         c = (coefficients or Coefficients(value)).contiguous()
-        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums, whole_rows)
+        _divergence_triton(value, [student, teacher], divergence, out, c, labels, sums, parameter, whole_rows)
         return value
     for part in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
         # The sum of a single row would be shared by threads, and taken in another order.
@@ -145,7 +147,8 @@ def divergence_into(
         row_labels = None if labels is None else labels[rows]
         row_sums = None if sums is None else sums.rows(rows)
         sides = student.rows(rows), teacher.rows(rows)
-        values, grad = _divergence_torch(*sides, divergence, wanted, row_labels, row_sums)
+        own = None if parameter is None else parameter[rows]
+        values, grad = _divergence_torch(*sides, divergence, wanted, row_labels, row_sums, own)
         value[part] = values[: len(value[part])]
         if out is not None and grad is not None:
             out[part].copy_(grad[: len(out[part])])
@@ -180,6 +183,7 @@ def _divergence_torch(
     coefficients: Coefficients | None,
     labels: Tensor | None,
     sums: RowSums | None,
+    parameter: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The reference implementation: the divergences ``[R]``, and the gradient ``[R, V]`` if there are coefficients."""
     log_p, transform = student.log_probs(), student.epilogue.transform
@@ -189,7 +193,7 @@ def _divergence_torch(
         f, grad = cosine_terms(student.logits(), teacher.logits(), squares, known)
         total = f.sum(1)
     else:
-        f, h = terms(divergence, log_p, teacher.log_probs())
+        f, h = terms(divergence, log_p, teacher.log_probs(), parameter)
         total = h.sum(1) if known is None else known
         grad = h.addcmul_(log_p.exp(), total[:, None], value=-1.0)
     value = f.sum(1)
@@ -260,6 +264,7 @@ def _divergence_triton(
     c: Coefficients,
     labels: Any,
     sums: RowSums | None,
+    parameter: Tensor | None,
     whole_rows: bool,
 ) -> None:
     student, teacher = models
@@ -280,7 +285,10 @@ def _divergence_triton(
         _cosine_kernel[(rows,)](*common, *squares, **launch)
         return
     form, series = FORMS[divergence.form], series_argument(divergence)
-    rest, launch = (student.lse, teacher.lse, series), {**launch, "FORM": form.triton, "BALANCED": form.balanced}
+    rest, launch = (
+        (student.lse, teacher.lse, parameter, series),
+        {**launch, "FORM": form.triton, "BALANCED": form.balanced},
+    )
     parts = 1
     if out is None and not whole_rows:
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
@@ -340,13 +348,14 @@ def load_hard(hard_p, hard_label, hard_lse, rows, valid):
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
+_OF_MODELS = ["student_lse", "teacher_lse", "parameter"]
 
 
-@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_lse", "teacher_lse"])
+@jit(do_not_specialize_on_alignment=[*_VECTORS, *_OF_MODELS])
 def _divergence_kernel(
     value, student, teacher, out, out_stride, columns,
     coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_lse, teacher_lse, series,
+    student_lse, teacher_lse, parameter, series,
     FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: its sums from left to right, then its gradient from right to left.
@@ -360,6 +369,9 @@ def _divergence_kernel(
     part = tl.program_id(1)
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
+    a = series.a
+    if parameter is not None:
+        a = tl.load(parameter + row)
     inverse = 1.0
     if student.transform.temperature is not None:
         inverse = inverse_temperature(student.transform, row, True, 0)
@@ -372,7 +384,7 @@ def _divergence_kernel(
             at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
-            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            p, f, h = terms_block(s, t, s_lse, t_lse, a, series, FORM)
             f_sum += f
             h_sum += h
     total = tl.sum(h_sum, 0)
@@ -395,7 +407,7 @@ def _divergence_kernel(
             at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
-            p, f, h = terms_block(s, t, s_lse, t_lse, series, FORM)
+            p, f, h = terms_block(s, t, s_lse, t_lse, a, series, FORM)
             if BALANCED or row_sums is not None:
                 f_sum += f
             if BALANCED:

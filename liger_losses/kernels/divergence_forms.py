@@ -60,7 +60,7 @@ class Divergence:
             raise ValueError(
                 f"unknown divergence {self.form!r}; use a constructor: Divergence.forward_kl(), .reverse_kl(), "
                 ".total_variation(), .cosine(), .alpha_beta(alpha, beta) or .mixture(teacher, of_teacher, of_student), "
-                "which with 0.5 for each is the Jensen-Shannon divergence."
+                "which with 0.5 for each is the Jensen-Shannon divergence; or register_divergence()."
             )
         for name in ("a", "b", "c"):
             value = getattr(self, name)
@@ -76,6 +76,36 @@ class Divergence:
     def has_kernel(self) -> bool:
         """Whether a Triton kernel computes its terms."""
         return self.form not in FORMS or FORMS[self.form].triton is not None
+
+    @property
+    def by_entropy(self) -> bool:
+        """Whether the parameter ``a`` is one of each row, which follows from the teacher's entropy."""
+        return self.form == "kl_by_entropy"
+
+    def row_parameter(self, entropy: Tensor) -> Tensor:
+        """``a`` of each row ``[...]``, from the teacher's entropy there, in nats."""
+        return torch.where(entropy > self.b, self.a, 0.0)
+
+    def limited(self, limit: float) -> Divergence:
+        """The sum of ``min(term, limit)``, of terms as the divergence is written, which may be negative, as may the sum
+        then be: the clipping of each entry of the vocabulary of OPSD (arXiv:2601.18734).
+
+        Raises:
+            ValueError: there is a limit for the forward and reverse KL and GKD's JSD alone.
+        """
+        limits = {"forward_kl": (limit,), "reverse_kl": (limit,), "gkd_mixture": (self.a, limit)}
+        matched = self.form != "gkd_mixture" or (self.b, self.c) == (self.a, 1 - self.a)
+        if self.form not in limits or not matched:
+            raise ValueError(f"only the forward KL, the reverse KL and GKD's JSD take a limit per entry, got {self}.")
+        if not (isinstance(limit, Real) and 0 < float(limit) < math.inf):
+            raise ValueError(f"limit must be a positive number of nats, got {limit!r}.")
+        return Divergence(f"limited_{self.form}", *limits[self.form])
+
+    @classmethod
+    def kl_by_entropy(cls, threshold: float, weight: float = 1.0) -> Divergence:
+        """``KL(p || q) + weight [H(q) > threshold] KL(q || p)``, with the teacher's entropy H in nats: entropy-aware
+        on-policy distillation (arXiv:2603.07079)."""
+        return cls("kl_by_entropy", weight, threshold)
 
     @classmethod
     def forward_kl(cls) -> Divergence:
@@ -274,6 +304,62 @@ def cosine_terms(
     return f, (difference - unit * distance[:, None]) / norms[0]
 
 
+def _kl_by_entropy(log_p: Tensor, log_q: Tensor, a: Any, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
+    return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
+
+
+@jit
+def _kl_by_entropy_t(log_p, log_q, a, b, c):
+    p = fast_exp(log_p)
+    q = fast_exp(log_q)
+    d = log_p - log_q
+    return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
+
+
+def _limited(f: Tensor, h: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    return f.clamp(max=limit), torch.where(f < limit, h, 0.0)
+
+
+def _limited_forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    q = log_q.exp()
+    return _limited(q * (log_q - log_p), -q, a)
+
+
+@jit
+def _limited_forward_kl_t(log_p, log_q, a, b, c):
+    q = fast_exp(log_q)
+    f = q * (log_q - log_p)
+    return tl.minimum(f, a), tl.where(f < a, -q, 0.0)
+
+
+def _limited_reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, d = log_p.exp(), log_p - log_q
+    return _limited(p * d, p * (d + 1), a)
+
+
+@jit
+def _limited_reverse_kl_t(log_p, log_q, a, b, c):
+    p = fast_exp(log_p)
+    d = log_p - log_q
+    return tl.minimum(p * d, a), tl.where(p * d < a, p * (d + 1), 0.0)
+
+
+def _limited_gkd_mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (a * q + (1 - a) * p + _SMALLEST).log()
+    h = (1 - a) * p * (log_p - log_m)
+    return _limited(a * q * (log_q - log_m) + h, h, b)
+
+
+@jit
+def _limited_gkd_mixture_t(log_p, log_q, a, b, c):
+    p, q, _m, of_p, of_q = _mixture_parts(log_p, log_q, a)
+    h = (1 - a) * p * of_p
+    f = a * q * of_q + h
+    return tl.minimum(f, b), tl.where(f < b, h, 0.0)
+
+
 class Form(NamedTuple):
     """A row of :data:`FORMS`: ``(log p, log q, a, b, c) -> (f, h)`` in torch and in Triton, and their properties."""
 
@@ -282,14 +368,20 @@ class Form(NamedTuple):
     balanced: bool = False  # whether sum(h) is 0 for all p and q
     power: Callable[[float, float, float], float] = lambda a, b, c: 1.0  # the s for which f / q^s depends on d alone
     smooth: bool = True  # whether f / q^s is a power series in d
+    #: The multiple of p - q that was added to the terms of the divergence as it is written.
+    added: Callable[[float, float, float], float] = lambda a, b, c: 0.0
 
 
 #: What a :class:`Divergence` may sum.
 FORMS = {
-    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True),
-    "reverse_kl": Form(_reverse_kl, _reverse_kl_t),
-    "mixture": Form(_mixture, _mixture_t),
+    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True, added=lambda a, b, c: 1.0),
+    "reverse_kl": Form(_reverse_kl, _reverse_kl_t, added=lambda a, b, c: -1.0),
+    "mixture": Form(_mixture, _mixture_t, added=lambda a, b, c: b * (1 - a) - c * a),
     "gkd_mixture": Form(_mixture, _gkd_mixture_t),
+    "kl_by_entropy": Form(_kl_by_entropy, _kl_by_entropy_t, smooth=False),
+    "limited_forward_kl": Form(_limited_forward_kl, _limited_forward_kl_t, smooth=False),
+    "limited_reverse_kl": Form(_limited_reverse_kl, _limited_reverse_kl_t, smooth=False),
+    "limited_gkd_mixture": Form(_limited_gkd_mixture, _limited_gkd_mixture_t, smooth=False),
     "total_variation": Form(_total_variation, _total_variation_t, smooth=False),
     "alpha_beta": Form(_alpha_beta, _alpha_beta_t, power=lambda a, b, c: a + b),
     "alpha_zero": Form(_alpha_zero, _alpha_zero_t, power=lambda a, b, c: a),
@@ -342,9 +434,12 @@ def finite_logs(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
 
 
-def terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """f and h of every entry, in torch."""
-    f, h = FORMS[divergence.form].torch(log_p, log_q, divergence.a, divergence.b, divergence.c)
+def terms(
+    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """f and h of every entry, in torch; ``parameter [...]`` is ``a`` of each row, where rows have one."""
+    a = divergence.a if parameter is None else parameter[..., None]
+    f, h = FORMS[divergence.form].torch(log_p, log_q, a, divergence.b, divergence.c)
     series = series_of(divergence)
     d = log_p - log_q
     # In fp64 within a smaller radius, where the omitted terms are below its rounding.
@@ -363,13 +458,13 @@ def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
 
 
 @jit
-def terms_block(s, t, s_lse, t_lse, series, FORM: tl.constexpr):
-    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary."""
+def terms_block(s, t, s_lse, t_lse, a, series, FORM: tl.constexpr):
+    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary; ``a`` is the row's."""
     log_p = s - s_lse
     log_q = t - t_lse
     log_p = tl.where(log_p < -1e30, -1e4, log_p)  # as finite_logs
     log_q = tl.where(log_q < -1e30, -1e4, log_q)
-    f, h = FORM(log_p, log_q, series.a, series.b, series.c)
+    f, h = FORM(log_p, log_q, a, series.b, series.c)
     if series.coefficients is not None:
         d = log_p - log_q
         near = tl.abs(d) < series.radius

@@ -4,6 +4,7 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
     linear_divergence,
     linear_divergence_loss,
+    linear_labels_loss,
     linear_logps,
     linear_statistics,
     linear_token_loss,
@@ -16,7 +17,7 @@ from liger_losses.chunked.engine.query import Largest, Statistics
 from liger_losses.chunked.engine.registered import register_statistic
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.engine.tokens import Tokens
 
 __all__ = [
@@ -30,14 +31,17 @@ __all__ = [
     "TeacherLogits",
     "TeacherTopK",
     "TeacherWriter",
+    "Teachers",
     "TokenSupport",
     "Tokens",
     "linear_divergence",
     "linear_divergence_loss",
+    "linear_labels_loss",
     "linear_logps",
     "linear_statistics",
     "linear_token_loss",
     "linear_topk",
+    "projected_teacher",
     "register_quantized_weight",
     "register_statistic",
 ]

@@ -34,7 +34,7 @@ from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: What is no statistic of a softmax over a row: blocks compute it from whole rows of logits.
-OF_LOGITS = frozenset({"selected_logps", "columns", "registered"})
+OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
@@ -291,6 +291,16 @@ class LogitBlock(Block):
         if self.opened.others is not None:
             # All ranks have the columns of the largest.
             self.opened.merge_(part.rows, {name: value for name, value in computed.items() if name != "columns"})
+        if "rest" in part.values:
+            computed["rest"] = torch.empty_like(computed["lse"])
+            columns, owned = self._selected(
+                part.columns(call) if call.query.selected is not None else computed["columns"]
+            )
+            columns = columns if owned is None else torch.where(owned, columns, self.vocab_size)
+            for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
+                one_more = torch.nn.functional.pad(log_p, (0, 1))  # a column for those of other ranks
+                p = one_more.scatter_(1, columns[at], -torch.inf)[:, :-1].exp().sum(1)
+                computed["rest"][at] = call.ranks.sum_(p).log()
         if call.query.registered:
             computed["registered"] = projected.new_empty(len(projected), len(call.query.registered))
             for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):

@@ -283,6 +283,8 @@ def _decide(
         and not needs_bias
         and head.ranks is ALONE
         and not head.batch_invariant
+        and query.comparison is not None
+        and not (query.in_torch or query.comparison.divergence.by_entropy)
     ):
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
         work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))

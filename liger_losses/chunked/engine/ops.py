@@ -10,7 +10,7 @@ T tokens, N of them active, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Comparison, Largest, Query, Statistics
 from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -118,7 +118,8 @@ def linear_logps(
         hidden_states: ``[..., H]``; or a list of K, one for each head (multi-token prediction, Medusa heads). Of
             hidden states, heads, labels and biases, some may be lists of K; what there is one of serves all.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
-        labels: ``[...]`` int64; or a list of K.
+        labels: ``[...]`` int64; or a list of K. Or ``[..., m]``, several labels for each hidden state, as of texts that
+            share a prefix: one projection serves all of them, and what is not asked for is ``ignore_index``.
         support: the columns that a sampler kept for each token; log-softmax, entropy and log-sum-exp are then taken
             over these alone.
         bias: ``[V]``; or a list of K.
@@ -132,7 +133,7 @@ def linear_logps(
         compact, workspace, chunk_size, backend: see :class:`EngineOptions`.
 
     Returns:
-        The log-probabilities ``[...]`` in fp32 (fp64 for fp64 inputs); with ``entropy`` or ``lse``, a
+        The log-probabilities in the labels' shape, in fp32 (fp64 for fp64 inputs); with ``entropy`` or ``lse``, a
         :class:`Statistics` with the fields ``logp``, ``entropy``, ``lse``. A list of K for lists.
 
     Raises:
@@ -154,7 +155,11 @@ def linear_logps(
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
-    if support is None:
+    if isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1:
+        if support is not None or shift:
+            raise ValueError("several labels for each hidden state go without support= and shift=.")
+        statistics = _of_several_labels(hidden_states, head, labels, names, options)
+    elif support is None:
         labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
@@ -163,10 +168,12 @@ def linear_logps(
 
 
 class TopK(NamedTuple):
-    """What :func:`linear_topk` returns: log-probabilities ``[..., k]`` in descending order, and their columns."""
+    """What :func:`linear_topk` returns: log-probabilities ``[..., k]`` in descending order, their columns, and where
+    they were asked for the log-probabilities ``[...]`` of all other columns together."""
 
     logps: Tensor
     ids: Tensor
+    rest: Tensor | None = None
 
 
 @operator
@@ -176,6 +183,7 @@ def linear_topk(
     k: int,
     labels: Tensor | None = None,
     *,
+    rest: bool = False,
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
@@ -189,12 +197,14 @@ def linear_topk(
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         k: how many, at most V.
         labels: ``[...]`` int64; tokens whose label is ``ignore_index`` get zeros and cost nothing. All by default.
+        rest: also return the log-probability of all other columns together, without a gradient, from their own sum: it
+            keeps its digits where the k largest have nearly all of the probability.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
         options: how to stream.
 
     Returns:
-        ``logps [..., k]``, fp32 (fp64 for fp64 inputs), and ``ids [..., k]`` int64.
+        ``logps [..., k]``, fp32 (fp64 for fp64 inputs), ``ids [..., k]`` int64, and ``rest [...]`` or ``None``.
 
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; a k that is no number of columns.
@@ -207,13 +217,89 @@ def linear_topk(
         weight,
         labels,
         ("selected_logps",),
-        metrics=("columns",),
+        metrics=("columns", "rest") if rest else ("columns",),
         selected=Largest(k),
         bias=bias,
         transform=transform,
         options=options,
     )
-    return TopK(found.selected_logps, found.columns)
+    return TopK(found.selected_logps, found.columns, found.rest)
+
+
+def _several_labels(labels: Tensor, options: EngineOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """From labels ``[..., m]``, one for each hidden state that has any, all of them as columns, and which there are."""
+    if labels.dtype != torch.int64 or not labels.shape[-1]:
+        raise ValueError(f"labels must be int64 [..., m], got {labels.dtype} of shape {tuple(labels.shape)}.")
+    mask = labels != options.ignore_index
+    columns = labels.masked_fill(~mask, 0)
+    return columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index), columns, mask
+
+
+def _of_several_labels(
+    hidden_states: Tensor, head: Head, labels: Tensor, names: Sequence[str], options: EngineOptions
+) -> Statistics:
+    one, columns, mask = _several_labels(labels, options)
+    names = ("selected_logps", *(name for name in names if name != "logp"))
+    found = linear_statistics(hidden_states, head, one, names, selected=columns, options=options)
+    return found._replace(logp=torch.where(mask, found.selected_logps, 0.0), selected_logps=None)
+
+
+@operator
+def linear_labels_loss(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    options: EngineOptions = EngineOptions(),
+) -> tuple[Tensor, Tensor]:
+    """``-sum_t sum_m w_tm log p(y_tm)``: cross-entropy of hidden states that have several labels each, in one pass.
+
+    One projection serves all labels of a hidden state: of texts that share a prefix (trees of rollouts), that of the
+    prefix is computed once, and a label's weight counts in how many texts it is.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
+        labels: ``[..., m]`` int64; what there is not is ``ignore_index``.
+        weights: ``[..., m]``, constants; advantages, for example.
+        bias: ``[V]``.
+        transform: temperature, scale and soft-cap of the logits.
+        options: how to stream.
+
+    Returns:
+        The loss (0-dim), differentiable once, and the detached log-probabilities ``[..., m]``, 0 where there is no
+        label.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_statistics`; weights that are not of the labels' shape.
+    """
+    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
+    check_tensor("labels", labels)
+    check_tensor("weights", weights)
+    if weights.shape != labels.shape:
+        raise ValueError(f"weights must be {tuple(labels.shape)}, as the labels, got {tuple(weights.shape)}.")
+    one, columns, mask = _several_labels(labels, options)
+    factors = torch.where(mask, weights.detach(), 0.0)
+
+    def loss(s: Statistics, labels: Tensor, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(factors * s.selected_logps).sum(-1), {"selected_logps": -factors}
+
+    total, found = linear_token_loss(
+        hidden_states,
+        weight,
+        one,
+        loss,
+        "selected_logps",
+        token_inputs={"factors": factors},
+        selected=columns,
+        bias=bias,
+        transform=transform,
+        options=options,
+    )
+    return total, torch.where(mask, found.selected_logps, 0.0)
 
 
 @operator
@@ -221,7 +307,7 @@ def linear_divergence(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
     labels: Tensor | Tokens,
-    teacher: Teacher | TeacherLogits,
+    teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
     *,
     logp: bool = False,
@@ -256,6 +342,12 @@ def linear_divergence(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
     names = ("divergence", "logp") if logp else ("divergence",)
+    if isinstance(teacher, Teachers):
+        head, found = Head.of(weight, bias, transform), list[Any]()
+        for one, own in _of_each(teacher, labels, options):
+            given: Any = {"logp": logp, "temperature": temperature, "options": options}
+            found.append(linear_divergence(hidden_states, head, own, one, divergence, **given))
+        return _added(found)
     query = Query(names, comparison=Comparison(teacher, divergence, temperature))
     compute = traced_statistics if is_dynamo_compiling() else query_statistics
     return compute(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
@@ -333,7 +425,7 @@ def linear_divergence_loss(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
     labels: Tensor | Tokens,
-    teacher: Teacher | TeacherLogits,
+    teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
     weights: Mapping[str, Tensor],
     *,
@@ -357,6 +449,15 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
+    if isinstance(teacher, Teachers):
+        # Each teacher's tokens are a call of the student's head: no product is taken twice.
+        head, losses, parts = Head.of(weight, bias, transform), list[Tensor](), list[Any]()
+        for one, own in _of_each(teacher, labels, options):
+            given: Any = {"metrics": metrics, "temperature": temperature, "options": options}
+            loss, found = linear_divergence_loss(hidden_states, head, own, one, divergence, weights, **given)
+            losses.append(loss)
+            parts.append(found)
+        return torch.stack(losses).sum(), _added(parts)
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
@@ -387,6 +488,18 @@ def _separable_loss(
         return separable_loss(hidden_states, head, labels, query, options)
     loss, found = traced_token_loss(hidden_states, head, labels, query, options)
     return loss, found[0]
+
+
+def _of_each(teachers: Teachers, labels: Any, options: EngineOptions) -> list[tuple[Any, Tensor]]:
+    """Each teacher, and the labels of its tokens."""
+    check_tensor("labels", labels)
+    return list(zip(teachers.teachers, teachers.labels(labels, options.ignore_index), strict=True))
+
+
+def _added(parts: Sequence[Statistics]) -> Statistics:
+    """Statistics of all tokens, from those of each teacher's, which are 0 for the others."""
+    named = {name: [getattr(part, name) for part in parts] for name in Statistics._fields}
+    return Statistics(**{name: torch.stack(p).sum(0) for name, p in named.items() if p[0] is not None})
 
 
 def _query(statistics: Any, metrics: Any, selected: Any, **fields: Any) -> tuple[Query, Any]:

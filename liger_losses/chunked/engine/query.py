@@ -29,7 +29,8 @@ class Statistics(NamedTuple):
 
     :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
     log-probabilities of selected columns, ``divergence`` is that from a teacher. ``columns [..., k]`` are those of the
-    largest log-probabilities, ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the
+    largest log-probabilities, ``rest`` the log-probability of all columns that are not selected together, and
+    ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the
     order in which they were asked for.
     """
 
@@ -43,6 +44,7 @@ class Statistics(NamedTuple):
     selected_logps: Any = None
     divergence: Any = None
     columns: Any = None
+    rest: Any = None
     registered: Any = None
 
 
@@ -158,7 +160,8 @@ class Query:
     @property
     def in_torch(self) -> bool:
         """Whether PyTorch computes something of whole rows of logits, on every device."""
-        return bool(self.registered) or (self.comparison is not None and not self.comparison.divergence.has_kernel)
+        without_kernel = self.comparison is not None and not self.comparison.divergence.has_kernel
+        return bool(self.registered) or "rest" in self.metrics or without_kernel
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
@@ -198,6 +201,8 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     metrics: tuple[str, ...] = STATISTICS
     if query.selects:
         names = ("selected_logps", *names)
+    if query.selects:
+        metrics = ("rest", *metrics)
     if query.largest:
         metrics = ("columns", *metrics)
         if query.largest > vocab_size:

@@ -33,7 +33,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
-    if name in REGISTERED or name in (*STATISTICS, "selected_logps", "divergence", "columns", "registered"):
+    if name in REGISTERED or name in (*STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"):
         raise ValueError(f"there is a statistic {name!r} already; take another name.")
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)

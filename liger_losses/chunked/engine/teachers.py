@@ -9,7 +9,7 @@ cannot be seen here; only that two vocabularies of different sizes may not be th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ranks import check_teacher_ranks
+from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
+from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import LogitTransform, said
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
-TAILS = ("bucket", "renormalize")
+TAILS = ("bucket", "lump", "renormalize", "none")
 #: By how many columns padding may make two models of one vocabulary differ.
 MOST_PADDING = 1024
 
@@ -152,19 +153,117 @@ class TeacherLogits:
 
 
 @dataclass(frozen=True, eq=False)
+class Teachers:
+    """Several teachers, one for each token or sequence, each with a hidden size and a head of its own.
+
+    Args:
+        teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. What they hold for
+            tokens of other teachers never matters.
+        which: ``[...]`` int64, the number of each token's teacher; or ``[B]``, of each sequence's.
+    """
+
+    teachers: Sequence[Teacher | TeacherLogits]
+    which: Tensor
+
+    def labels(self, labels: Tensor, ignore_index: int) -> list[Tensor]:
+        """The labels of each teacher's tokens, with ``ignore_index`` for the others.
+
+        Raises:
+            TypeError, ValueError: teachers that are none, or numbers that do not fit the labels.
+        """
+        teachers, which = list(self.teachers), self.which
+        if not teachers or not all(isinstance(teacher, (Teacher, TeacherLogits)) for teacher in teachers):
+            kinds = ", ".join(type(teacher).__name__ for teacher in teachers) or "none"
+            raise TypeError(f"Teachers takes a list of Teacher(...) and TeacherLogits(...), got {kinds}.")
+        check_tensor("which", which)
+        if which.is_floating_point() or which.shape not in (labels.shape, labels.shape[:1]):
+            raise ValueError(
+                f"which must be integers {tuple(labels.shape)}, as the labels, or ({labels.shape[0]},), one for each "
+                f"sequence, got {which.dtype} of shape {tuple(which.shape)}."
+            )
+        if which.device != labels.device:
+            raise ValueError(f"which is on {which.device}, the labels on {labels.device}; move it with .to(...).")
+        which = which.view(*which.shape, *[1] * (labels.dim() - which.dim()))
+        active = labels != ignore_index
+        if which.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+            outside = active & ((which < 0) | (which >= len(teachers)))
+            if outside.any():
+                found = which.expand(labels.shape)[outside][0]
+                raise ValueError(f"which must be in [0, {len(teachers)}), the number of teachers, found {int(found)}.")
+        return [torch.where(active & (which == i), labels, ignore_index) for i in range(len(teachers))]
+
+
+def projected_teacher(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    projection: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> TeacherLogits:
+    """A teacher with another tokenizer: ``q = M softmax(z / temperature)`` on the student's vocabulary, block by block.
+
+    Args:
+        hidden_states: ``[..., Ht]``, one for each of the student's tokens; positions of both texts are aligned by the
+            caller.
+        weight, bias, logit_scale, softcap: the teacher's head, as in :class:`Teacher`.
+        projection: ``[Vs, Vt]``, sparse (COO or CSR), the share of each of the teacher's columns that goes to each of
+            the student's. Columns that add up to less than 1 leave probability out, which is made up by dividing by
+            what is left.
+        temperature: that of the loss.
+
+    Returns:
+        :class:`TeacherLogits`, for any divergence but the cosine. Columns of the student without a share have
+        probability 0.
+
+    Raises:
+        TypeError, ValueError: a projection that is not sparse, or that does not fit the head.
+    """
+    head = Head.of(weight, bias, LogitTransform(temperature, logit_scale, softcap)).detach()
+    if not isinstance(projection, Tensor) or projection.layout not in (torch.sparse_coo, torch.sparse_csr):
+        raise TypeError("projection must be a sparse tensor [Vs, Vt], COO or CSR, as M.to_sparse_csr() makes it.")
+    if projection.shape[-1] != head.vocab_size or projection.dim() != 2:
+        raise ValueError(
+            f"projection must be [student's columns, {head.vocab_size}], the teacher's columns, got "
+            f"{tuple(projection.shape)}."
+        )
+    if head.adapters or head.ranks is not ALONE:
+        raise ValueError("a projected teacher takes a whole head without adapters.")
+    rows = hidden_states.detach().flatten(0, -2)
+    shares = projection.detach().to_sparse_csr()
+    operand = torch.promote_types(rows.dtype, torch.float32) if rows.device.type == "cpu" else rows.dtype
+
+    def logits(positions: Tensor) -> Tensor:
+        states = rows[positions].to(operand)
+        wide = torch.promote_types(torch.float32, operand)
+        projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
+        Projection(head.weights, operand, head.vocab_size).into(projected, states, 0, head.vocab_size)
+        q = Epilogue(head.transform, head.bias)(projected).softmax(-1)
+        return (shares.to(wide) @ q.t()).t().log() * temperature
+
+    return TeacherLogits(logits, columns=projection.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
 class TeacherTopK:
     """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
 
     Args:
         logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the distillation's temperature.
         indices: ``[..., k]`` int64, which columns; no column twice for a token that carries loss.
-        tail: what is done with the rest. ``bucket``: the remaining probability of student and teacher is pooled into
-            one extra class. ``renormalize``: both distributions are restricted to the k columns.
+        tail: what is done with the rest. ``bucket`` (or ``lump``): the remaining probability of student and teacher is
+            pooled into one extra class. ``renormalize``: both distributions are restricted to the k columns. ``none``:
+            it is left out of the sum.
+        tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``: 1 minus the sum of
+            the others, which it is by default, has no digits left where that sum is near 1.
     """
 
     logps: Tensor
     indices: Tensor
     tail: str = "bucket"
+    tail_logps: Tensor | None = None
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
@@ -184,6 +283,9 @@ class TeacherTopK:
             )
         columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
         _check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
+        if self.tail_logps is not None:
+            check_tensor("the teacher's tail_logps", self.tail_logps)
+            _check_fits("tail_logps", self.tail_logps.shape, tokens, student, teacher_tail_logps=self.tail_logps)
 
     def check_active(self, mask: Tensor, vocab_size: int) -> None:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""

@@ -214,7 +214,7 @@ class TwoModels(Block):
             self.logits = torch.empty(shape, dtype=call.work.logits_dtype, device=self.opened.device)
         student_logits, teacher_logits = self.logits[:, : len(hidden)]
         student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
-        student, teacher = self._logits_of(part, student_logits, teacher_logits[:, : self.shared])
+        student, teacher, parameter = self._logits_of(part, student_logits, teacher_logits[:, : self.shared])
         labels = self.opened.labels[rows]
         if self.opened.others is not None:
             labels = labels.masked_fill(self.opened.others[rows], self.vocab_size)
@@ -223,7 +223,7 @@ class TwoModels(Block):
         target = out if self.grad_bias is None or out is None else student_logits
         value = torch.empty_like(hard_lse) if value is None else value
         shared = None if target is None else target[:, : self.shared]
-        self._divergence(value, student, teacher, values, shared, coefficients, labels)
+        self._divergence(value, student, teacher, values, shared, coefficients, labels, parameter)
         if target is not None and self.vocab_size > self.shared:
             g = None if upstream is None else upstream.get("logp")
             self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
@@ -240,11 +240,13 @@ class TwoModels(Block):
         out: Tensor | None,
         coefficients: Coefficients | None,
         labels: Tensor,
+        parameter: Tensor | None,
     ) -> None:
         """:func:`divergence_into`, of the columns of all ranks; what gradients in tiles need goes into ``values``."""
         divergence, call, sums = self.divergence, self.call, None
         options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
-        whole_rows = {"whole_rows": call.batch_invariant, **options}
+        of_rows = {} if parameter is None else {"parameter": parameter}
+        whole_rows = {"whole_rows": call.batch_invariant, **of_rows, **options}
         if self.opened.others is not None or self.constants:
             squares = None
             if divergence.form == "cosine":
@@ -307,8 +309,11 @@ class TwoModels(Block):
         tokens = self.call.tokens
         return tokens.gather([self.teacher_states], rows.start, rows.stop).to(self.call.work.operand_dtype)
 
-    def _logits_of(self, part: Part, student_logits: Tensor, teacher_logits: Tensor) -> tuple[Logits, Logits]:
-        """Both models' logits in the shared columns, of some tokens; and the student's statistics.
+    def _logits_of(
+        self, part: Part, student_logits: Tensor, teacher_logits: Tensor
+    ) -> tuple[Logits, Logits, Tensor | None]:
+        """Both models' logits in the shared columns, of some tokens, and the divergence's parameter of each, where it
+        has one; and the student's statistics.
 
         Args:
             part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
@@ -329,26 +334,31 @@ class TwoModels(Block):
         if "entropy" in values:
             self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
         teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
-        self._compute_teacher_logits(teacher_logits, teacher_lse, rows, shared_labels, teacher_epilogue)
+        of_teacher = {"lse": teacher_lse}
+        if self.divergence.by_entropy:
+            of_teacher["entropy"] = torch.empty_like(teacher_lse)
+        self._compute_teacher_logits(teacher_logits, of_teacher, rows, shared_labels, teacher_epilogue)
         if self.opened.others is not None:
             soft = {"lse": lse} | {name: value for name, value in values.items() if name == "entropy"}
             of_student = [soft, found] if self.separate else [soft | found]
-            self.opened.merge_(rows, *of_student, {"lse": teacher_lse})
-        return Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
+            self.opened.merge_(rows, *of_student, of_teacher)
+        parameter = self.divergence.row_parameter(of_teacher["entropy"]) if "entropy" in of_teacher else None
+        both = Logits(shared_logits, lse, soft_epilogue), Logits(teacher_logits, teacher_lse, teacher_epilogue)
+        return *both, parameter
 
     def _compute_teacher_logits(
-        self, out: Tensor, lse: Tensor, rows: slice, labels: Tensor, epilogue: Epilogue
+        self, out: Tensor, statistics: Mapping[str, Tensor], rows: slice, labels: Tensor, epilogue: Epilogue
     ) -> None:
-        """The teacher's projections ``[R, V]`` into ``out``, and their log-sum-exp."""
+        """The teacher's projections ``[R, V]`` into ``out``, and statistics of its logits."""
         tokens, teacher = self.call.tokens, self.comparison.teacher
         if self.teacher is not None:
-            self._compute_logits(out, {"lse": lse}, self.teacher, self._teacher_hidden(rows), labels, epilogue)
+            self._compute_logits(out, statistics, self.teacher, self._teacher_hidden(rows), labels, epilogue)
             return
         assert isinstance(teacher, TeacherLogits)
         (index,) = tokens.indices
         positions = torch.arange(rows.start, rows.stop, device=out.device) if index is None else index[rows]
         out.copy_(teacher.rows(positions)[:, self.opened.first_column :][:, : self.shared])
-        self._compute_statistics({"lse": lse}, out, labels, epilogue)
+        self._compute_statistics(statistics, out, labels, epilogue)
 
     def _compute_logits(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.checks import check_device, check_tensor
 from liger_losses.chunked.engine.decision import drops_tokens
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, TeacherTopK
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: The documented names of a call's arguments by position, in the forms that each kind of loss has. They are keywords,
@@ -35,7 +35,7 @@ FORMS = {
 }
 
 AnyHead = Tensor | nn.Module | Head
-AnyTeacher = Teacher | TeacherLogits | TeacherTopK
+AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
 
 @dataclass(frozen=True)
@@ -355,8 +355,8 @@ def read_distillation(
         fourth, fifth = teacher, None
     if fourth is not None and fifth is None and not isinstance(fourth, AnyTeacher):
         raise TypeError(
-            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits) or "
-            f"TeacherTopK(logps, indices), got {type(fourth).__name__}."
+            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits), TeacherTopK(logps, indices) or "
+            f"Teachers([...], which), got {type(fourth).__name__}."
         )
     if isinstance(fourth, AnyTeacher):
         if teacher is not None:

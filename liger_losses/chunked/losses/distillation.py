@@ -14,182 +14,61 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import (
+    EngineOptions,
     Head,
+    Largest,
     Statistics,
+    Teacher,
+    TeacherLogits,
+    Teachers,
     TeacherTopK,
     Tokens,
     TokenSupport,
     linear_divergence_loss,
+    linear_statistics,
     linear_token_loss,
+    linear_topk,
 )
-from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_items
+from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import support_statistics
 from liger_losses.chunked.engine.query import Comparison, Query
+from liger_losses.chunked.engine.teachers import TAILS, check_comparison
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
-from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.divergence_forms import Divergence, finite_logs, terms
+from liger_losses.chunked.losses.divergences import alpha_beta, generalized_jsd, sparse_divergence
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
-JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}
 
-
-def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
-    """The :class:`liger_losses.Divergence` that :func:`jsd` computes."""
-    check_range("beta", beta, 0.0, 1.0)
-    check_names([convention], JSD_CONVENTIONS, "convention")
-    if beta in (0, 1):
-        return Divergence.reverse_kl() if beta == 1 else Divergence.forward_kl()
-    return Divergence.mixture(beta, *JSD_CONVENTIONS[convention](beta))
-
-
-def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
-    """Any :class:`liger_losses.Divergence` but the cosine, ``[...]``, from log-probabilities of C columns.
+def teacher_topk(
+    teacher: Teacher, k: int, labels: Tensor | None = None, *, temperature: float = 1.0, tail: str = "bucket"
+) -> TeacherTopK:
+    """The k most likely columns of each of a teacher's tokens, with the logarithm of the rest, streamed; to be saved.
 
     Args:
-        log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient leaves out what the
-            log-softmax's backward removes anyway, and keeps its digits where p and q are close. A probability of 0
-            (a logarithm of -inf, or below -1e30) counts as -10,000 nats, in both models.
-        log_q: ``[..., C]``, the teacher's, a constant.
-        which: ``Divergence.reverse_kl()``, for example.
+        teacher: hidden states and head.
+        k: how many.
+        labels: ``[...]``; tokens whose label is -100 get zeros. All by default.
+        temperature: of the distillation, which divides the logits.
+        tail: as in :class:`TeacherTopK`.
 
     Returns:
-        ``[...]``, in nats, in the dtype of ``log_p``.
-
-    Raises:
-        ValueError: the divergence is the cosine.
+        :class:`TeacherTopK` with ``tail_logps``, on the teacher's device.
     """
-    if not isinstance(which, Divergence):
-        raise TypeError(f"which must be a Divergence, such as Divergence.forward_kl(), got {which!r}.")
-    check_alike(log_p=log_p, log_q=log_q)
-    if which.form == "cosine":
-        raise ValueError(
-            "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
-        )
-    return _SumOfTerms.apply(finite_logs(log_p), finite_logs(log_q), which)
+    if not isinstance(teacher, Teacher):
+        raise TypeError(f"teacher_topk takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
+    with torch.no_grad():
+        head = _at(teacher.head, temperature)
+        found = linear_topk(teacher.local_hidden_states, head, k, labels, rest=True)
+    return TeacherTopK(found.logps, found.ids, tail, found.rest)
 
 
-class _SumOfTerms(torch.autograd.Function):
-    """The sum of a divergence's terms, with the derivatives of :func:`terms`, which do not cancel."""
-
-    @staticmethod
-    def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
-        compute = _terms if torch.compiler.is_compiling() else terms
-        f, h = compute(which, log_p, log_q)
-        ctx.save_for_backward(h)
-        return f.sum(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        (h,) = ctx.saved_tensors
-        return h * g[..., None], None, None
-
-
-def _terms(which: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`terms` as an operator: torch.compile cannot trace how a power series is found."""
-    return _terms_operator(log_p, log_q, which.form, which.a, which.b, which.c)
-
-
-@torch.library.custom_op("liger_losses::divergence_terms", mutates_args=())
-def _terms_operator(log_p: Tensor, log_q: Tensor, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    return terms(Divergence(form, a, b, c), log_p, log_q)
-
-
-@_terms_operator.register_fake
-def _(log_p: Tensor, log_q: Tensor, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(log_p), torch.empty_like(log_p)
-
-
-def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(q || p) = sum q (log q - log p)``; arguments and result as in :func:`divergence`."""
-    return divergence(log_p, log_q, Divergence.forward_kl())
-
-
-def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``KL(p || q) = sum p (log p - log q)``; arguments and result as in :func:`divergence`."""
-    return divergence(log_p, log_q, Divergence.reverse_kl())
-
-
-def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "gkd") -> Tensor:
-    """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
-
-    - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``: GKD (arXiv:2306.13649, eq. 1), liger-kernel
-      and TRL. It vanishes towards both ends, so that beta also sets its size.
-    - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which runs from ``KL(q || p)`` to
-      ``KL(p || q)``. TRL's GKD had this one until March 2025, with ``1 - beta`` for beta.
-
-    In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
-
-    Args:
-        log_p, log_q: as in :func:`divergence`, as is the result.
-        beta: share of the teacher in the mixture, in [0, 1].
-        convention: ``gkd`` or ``interpolated``.
-
-    Raises:
-        TypeError, ValueError: a beta out of its range, or another convention.
-    """
-    return divergence(log_p, log_q, generalized_jsd(beta, convention))
-
-
-def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``1/2 sum |p - q|`` (arXiv:2307.15190, eq. 5); arguments and result as in :func:`divergence`."""
-    return divergence(log_p, log_q, Divergence.total_variation())
-
-
-def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: float) -> Tensor:
-    """``sum (a/s q^s + b/s p^s - q^a p^b) / (a b)``, ``s = a + b`` (ABKD, arXiv:2505.04560), and its limits.
-
-    Args:
-        log_p, log_q: as in :func:`divergence`, as is the result.
-        alpha, beta: ``a`` and ``b``, at least 0, and not both 0: (1, 0) is ``KL(q || p)``, (0, 1) is ``KL(p || q)``.
-
-    Raises:
-        TypeError, ValueError: alpha or beta out of their range.
-    """
-    return divergence(log_p, log_q, _alpha_beta(alpha, beta))
-
-
-def _alpha_beta(alpha: float, beta: float) -> Divergence:
-    """The :class:`liger_losses.Divergence` that :func:`alpha_beta_divergence` computes."""
-    check_range("alpha", alpha, 0.0, math.inf)
-    check_range("beta", beta, 0.0, math.inf)
-    if alpha + beta == 0:
-        raise ValueError("alpha and beta must not both be 0: (1, 0) is KL(q || p), (0, 1) is KL(p || q).")
-    return Divergence.alpha_beta(alpha, beta)
-
-
-def sparse_divergence(logps: Tensor, teacher_logps: Tensor, which: Divergence, tail: str = "bucket") -> Tensor:
-    """A divergence over the k columns of a sparse teacher, and the probability outside them, ``[...]``.
-
-    Args:
-        logps: ``[..., k]``, the student's log-probabilities of these columns, differentiable (once).
-        teacher_logps: ``[..., k]``, the teacher's.
-        which: see :func:`divergence`.
-        tail: ``bucket`` or ``renormalize``; see :class:`liger_losses.TeacherTopK`.
-
-    Returns:
-        ``[...]``, in nats.
-    """
-    check_alike(logps=logps, teacher_logps=teacher_logps)
-    check_names([tail], ("bucket", "renormalize"), "tail")
-    return divergence(distribution(logps, tail), distribution(teacher_logps, tail), which)
-
-
-def distribution(logps: Tensor, tail: str) -> Tensor:
-    """Log-probabilities that add up to 1, from those of some columns ``[..., k]``: ``[..., k + 1]`` or ``[..., k]``."""
-    if tail == "renormalize":
-        return logps.log_softmax(-1)
-    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it.
-    total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
-    # Each branch gets arguments at which it and its derivative are finite.
-    near_one = (-total.clamp(min=-math.log(2)).expm1()).log()
-    rest = torch.where(total > -math.log(2), near_one, (-total.clamp(max=-math.log(2)).exp()).log1p())
-    return torch.cat([logps, rest], -1)
+def _at(head: Head, temperature: float | Tensor) -> Head:
+    """A head whose logits are divided by the temperature."""
+    return head.with_fields(transform=replace(head.transform, temperature=temperature))
 
 
 class DistillationMetrics(NamedTuple):
@@ -208,9 +87,21 @@ class DistillationOptions(LossOptions):
     compiled: bool = True
     return_soft_hard_loss: bool = False
     temperature_squared: bool = False
+    top_k: int | None = None
+    top_k_of: str = "student"
+    tail: str = "bucket"
+    entry_limit: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
+        check_names([self.tail], TAILS, "tail")
+        if self.top_k is not None:
+            Largest(self.top_k)  # which checks it
+            if self.group is not None:
+                raise ValueError("top_k takes whole sequences: leave out group=.")
+        if self.entry_limit is not None:
+            check_range("entry_limit", self.entry_limit, 0.0, math.inf, open_low=True)
         check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
         for name in ("weight_hard_loss", "weight_soft_loss"):
             check_range(name, getattr(self, name), 0.0, math.inf)
@@ -242,6 +133,11 @@ class DistillationLoss(ChunkedLoss):
         return_soft_hard_loss: in liger-kernel's call form, return ``(loss, soft_loss, hard_loss)``.
         temperature_squared: multiply the divergence by ``temperature ** 2``, so that its gradients keep their size
             (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not.
+        top_k, top_k_of, tail: take the divergence over this many columns, the student's largest or the teacher's
+            (``student``, ``teacher``), and the probability outside them as a ``tail`` of :class:`TeacherTopK`. The
+            student's are found anew at each call; a gradient through which ones they are does not exist.
+        entry_limit: the most that a column of the vocabulary adds to a token's divergence, in nats; see
+            :meth:`liger_losses.Divergence.limited`.
         ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap`` are
             the student's.
     """
@@ -259,6 +155,7 @@ class DistillationLoss(ChunkedLoss):
             raise TypeError(
                 f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
             )
+        _ = self.which  # raises for divergences without a limit
 
     @property
     def transform(self) -> LogitTransform:
@@ -273,6 +170,11 @@ class DistillationLoss(ChunkedLoss):
     def factor(self) -> float:
         """What the divergence is multiplied by."""
         return self.temperature**2 if self.temperature_squared else 1.0
+
+    @property
+    def which(self) -> Divergence:
+        """:attr:`divergence`, with its limit."""
+        return self.divergence if self.entry_limit is None else self.divergence.limited(self.entry_limit)
 
     @loss_operator
     def forward(  # type: ignore[override]
@@ -310,6 +212,10 @@ class DistillationLoss(ChunkedLoss):
         head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
         labels = self.labels(labels)
         mask = labels != self.ignore_index
+        if self.top_k is not None and not isinstance(teacher, (Teacher, TeacherLogits)):
+            raise TypeError(f"top_k takes a Teacher or TeacherLogits, got {type(teacher).__name__}.")
+        if isinstance(teacher, Teachers) and self.group is not None:
+            raise ValueError("Teachers takes whole sequences: leave out group=.")
         note(num_items_in_batch=num_items_in_batch)
         if isinstance(teacher, TeacherTopK):
             of_teacher = {"the teacher's columns": teacher.indices, "the teacher's logps": teacher.logps}
@@ -326,10 +232,11 @@ class DistillationLoss(ChunkedLoss):
         tokens: Tensor | Tokens = labels
         names = ("divergence", "logp") if self.weight_hard_loss != 0 or self.return_soft_hard_loss else ("divergence",)
         if self.group is not None:
+            assert not isinstance(teacher, Teachers)
             if isinstance(teacher, TeacherTopK):
                 calls = self._sparse_calls(head, mask, teacher, names, t)
             else:
-                calls = [(head, Query(names, comparison=Comparison(teacher, self.divergence, t)))]
+                calls = [(head, Query(names, comparison=Comparison(teacher, self.which, t)))]
             tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
         if num_items_in_batch is None:
             number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
@@ -340,12 +247,15 @@ class DistillationLoss(ChunkedLoss):
         weights = {"divergence": self.weight_soft_loss * factor * per_token}
         if "logp" in names:
             weights["logp"] = -self.weight_hard_loss * per_token
+        if self.top_k is not None and self.top_k_of == "teacher":
+            teacher = self._top_k_of(teacher, labels, t)
         if isinstance(teacher, TeacherTopK):
             loss, found = self._sparse(hidden, head, labels, teacher, weights, t)
+        elif self.top_k is not None:
+            loss, found = self._over_students_columns(hidden, head, labels, teacher, weights, t)
         else:
-            which = self.divergence
             loss, found = linear_divergence_loss(
-                hidden, head, tokens, teacher, which, weights, temperature=t, options=self.options
+                hidden, head, tokens, teacher, self.which, weights, temperature=t, options=self.options
             )
         hard_loss = -(per_token * found.logp).sum() if "logp" in weights else None
         soft_loss = (factor * per_token * found.divergence).sum()
@@ -366,20 +276,24 @@ class DistillationLoss(ChunkedLoss):
         temperature: float | Tensor,
     ) -> tuple[Tensor, Statistics]:
         """Loss and statistics for a teacher of which k columns are known."""
-        which, mask, options = self.divergence, labels != self.ignore_index, self.options
+        which, mask, options = self.which, labels != self.ignore_index, self.options
         (soft_head, query), *others = self._sparse_calls(head, mask, teacher, tuple(weights), temperature)
         tokens: Any = labels
         if not torch.compiler.is_dynamo_compiling():
             tokens = Tokens.select([labels], head.vocab_size, self.ignore_index, self.compact, self.backend)
 
-        def soft_loss(s: Statistics, labels: Tensor, teacher_logps: Tensor, soft: Tensor, hard: Any = None) -> Tensor:
-            loss = soft * sparse_divergence(s.selected_logps, teacher_logps, which, teacher.tail)
+        def soft_loss(
+            s: Statistics, labels: Tensor, teacher_logps: Tensor, soft: Tensor, rest: Any = None, hard: Any = None
+        ) -> Tensor:
+            loss = soft * sparse_divergence(s.selected_logps, teacher_logps, which, teacher.tail, rest)
             return loss if hard is None else loss + hard * s.logp
 
         hard = {"hard": weights["logp"]} if "logp" in weights else {}
         together = bool(hard) and not others
         teacher_logps = teacher.logps.to(weights["divergence"].dtype)
         inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
+        rest = None if teacher.tail_logps is None else teacher.tail_logps.to(teacher_logps.dtype)
+        inputs |= {} if rest is None else {"rest": rest}
         if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
             found = support_statistics(
                 hidden,
@@ -410,8 +324,79 @@ class DistillationLoss(ChunkedLoss):
             loss, logp = loss + added, others.logp
         with torch.no_grad():
             log_p, log_q = (torch.where(mask[..., None], x, -1.0) for x in (found.selected_logps, teacher_logps))
-            divergences = sparse_divergence(log_p, log_q, which, teacher.tail)
+            own = None if rest is None else torch.where(mask, rest, -1.0)
+            divergences = sparse_divergence(log_p, log_q, which, teacher.tail, own)
         return loss, Statistics(logp=logp, divergence=torch.where(mask, divergences, 0.0))
+
+    def _top_k_of(self, teacher: Any, labels: Tensor, temperature: float | Tensor) -> TeacherTopK:
+        """The teacher's largest columns; its logits are computed once, and not again for the student."""
+        if not isinstance(teacher, Teacher):
+            raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
+        with torch.no_grad():
+            found = linear_topk(
+                teacher.local_hidden_states,
+                _at(teacher.head, temperature),
+                self.top_k,
+                labels,
+                rest=self.tail in ("bucket", "lump"),
+                options=self.options,
+            )
+        return TeacherTopK(found.logps, found.ids, self.tail, found.rest)
+
+    def _over_students_columns(
+        self,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        teacher: Any,
+        weights: dict[str, Tensor],
+        temperature: float | Tensor,
+    ) -> tuple[Tensor, Statistics]:
+        """Loss and statistics over the student's largest columns, which its block of logits finds; the teacher's
+        log-probabilities there are then one product."""
+        check_comparison(teacher, self.which, head, labels.shape)
+        if self.divergence.form == "cosine" or teacher.vocab_size != head.vocab_size:
+            raise ValueError("top_k takes a divergence of softmaxes, and a teacher with the student's columns.")
+        which, tail, options = self.which, self.tail, self.options
+        hard = weights.get("logp")
+        together = hard is not None and not isinstance(temperature, Tensor) and temperature == 1.0
+        positions = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+        inputs = {"soft": weights["divergence"], "at": positions}
+        if hard is not None and together:
+            inputs["hard"] = hard
+        values = torch.zeros(labels.numel(), dtype=inputs["soft"].dtype, device=labels.device)
+
+        def loss(s: Statistics, labels: Tensor, soft: Tensor, at: Tensor, hard: Any = None) -> Tensor:
+            with torch.no_grad():
+                teacher_logps = _logps_of(teacher, at, s.columns, temperature, options)
+            found = sparse_divergence(s.selected_logps, teacher_logps.to(s.selected_logps.dtype), which, tail)
+            values[at] = found.detach()
+            return soft * found if hard is None else soft * found + hard * s.logp
+
+        total, found = linear_token_loss(
+            hidden,
+            _at(head, temperature),
+            labels,
+            loss,
+            ("selected_logps", "logp") if together else ("selected_logps",),
+            metrics=("columns",),
+            token_inputs=inputs,
+            selected=Largest(self.top_k),
+            options=options,
+        )
+        logp = found.logp
+        if hard is not None and not together:
+            added, others = linear_token_loss(
+                hidden,
+                head,
+                labels,
+                lambda s, labels, hard: hard * s.logp,
+                token_inputs={"hard": hard},
+                options=options,
+            )
+            total, logp = total + added, others.logp
+        values = torch.where(labels != self.ignore_index, values.view(labels.shape), 0.0)
+        return total, Statistics(logp=logp, divergence=values)
 
     def _sparse_calls(
         self, head: Head, mask: Tensor, teacher: TeacherTopK, names: tuple[str, ...], temperature: float | Tensor
@@ -436,6 +421,22 @@ class DistillationLoss(ChunkedLoss):
         statistics = ("selected_logps", "logp") if together else ("selected_logps",)
         soft = soft_head, Query(statistics, selected=teacher.indices)
         return [soft] if together or "logp" not in names else [soft, (head, Query(("logp",)))]
+
+
+def _logps_of(
+    teacher: Teacher | TeacherLogits, at: Tensor, columns: Tensor, temperature: float | Tensor, options: EngineOptions
+) -> Tensor:
+    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
+    own = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
+    if isinstance(teacher, TeacherLogits):
+        logits = teacher.rows(at)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits / (own[:, None] if isinstance(own, Tensor) else own)
+        return logits.log_softmax(-1).gather(-1, columns)
+    states = teacher.local_hidden_states.flatten(0, -2)[at]
+    names, labels = ("selected_logps",), columns[:, 0]
+    found = linear_statistics(states, _at(teacher.head, own), labels, names, selected=columns, options=options)
+    return found.selected_logps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,9 +535,9 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     @property
     def divergence(self) -> Divergence:
         if self.beta is not None:
-            return _alpha_beta(self.alpha, self.beta)
+            return alpha_beta(self.alpha, self.beta)
         check_range("alpha", self.alpha, 0.0, 1.0)
-        return _alpha_beta(self.alpha, 1.0 - self.alpha)
+        return alpha_beta(self.alpha, 1.0 - self.alpha)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,197 @@
+"""Divergences between two softmaxes as pure functions of log-probabilities.
+
+V columns that both vocabularies have, k columns of a sparse teacher. p is the student's softmax, q the teacher's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.checks import check_alike, check_names, check_range
+from liger_losses.chunked.engine.teachers import TAILS
+from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs, terms
+
+#: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
+JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}
+
+
+def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
+    """The :class:`liger_losses.Divergence` that :func:`jsd` computes."""
+    check_range("beta", beta, 0.0, 1.0)
+    check_names([convention], JSD_CONVENTIONS, "convention")
+    if beta in (0, 1):
+        return Divergence.reverse_kl() if beta == 1 else Divergence.forward_kl()
+    return Divergence.mixture(beta, *JSD_CONVENTIONS[convention](beta))
+
+
+def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
+    """Any :class:`liger_losses.Divergence` but the cosine, ``[...]``, from log-probabilities of C columns.
+
+    Args:
+        log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient leaves out what the
+            log-softmax's backward removes anyway, and keeps its digits where p and q are close. A probability of 0
+            (a logarithm of -inf, or below -1e30) counts as -10,000 nats, in both models.
+        log_q: ``[..., C]``, the teacher's, a constant.
+        which: ``Divergence.reverse_kl()``, for example.
+
+    Returns:
+        ``[...]``, in nats, in the dtype of ``log_p``.
+
+    Raises:
+        ValueError: the divergence is the cosine.
+    """
+    if not isinstance(which, Divergence):
+        raise TypeError(f"which must be a Divergence, such as Divergence.forward_kl(), got {which!r}.")
+    check_alike(log_p=log_p, log_q=log_q)
+    if which.form == "cosine":
+        raise ValueError(
+            "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
+        )
+    log_p, log_q = finite_logs(log_p), finite_logs(log_q)
+    parameter = which.row_parameter(-(log_q.exp() * log_q).sum(-1)) if which.by_entropy else None
+    return _SumOfTerms.apply(log_p, log_q, which, parameter)
+
+
+class _SumOfTerms(torch.autograd.Function):
+    """The sum of a divergence's terms, with the derivatives of :func:`terms`, which do not cancel."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence, parameter: Tensor | None) -> Tensor:
+        compute = _terms if torch.compiler.is_compiling() else terms
+        f, h = compute(which, log_p, log_q, parameter)
+        ctx.save_for_backward(h)
+        return f.sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        (h,) = ctx.saved_tensors
+        return h * g[..., None], None, None, None
+
+
+def _terms(which: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None) -> tuple[Tensor, Tensor]:
+    """:func:`terms` as an operator: torch.compile cannot trace how a power series is found."""
+    return _terms_operator(log_p, log_q, parameter, which.form, which.a, which.b, which.c)
+
+
+@torch.library.custom_op("liger_losses::divergence_terms", mutates_args=())
+def _terms_operator(
+    log_p: Tensor, log_q: Tensor, parameter: Tensor | None, form: str, a: float, b: float, c: float
+) -> tuple[Tensor, Tensor]:
+    return terms(Divergence(form, a, b, c), log_p, log_q, parameter)
+
+
+@_terms_operator.register_fake
+def _(log_p: Tensor, log_q: Tensor, parameter: Any, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(log_p), torch.empty_like(log_p)
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``KL(q || p) = sum q (log q - log p)``; arguments and result as in :func:`divergence`."""
+    return divergence(log_p, log_q, Divergence.forward_kl())
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``KL(p || q) = sum p (log p - log q)``; arguments and result as in :func:`divergence`."""
+    return divergence(log_p, log_q, Divergence.reverse_kl())
+
+
+def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "gkd") -> Tensor:
+    """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
+
+    - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``: GKD (arXiv:2306.13649, eq. 1), liger-kernel
+      and TRL. It vanishes towards both ends, so that beta also sets its size.
+    - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which runs from ``KL(q || p)`` to
+      ``KL(p || q)``. TRL's GKD had this one until March 2025, with ``1 - beta`` for beta.
+
+    In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
+
+    Args:
+        log_p, log_q: as in :func:`divergence`, as is the result.
+        beta: share of the teacher in the mixture, in [0, 1].
+        convention: ``gkd`` or ``interpolated``.
+
+    Raises:
+        TypeError, ValueError: a beta out of its range, or another convention.
+    """
+    return divergence(log_p, log_q, generalized_jsd(beta, convention))
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``1/2 sum |p - q|`` (arXiv:2307.15190, eq. 5); arguments and result as in :func:`divergence`."""
+    return divergence(log_p, log_q, Divergence.total_variation())
+
+
+def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: float) -> Tensor:
+    """``sum (a/s q^s + b/s p^s - q^a p^b) / (a b)``, ``s = a + b`` (ABKD, arXiv:2505.04560), and its limits.
+
+    Args:
+        log_p, log_q: as in :func:`divergence`, as is the result.
+        alpha, beta: ``a`` and ``b``, at least 0, and not both 0: (1, 0) is ``KL(q || p)``, (0, 1) is ``KL(p || q)``.
+
+    Raises:
+        TypeError, ValueError: alpha or beta out of their range.
+    """
+    return divergence(log_p, log_q, alpha_beta(alpha, beta))
+
+
+def alpha_beta(alpha: float, beta: float) -> Divergence:
+    """The :class:`liger_losses.Divergence` that :func:`alpha_beta_divergence` computes."""
+    check_range("alpha", alpha, 0.0, math.inf)
+    check_range("beta", beta, 0.0, math.inf)
+    if alpha + beta == 0:
+        raise ValueError("alpha and beta must not both be 0: (1, 0) is KL(q || p), (0, 1) is KL(p || q).")
+    return Divergence.alpha_beta(alpha, beta)
+
+
+def sparse_divergence(
+    logps: Tensor,
+    teacher_logps: Tensor,
+    which: Divergence,
+    tail: str = "bucket",
+    teacher_tail_logps: Tensor | None = None,
+) -> Tensor:
+    """A divergence over k columns, the teacher's or the student's largest, and the probability outside them, ``[...]``.
+
+    Args:
+        logps: ``[..., k]``, the student's log-probabilities of these columns, differentiable (once).
+        teacher_logps: ``[..., k]``, the teacher's.
+        which: see :func:`divergence`.
+        tail: ``bucket`` (or ``lump``), ``renormalize`` or ``none``; see :class:`liger_losses.TeacherTopK`. With
+            ``none``, the sum is of the terms as the divergence is written, ``q (log q - log p)`` for example, and may
+            be negative.
+        teacher_tail_logps: ``[...]``, the teacher's log-probability of all other columns, for ``bucket``.
+
+    Returns:
+        ``[...]``, in nats.
+    """
+    check_alike(logps=logps, teacher_logps=teacher_logps)
+    check_names([tail], TAILS, "tail")
+    given = distribution(logps, tail), distribution(teacher_logps, tail, teacher_tail_logps)
+    found = divergence(*given, which)
+    added = FORMS[which.form].added(which.a, which.b, which.c) if tail == "none" else 0.0
+    if which.by_entropy and tail == "none":
+        raise ValueError("a divergence by the teacher's entropy needs the whole distribution, and tail='none' has k.")
+    return found if not added else found - added * (logps.exp() - teacher_logps.exp()).sum(-1)
+
+
+def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> Tensor:
+    """Log-probabilities that add up to 1, from those of some columns ``[..., k]``: ``[..., k + 1]`` or ``[..., k]``;
+    with the tail ``none``, those of the columns as they are."""
+    if tail == "renormalize":
+        return logps.log_softmax(-1)
+    if tail == "none":
+        return logps
+    if tail_logps is not None:
+        return torch.cat([logps, tail_logps[..., None].to(logps.dtype)], -1)
+    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it.
+    total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
+    # Each branch gets arguments at which it and its derivative are finite.
+    near_one = (-total.clamp(min=-math.log(2)).expm1()).log()
+    rest = torch.where(total > -math.log(2), near_one, (-total.clamp(max=-math.log(2)).exp()).log1p())
+    return torch.cat([logps, rest], -1)

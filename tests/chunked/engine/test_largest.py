@@ -93,7 +93,7 @@ def test_topk_of_quantized_heads_with_adapters(workspace, adapters):
         lora = [torch.randn(4, 64, generator=torch.Generator().manual_seed(1)) / 8, torch.randn(96, 4) / 4]
         given = Head(layer, adapters=(LowRank(*lora, 0.5),))
         exact = exact + 0.5 * lora[1].double() @ lora[0].double()
-    logps, ids = linear_topk(hidden, given, 3, labels, options=EngineOptions(workspace=workspace))
+    logps, ids, _ = linear_topk(hidden, given, 3, labels, options=EngineOptions(workspace=workspace))
     expected = (hidden.double() @ exact.t()).log_softmax(-1).topk(3, -1)
     mask = labels != -100
     assert torch.equal(ids[mask], expected.indices[mask])

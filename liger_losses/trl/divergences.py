@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.losses.divergences import distribution, generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy_layers import KeepGathered

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.losses.divergences import generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import generalized_jsd, sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy

@@ -38,7 +38,7 @@ from liger_losses.chunked.engine.teachers import TAILS, check_comparison
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
-from liger_losses.chunked.losses.divergences import alpha_beta, generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd, sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.losses.divergences import jsd
+from liger_losses.chunked.losses.softmax_divergences import jsd
 
 
 def mean_jsd(

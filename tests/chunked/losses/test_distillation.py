@@ -24,7 +24,7 @@ from liger_losses import (
     linear_divergence,
     linear_divergence_loss,
 )
-from liger_losses.chunked.losses.divergences import JSD_CONVENTIONS
+from liger_losses.chunked.losses.softmax_divergences import JSD_CONVENTIONS
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 
 BACKENDS = ("torch", "triton")

@@ -60,34 +60,42 @@ def draw(benchmark: dict[str, Any], device: str, file: Path) -> None:
     pyplot.close(figure)
 
 
-#: The lines of the README's picture: a provider, its name there, and its colour.
-README_LINES = (("plain", "plain", "0.55"), ("liger-kernel", "liger-kernel", "C0"), ("ours", "liger_losses", "C3"))
+#: The bars of the README's picture: a column of benchmarks.readme, its name there, and its colour.
+README_BARS = (
+    ("plain", "plain PyTorch", "0.6"),
+    ("liger-kernel", "liger-kernel", "C0"),
+    ("TRL", "TRL 1.16", "C1"),
+    ("ours", "liger_losses", "C3"),
+)
 
 
-def draw_for_readme(benchmark: dict[str, Any], device: str, file: Path) -> None:
-    """Tokens per second and memory of training steps by the length of the sequence, on linear scales."""
+def draw_for_readme(rows: list[dict[str, Any]], device: str, file: Path) -> None:
+    """The time of losses on the head, and the peak memory of training steps, as bars."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    times, memory = series(benchmark, "median_ms"), series(benchmark, "peak_gib")
-    figure, (speed, peak) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for provider, name, colour in README_LINES:
-        style = {"color": colour, "marker": "o", "linewidth": 2.4 if provider == "ours" else 1.6}
-        lengths = [tokens for tokens, _ in times[provider]]
-        speed.plot(lengths, [tokens / ms for tokens, ms in times[provider]], label=name, **style)
-        peak.plot(lengths, [gib for _, gib in memory[provider]], label=name, **style)
-    speed.set(title="Thousand tokens per second (higher is better)", ylim=0)
-    peak.set(title="Peak memory, GiB (lower is better)", ylim=0)
-    for panel in (speed, peak):
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(lengths, [f"{tokens // 1024}k" for tokens in lengths])
-        panel.set_xlabel("tokens in the sequence")
-        panel.grid(alpha=0.3)
-    peak.legend(loc="upper left")
-    title = benchmark["title"].replace("checkpointed", "gradient checkpointing")
-    figure.suptitle(f"Training steps of {title}; one {device}", fontsize=10)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    steps = [name for name in names if " step" in name]
+    values = {(row["name"], row["column"]): row["values"] for row in rows}
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    losses = [name for name in names if name not in steps]
+    for panel, shown, index, title in (
+        (panels[0], losses, 0, "Time of a loss, ms (lower is better)"),
+        (panels[1], steps, 1, "Peak memory of a step, GiB (lower is better)"),
+    ):
+        for place, (column, label, colour) in enumerate(README_BARS):
+            found = [(x, values[name, column][index]) for x, name in enumerate(shown) if (name, column) in values]
+            bars = panel.bar([x + 0.2 * place - 0.3 for x, _ in found], [y for _, y in found], 0.2, color=colour)
+            panel.bar_label(bars, fmt="%.0f", fontsize=9)
+            bars.set_label(label)
+        labels = [", ".join(name.split(", ")[:2]).replace(" step, ", "\n").replace(", ", "\n") for name in shown]
+        panel.set_xticks(range(len(shown)), labels, fontsize=8)
+        panel.set_title(title, fontsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[1].legend(fontsize=9)
+    figure.suptitle(f"Forward and backward, bf16; one {device}", fontsize=10)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
@@ -96,12 +104,12 @@ def main() -> None:
     """Draw every benchmark of the file that varies one size, beside it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--readme", action="store_true", help="the README's picture, of benchmarks.long_context's file")
+    parser.add_argument("--readme", action="store_true", help="the README's picture, of benchmarks.readme's file")
     options = parser.parse_args()
     file = options.file
     report = json.loads(file.read_text(encoding="utf-8"))
     if options.readme:
-        draw_for_readme(report["benchmarks"][0], report["environment"]["device"], file.with_name("readme.png"))
+        draw_for_readme(report["rows"], report["environment"]["device"], file.with_name("readme.png"))
         return
     for benchmark in report["benchmarks"]:
         if benchmark.get("axis"):

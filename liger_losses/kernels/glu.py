@@ -24,6 +24,8 @@ from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
+#: Fewer rows make matrix products slower per row.
+_FROZEN_ROWS = 2048
 
 with fwAD.dual_level():
     _one = torch.ones((), device="cpu")
@@ -289,8 +291,9 @@ def glu_mlp(
 ) -> Tensor:
     """A gated MLP, ``down(act(gate(x)) * up(x))``, of three linear layers, or of two if the first one is gate and up.
 
-    Saves ``x`` and the outputs of the inner layers for backward, but not their product. Backward writes their gradients
-    over these outputs, which nobody else has; backward of the same graph again computes them again.
+    Saves the outputs of the inner layers for backward, but not their product, and ``x`` if these layers are trained.
+    Backward then writes gradients over these outputs, which nobody else has, and finds them again from ``x`` if it runs
+    once more.
 
     Args:
         x: ``[..., H]``.
@@ -372,7 +375,7 @@ class _SavedFirst(torch.autograd.Function):
     these, so the product and the linear layer after it are not recomputed.
 
     ``inner`` are gate and up, or the tensor that holds both. Of linear layers they are allocated here, and nobody else
-    gets them.
+    gets them. The layers' input is saved if their weights need it, and inner may be overwritten then.
     """
 
     @staticmethod
@@ -382,7 +385,9 @@ class _SavedFirst(torch.autograd.Function):
         ctx.layers = len(layers)
         made = _apply(layers, inputs[0])
         ctx.inner, ctx.overwritten = made or list(inputs), False
-        ctx.save_for_backward(weight, *tensors, *made)
+        ctx.trained = any(ctx.needs_input_grad[2 + count :])
+        x = inputs if ctx.trained or not layers else (None,)
+        ctx.save_for_backward(weight, *x, *tensors[count:], *made)
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
@@ -411,54 +416,74 @@ class _GLULinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        saved_first = ctx.saved_first
-        *_, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        needs = ctx.needs_input_grad[5:]
-        weight, *tensors = saved_first.saved_tensors
+        node, needs = ctx.saved_first, ctx.needs_input_grad[3:]
+        weight, *tensors = node.saved_tensors
+        x: Any = None
+        layers, inner = [], tensors
+        if node.layers:
+            x, flat, inner = tensors[0], tensors[1 : 1 + 2 * node.layers], tensors[1 + 2 * node.layers :]
+            layers = list(zip(flat[::2], flat[1::2], strict=True))
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_bias = rows.sum(0) if needs[1] else None
+        if layers and not node.trained and not needs[0]:
+            grad_x = _input_gradient(rows, weight, layers, inner, ctx.how)
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
+            return None, None, None, None, grad_bias, grad_x, *[None] * (2 * node.layers)
         grad_product = grad @ weight
-        product = grad_product if needs_weight else None  # nothing else uses grad_product
-        if saved_first.layers:
-            x, layers, inner = tensors[0], *_layers_and_outputs(tensors[1:], saved_first.layers)
-            if saved_first.overwritten:
+        product = grad_product if needs[0] else None  # nothing else uses grad_product
+        if node.trained:
+            if node.overwritten:
                 inner = _apply(layers, x)
-            saved_first.overwritten = True
+            node.overwritten = True
             # Autograd must not count this as an operation on what was saved.
-            written: list[Any] = [tensor.data for tensor in inner]
-            inner = written
-        else:
-            inner, written = tensors, [_empty(tensor) for tensor in tensors]
+            inner = [tensor.data for tensor in inner]
+        written = inner if node.trained else [_empty(tensor) for tensor in inner]
         (gate, up), (grad_gate, grad_up) = ([*parts, None][:2] for parts in (inner, written))
         _write_gradients(grad_product, gate, up, grad_gate, grad_up, product, *ctx.how)
-        rows = grad.reshape(-1, grad.shape[-1])
         grad_weight = None if product is None else rows.t() @ product.view(-1, product.shape[-1])
-        grad_bias = rows.sum(0) if needs_bias else None
         del grad_product, product
-        found = _linear_gradients(x, layers, written, needs) if saved_first.layers else written
-        grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return None, None, None, grad_weight, grad_bias, *grads
+        grads = _linear_gradients(x, layers, written, needs[2:]) if layers else written
+        where = zip(grads, needs[2:], strict=True)
+        return None, None, None, grad_weight, grad_bias, *[grad if need else None for grad, need in where]
 
 
-def _layers_and_outputs(tensors: Sequence[Any], count: int) -> tuple[list[Linear], list[Any]]:
-    flat = tensors[: 2 * count]
-    return list(zip(flat[::2], flat[1::2], strict=True)), list(tensors[2 * count :])
+def _input_gradient(rows: Tensor, weight: Tensor, layers: Any, inner: Sequence[Tensor], how: _How) -> Tensor:
+    """The gradient ``[R, H]`` of the input of an MLP whose weights are frozen, for some rows of ``[R, H]`` at a time.
+
+    So that nothing must be written over, and the gradients of gate and up are never there as a whole.
+    """
+    flat: list[Any] = [tensor.view(-1, tensor.shape[-1]) for tensor in inner]
+    grad_x = rows.new_empty(len(rows), layers[0][0].shape[1])
+    step = max(_FROZEN_ROWS, -(-len(rows) // 8))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        gate, up = [*(tensor[part] for tensor in flat), None][:2]
+        of_inner = _gradients(rows[part] @ weight, gate, up, *how[0], how[1])
+        _add_products(of_inner, layers, grad_x[part])
+    return grad_x
+
+
+def _add_products(grads: Sequence[Tensor], layers: Sequence[Linear], out: Tensor) -> None:
+    """``sum_i grads[i] @ weights[i]``."""
+    torch.mm(grads[0], layers[0][0], out=out)
+    for grad, (weight, _) in zip(grads[1:], layers[1:], strict=True):
+        torch.addmm(out, grad, weight, out=out)
 
 
 def _linear_gradients(
-    x: Tensor, layers: Sequence[Linear], grads: Sequence[Tensor], needs: Sequence[bool]
+    x: Tensor | None, layers: Sequence[Linear], grads: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of the input of linear layers, and of the weight and bias of each, where they are needed."""
     rows = [grad.view(-1, grad.shape[-1]) for grad in grads]
-    grad_x = None
+    found: list[Tensor | None] = [None]
     if needs[0]:
-        grad_x = rows[0] @ layers[0][0]
-        for grad, (weight, _) in zip(rows[1:], layers[1:], strict=True):
-            grad_x = torch.addmm(grad_x, grad, weight)
-        grad_x = grad_x.view(x.shape)
-    found = [grad_x]
-    flat = x.reshape(-1, x.shape[-1])
-    for number, grad in enumerate(rows):
-        found.append(grad.t() @ flat if needs[2 * number + 1] else None)
-        found.append(grad.sum(0) if needs[2 * number + 2] else None)
+        grad_x = rows[0].new_empty(len(rows[0]), layers[0][0].shape[1])
+        _add_products(rows, layers, grad_x)
+        found = [grad_x.view(*grads[0].shape[:-1], grad_x.shape[1])]
+    flat = None if x is None else x.reshape(-1, x.shape[-1])
+    for grad, need_weight, need_bias in zip(rows, needs[1::2], needs[2::2], strict=True):
+        found.append(grad.t() @ flat if flat is not None and need_weight else None)
+        found.append(grad.sum(0) if need_bias else None)
     return found
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from liger_losses.kernels import glu as glu_module
 from liger_losses.kernels.activations import ACTIVATIONS
 from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp
 from liger_losses.kernels.layer_norm import layer_norm
@@ -213,23 +214,31 @@ def test_backward_of_an_mlp_writes_over_what_its_forward_allocated_and_nothing_e
         torch.autograd.grad(out.sum(), x)
 
 
-@pytest.mark.parametrize("frozen", ["input", "inner layers", "down", "all but one bias"])
-def test_gradients_of_some_tensors_of_an_mlp(backend, frozen):
-    x, layers = mlp_of("two")
-    tensors = [x, *(tensor for layer in layers for tensor in layer)]
-    kept = {
-        "input": tensors[1:],
-        "inner layers": [x, *layers[2]],
-        "down": tensors[:5],
-        "all but one bias": [tensors[4]],
-    }
-    for tensor in tensors:
-        tensor.requires_grad_(any(tensor is other for other in kept[frozen]))
-    pair = [
-        torch.autograd.grad(function(x, layers, "two", **options).square().sum(), kept[frozen])
-        for function, options in ((our_mlp, {"backend": backend}), (plain_mlp, {"activation": "silu"}))
-    ]
-    for a, b in zip(*pair, strict=True):
+#: What is trained, of the input, the tensors of the inner layers, and weight and bias of the last one.
+TRAINED = {
+    "layers": lambda x, inner, down: [*inner, *down],
+    "input and last layer": lambda x, inner, down: [x, *down],
+    "all but the last layer": lambda x, inner, down: [x, *inner],
+    "one bias": lambda x, inner, down: inner[-1:],
+    "input": lambda x, inner, down: [x],
+    "input and the last bias": lambda x, inner, down: [x, down[1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYERS)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_gradients_of_some_tensors_of_an_mlp(backend, trained, layout, monkeypatch):
+    """Where the weights are frozen, of some rows at a time."""
+    monkeypatch.setattr(glu_module, "_FROZEN_ROWS", 3)
+    x, layers = mlp_of(layout)
+    tensors = [tensor for layer in layers for tensor in layer]
+    leaves = TRAINED[trained](x, tensors[:-2], tensors[-2:])
+    for tensor in (x, *tensors):
+        tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
+    ours, theirs = our_mlp(x, layers, layout, backend), plain_mlp(x, layers, layout, activation="silu")
+    found = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for out in (ours, ours, theirs)]
+    assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
+    for a, b in zip(*found[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 

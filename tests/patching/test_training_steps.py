@@ -59,7 +59,7 @@ def distances(name, dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["granite", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_patched_models_train_as_close_to_float64(name, dtype):
     plain, patched = sum(distances(name, dtype, seed) for seed in SEEDS)
     assert bool((patched <= 2 * plain).all()), f"losses, log-probabilities, parameters: {patched} for {plain}"

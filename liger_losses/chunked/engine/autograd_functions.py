@@ -171,13 +171,9 @@ class _LinearStatistics(torch.autograd.Function):
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            counted = counted_tokens(call, gradients, block)
-            if counted is not None:
-                call, values, gradients = counted.call(call), counted.rows(values), counted.rows(gradients)
+            pending = counted_tokens(call, gradients, block)
             stream = passes_of(call, weight, bias, hidden, multiplies=block is None)
-            if counted is not None and block is not None:
-                block.keep(stream.opened, *counted)
-            return None, None, *stream.gradients(values, gradients, block)
+            return None, None, *stream.gradients(values, gradients, block, pending)
 
 
 def one_pass_losses(

@@ -5,6 +5,7 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -100,6 +101,14 @@ class OpenCall:
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
         #: How many of the hidden states' columns are multiplied by rows that get no gradient.
         self.frozen_columns = call.work.hidden_size - self.trained.shape[1]
+
+    def of_tokens(self, call: Call) -> OpenCall:
+        """The same tensors for a call of some of the tokens."""
+        opened = copy.copy(self)
+        opened.call, opened.count = call, call.tokens.count
+        opened.labels, opened.others = call.ranks.local_labels(call.tokens.labels, call.vocab_size)
+        opened.epilogue = self.epilogue._replace(transform=call.transform)
+        return opened
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
         """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""

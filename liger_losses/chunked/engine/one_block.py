@@ -44,9 +44,10 @@ class OneBlock:
         return self._statistics(projected), projected if keep_block else None
 
     def gradients(
-        self, values: dict[str, Tensor], upstream: Upstream, kept: Tensor | None
+        self, values: dict[str, Tensor], upstream: Upstream, kept: Tensor | None, pending: None = None
     ) -> tuple[Tensor | None, ...]:
-        """``(grad_weight, grad_bias, grad_hidden)``, from projections that were kept, and are overwritten."""
+        """``(grad_weight, grad_bias, grad_hidden)``, from projections that were kept, and are overwritten. So few
+        tokens are not counted."""
         return self._gradients(self._projected() if kept is None else kept, values, upstream)
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:

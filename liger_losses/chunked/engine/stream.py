@@ -19,6 +19,7 @@ from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.token_losses import token_losses
 from liger_losses.chunked.engine.two_models import TwoModels, row_constants
+from liger_losses.chunked.engine.zero_rows import Pending
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -45,13 +46,24 @@ class Stream:
             block.fill(part)
         return values, block if keep_block else None
 
-    def gradients(self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None, pending: Pending | None = None
+    ) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``: from the block of all tokens if it was kept, else recomputed.
 
-        ``upstream`` is d loss / d statistic, ``[N]`` each.
+        ``upstream`` is d loss / d statistic, ``[N]`` each; where some are 0, ``pending`` are the tokens that count.
         """
         # A kept block has the head that was dequantized.
-        grads = Gradients(self.opened if kept is None else kept.opened)
+        opened = self.opened if kept is None else kept.opened
+        grads = Gradients(opened)
+        counted = None if pending is None else pending.counted()
+        if counted is not None:
+            del grads  # of all tokens
+            self.opened = opened = opened.of_tokens(counted.call(self.call))
+            self.call, self.count = opened.call, opened.count
+            values, upstream, grads = counted.rows(values), counted.rows(upstream), Gradients(opened)
+            if kept is not None:
+                kept.keep(opened, *counted)
         block = self._block_of_gradients() if kept is None else kept
         for part in self._parts(block.rows, values):
             wanted = _rows_of(upstream, part.rows)

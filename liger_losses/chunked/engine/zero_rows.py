@@ -56,29 +56,57 @@ class Counted(NamedTuple):
         return {name: value[self.order] for name, value in values.items()}
 
 
-def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | None) -> Counted | None:
-    """The tokens some of whose upstream gradients ``[N]`` are not zero; ``None`` where all are to be multiplied.
+class Pending:
+    """Tokens that are being counted: the device works on what needs no number, until the host asks for it."""
 
-    The host waits for their number once. ``kept`` is the block that holds all tokens, if there is one.
+    def __init__(self, counts: Tensor) -> None:
+        #: First the tokens that count, then the others, each in their order.
+        self.ordered = (~counts).to(torch.uint8).argsort(stable=True)
+        total = counts.sum()
+        gaps = (~counts & (torch.arange(len(counts), device=counts.device) < total)).sum()
+        self.numbers, self.copied = torch.stack([total, gaps]), None
+        if counts.is_cuda:
+            self.numbers, self.copied = self.numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # pinned memory
+            self.copied.record(torch.cuda.current_stream(counts.device))
+
+    def found(self) -> tuple[int, int] | None:
+        """M, and how many of the first M tokens do not count; ``None`` where nearly all do. The host waits."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found, missing = self.numbers.tolist()
+        return None if found > MOST_COUNTED * len(self.ordered) else (found, missing)
+
+    def counted(self) -> Counted | None:
+        """The tokens that count, unless these are nearly all."""
+        numbers = self.found()
+        if numbers is None:
+            return None
+        found, missing = numbers
+        sources, targets = self.ordered[found - missing : found], self.ordered[found : found + missing]
+        order = torch.arange(found, device=self.ordered.device).index_copy(0, targets, sources)
+        return Counted(order, sources, targets)
+
+
+def _is_large(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
+    return 4.0 * tokens * hidden_size * vocab_size >= MIN_FLOPS.get(device.type, float("inf"))
+
+
+def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | None) -> Pending | None:
+    """Count the tokens some of whose upstream gradients ``[N]`` are not zero; ``None`` where all are to be multiplied.
+
+    ``kept`` is the block that holds all tokens, if there is one.
     """
-    tokens, device = call.tokens.count, call.tokens.labels.device
-    flops = 4.0 * tokens * call.work.hidden_size * call.work.vocab_size
-    if call.one_block or not upstream or flops < MIN_FLOPS.get(device.type, float("inf")):
+    tokens, work = call.tokens, call.work
+    if call.one_block or not upstream or not _is_large(tokens.count, work.hidden_size, work.vocab_size, work.device):
         return None
     # Of ranks that share a vocabulary, all would have to find the same number; tensors of one head follow each other.
-    if call.ranks is not ALONE or len(call.tokens.shapes) > 1:
+    if call.ranks is not ALONE or len(tokens.shapes) > 1 or (kept is not None and not kept.movable):
         return None
-    if kept is not None and (not kept.movable or call.work.dequantized_bytes):  # it has the head that was dequantized
+    if work.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    counts = torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
-    ordered, found, missing = _ordered(counts)
-    if found > MOST_COUNTED * tokens:
-        return None
-    sources, targets = ordered[found - missing : found], ordered[found : found + missing]
-    order = torch.arange(found, device=device).index_copy(0, targets, sources)
-    return Counted(order, sources, targets)
+    return Pending(
+        torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
+    )
 
 
 def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, Tokens] | None:
@@ -86,34 +114,9 @@ def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, To
 
     ``counts`` is bool, in the labels' shape. As :func:`counted_tokens`, for losses that know it before any statistic.
     """
-    flops, device = 4.0 * tokens.count * head.hidden_size * head.vocab_size, tokens.labels.device
-    if flops < MIN_FLOPS.get(device.type, float("inf")) or head.ranks is not ALONE or tokens.ignored is not None:
+    large = _is_large(tokens.count, head.hidden_size, head.vocab_size, tokens.labels.device)
+    if not large or head.ranks is not ALONE or tokens.ignored is not None:
         return None
-    ordered, found, _ = _ordered(tokens.gather_like_labels(counts))
-    return (
-        None
-        if found > MOST_COUNTED * tokens.count
-        else (tokens.subset(ordered[:found]), tokens.subset(ordered[found:]))
-    )
-
-
-def _ordered(counts: Tensor) -> tuple[Tensor, int, int]:
-    """First the tokens that count, then the others, each in their order; M; and how many of the first M do not count.
-
-    The host waits for these numbers, behind what needs none of them.
-    """
-    total = counts.sum()
-    gaps = (~counts & (torch.arange(len(counts), device=counts.device) < total)).sum()
-    ordered = (~counts).to(torch.uint8).argsort(stable=True)
-    found, missing = _on_host(torch.stack([total, gaps]))
-    return ordered, found, missing
-
-
-def _on_host(numbers: Tensor) -> list[int]:
-    """The values, for which the host waits; what is launched afterwards is not waited for."""
-    if not numbers.is_cuda:
-        return numbers.tolist()
-    copied, on_host = torch.cuda.Event(), numbers.to("cpu", non_blocking=True)  # into pinned memory
-    copied.record(torch.cuda.current_stream(numbers.device))
-    copied.synchronize()
-    return on_host.tolist()
+    pending = Pending(tokens.gather_like_labels(counts))
+    numbers, ordered = pending.found(), pending.ordered
+    return None if numbers is None else (tokens.subset(ordered[: numbers[0]]), tokens.subset(ordered[numbers[0] :]))

@@ -10,11 +10,12 @@
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
+# make address      the repository's address in pyproject.toml, written to every file that has it
 # Each makes its own environment under .venv/. PYTHON=python3.12 chooses what makes it.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook docs lint dist clean
+.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook docs lint dist address clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -109,9 +110,13 @@ lint: .venv/test/ready
 # A source distribution, and a wheel of what is in it.
 dist:
 	$(PYTHON) -m venv .venv/dist
-	$(call PIP,dist) build
+	$(call PIP,dist) build twine
 	rm -rf dist
 	.venv/dist/bin/python -m build --outdir dist
+	.venv/dist/bin/python -m twine check --strict dist/*
+
+address:
+	$(PYTHON) -m tests.project.address
 
 # torch first: the packages after it must not pull in another build of it.
 .venv/%/installed: pyproject.toml requirements-tested.txt

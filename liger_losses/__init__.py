@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from liger_losses import modules as modules
     from liger_losses import trl as trl
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "AdaptiveEntropy",

@@ -3,6 +3,7 @@
 ``-I`` leaves PYTHONPATH out, by which this checkout may be found.
 """
 
+import email
 import importlib.metadata
 import math
 import pathlib
@@ -16,14 +17,11 @@ import zipfile
 import pytest
 
 import liger_losses
+from tests.project.address import addresses, declared
 
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
-#: What `git clean` would remove: no distribution is built from it.
-IGNORED = shutil.ignore_patterns(
-    ".git", ".venv*", "*.egg-info", "build", "dist", "site", "runs", ".*_cache", "__pycache__"
-)
 
 
 def run(*command, cwd):
@@ -43,7 +41,12 @@ def build(kind, source, target):
 def distributions(tmp_path_factory):
     """The source distribution of this checkout, and the wheel of what it holds."""
     folder = tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT, folder / "checkout", ignore=IGNORED)
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not files:
+        pytest.skip("there is no git here, which says what a clean checkout has")
+    for name in files:
+        (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "checkout" / name)
     sdist = build("sdist", folder / "checkout", folder)
     with tarfile.open(sdist) as files:
         files.extractall(folder, filter="data")
@@ -94,10 +97,30 @@ def test_the_wheel_holds_the_package_and_nothing_else(distributions):
     assert "Requires-Python: >=3.10" in metadata
 
 
+def test_the_page_of_the_index_links_to_files_that_exist(distributions):
+    """Rendered as the index does it: pictures and links are addresses, the project's of this version."""
+    markdown = pytest.importorskip("readme_renderer.markdown")
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        text = wheel.read(f"liger_losses-{liger_losses.__version__}.dist-info/METADATA").decode()
+    metadata = email.message_from_string(text)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = markdown.render(metadata.get_payload())
+    pictures, links = re.findall(r'<img src="([^"]+)"', page), re.findall(r'<a href="([^"#]+)', page)
+    assert len(pictures) >= 1
+    assert len(links) > 10
+    repository, _ = addresses(*declared())
+    for target, kind in [*((picture, "raw") for picture in pictures), *((link, "blob") for link in links)]:
+        assert target.startswith("https://"), target
+        if target.startswith(repository):
+            path = target.removeprefix(f"{repository}/{kind}/v{liger_losses.__version__}/")
+            assert (ROOT / path).exists(), target
+
+
 def test_the_source_distribution_has_its_license_and_leaves_the_tests_out(distributions):
     with tarfile.open(distributions[0]) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "liger_losses/py.typed"} <= names
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py"} <= names
+    assert "liger_losses/py.typed" in names
     assert {name.split("/")[0] for name in names if "/" in name} == {"liger_losses", "liger_losses.egg-info"}
 
 

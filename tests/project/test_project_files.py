@@ -11,6 +11,7 @@ import pytest
 
 import liger_losses
 from liger_losses.chunked.engine.documentation import DOCUMENTATION
+from tests.project.address import addresses, declared, uses
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -22,7 +23,6 @@ def text(name):
 
 
 def loaded(name):
-    # "on" is YAML's word for true.
     return yaml.safe_load(text(name))
 
 
@@ -70,9 +70,13 @@ def test_what_is_tested_is_what_is_claimed():
     assert {"test-oldest", "test", "test-newest"} == set(matrix["target"])
 
 
-def test_the_release_publishes_without_a_token():
-    jobs = loaded(".github/workflows/release.yml")["jobs"]
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+def test_a_person_starts_the_release_which_publishes_without_a_token():
+    workflow = loaded(".github/workflows/release.yml")
+    jobs, started = workflow["jobs"], workflow[True]  # "on" is YAML's word for true
+    assert [*started] == ["workflow_dispatch"]
+    assert [*jobs] == ["build", "index", "tag", "hub"]
+    assert all(job["environment"] for name, job in jobs.items() if name in ("index", "hub"))  # whose owners approve
+    assert jobs["index"]["permissions"] == {"id-token": "write"}
     assert "password" not in text(".github/workflows/release.yml")
 
 
@@ -90,11 +94,14 @@ def test_issue_forms_ask_for_what_is_needed():
 def test_versions_agree():
     version = liger_losses.__version__
     assert loaded("CITATION.cff")["version"] == version
-    released = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", text("CHANGELOG.md"), re.MULTILINE)
-    assert released[0] == version
-    headings = re.findall(r"^## \[(.+?)\]", text("CHANGELOG.md"), re.MULTILINE)
-    assert headings == ["Unreleased", *released]
-    assert all(f"\n[{heading}]: https://" in text("CHANGELOG.md") for heading in headings)
+    headings = re.findall(r"^## (.+)$", text("CHANGELOG.md"), re.MULTILINE)
+    released = [
+        re.fullmatch(r"([\w.]+) - (not released yet|never released|\d{4}-\d\d-\d\d)", each) for each in headings
+    ]
+    assert all(released), headings
+    assert released[0][1] == version
+    # A tag exists once its version is released: no link leads to one before.
+    assert "releases/tag" not in text("CHANGELOG.md")
 
 
 def test_make_alone_says_what_there_is():
@@ -116,17 +123,33 @@ def test_the_release_list_names_what_is_said_of_the_package_index():
     assert "pip install liger-losses" not in (text("README.md") if files else "")
 
 
-def test_addresses_are_those_of_the_project():
-    urls = project()["urls"]
-    assert urls["Documentation"] == DOCUMENTATION
-    *_, owner, name = urls["Repository"].split("/")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    paths = [ROOT / path for path in listed if path.endswith((".md", ".yml", ".cff", ".py", ".toml", ".ipynb"))]
-    paths = [path for path in paths if path.is_file()]
-    ours = rf"https://(?:github\.com/([\w.-]+)/{name}|([\w.-]+)\.github\.io/{name})\b"
-    found = [(path, "".join(owners)) for path in paths for owners in re.findall(ours, path.read_text(encoding="utf-8"))]
-    assert not listed or len(found) > 5
-    assert not [pair for pair in found if pair[1] != owner]
+def test_every_address_is_the_one_in_pyproject():
+    """The list of all uses: `make address` writes them."""
+    here = addresses(*declared())
+    assert project()["urls"]["Documentation"] == DOCUMENTATION == f"{here[1]}/"
+    found = uses()
+    assert [f"{path}:{number}: {address}" for path, number, address in found if address not in here] == []
+    assert not found or {"README.md", "CITATION.cff", "SECURITY.md", "docs/quick_start.md"} <= {use[0] for use in found}
+
+
+def test_the_address_changes_with_one_line(tmp_path, monkeypatch):
+    from tests.project import address
+
+    for name in {path for path, _, _ in uses()}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        old = text(name)
+        new = old.replace('Repository = "https://github.com/liger-', 'Repository = "https://github.com/new-')
+        (tmp_path / name).write_text(new if name == "pyproject.toml" else old)
+    if not uses():
+        pytest.skip("there is no git here")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    monkeypatch.setattr(address, "ROOT", tmp_path)
+    before, old = len(uses()), address.current()
+    address.main()
+    assert address.current() == address.declared() != old
+    assert len(uses()) == before > 10
+    assert {found for _, _, found in uses()} == {*addresses(*address.declared())}
 
 
 def test_the_readme_has_the_commands_that_need_no_installation():

@@ -22,6 +22,7 @@ import torch
 
 import liger_losses
 from liger_losses.chunked.engine.documentation import DOCUMENTATION, see
+from liger_losses.defaults import DEFAULTS, VERSIONS
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._tiles import has_tma
 from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED, triton
@@ -93,6 +94,19 @@ def trl_features() -> Iterator[str]:
         yield f"features: {', '.join(works)}"
     for name, reason in missing.items():
         yield f"{f'NEEDS {reason.package}' if reason.package else 'LEFT OUT'}: {name}: {reason}"
+
+
+def other_defaults() -> Iterator[str]:
+    """Options whose defaults differ from those of what is installed."""
+    for package, read in VERSIONS.items():
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for row in DEFAULTS:
+            if package in row.others:
+                name, there = row.others[package]
+                yield f"{row.loss}: {row.option} is {row.here!r} here; {name} of {package} {read} is {there!r}"
 
 
 def patch_report(name: str) -> tuple[str, PatchReport]:
@@ -203,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(title, lines)
     if wrong:
         return 1
+    show("Defaults that differ in losses that you call", other_defaults())
     if report is not None:
         show(f"patch() on {args.model}", [kind])
         print(textwrap.indent(str(report), "  "))  # a table's rows stay whole

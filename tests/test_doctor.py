@@ -157,3 +157,32 @@ def test_what_to_do_about_a_model():
     assert "liger_losses.patch(model)" in doctor.model_advice(lazy)
     assert "errors/#models-that-cannot-be-patched" in doctor.model_advice(left)
     assert "doctor MODEL" in doctor.model_advice(None)
+
+
+def test_defaults_that_differ_are_those_of_the_packages():
+    """The table, on its page too; values of packages that are installed are read."""
+    from liger_losses.defaults import DEFAULTS, VERSIONS
+
+    page = (ROOT / "docs" / "defaults.md").read_text()
+    for row in DEFAULTS:
+        loss = getattr(liger_losses, f"LigerFusedLinear{row.loss.partition(',')[0]}Loss")
+        if row.option in loss.option_names:
+            assert getattr(loss(), row.option) == row.here
+        cells = [f"`{row.others[p][0]}`: `{row.others[p][1]!r}`" if p in row.others else "" for p in VERSIONS]
+        assert (
+            f"| {row.loss} | `{row.option}` | `{row.here!r}` | {' | '.join(cells)} |".replace("|  |", "| |").replace(
+                "|  |", "| |"
+            )
+            in page
+        )
+    for package, version in VERSIONS.items():
+        assert version in page, package
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    if not trl.__version__.startswith(VERSIONS["trl"]):
+        pytest.skip("another version of TRL")
+    for row in DEFAULTS:
+        name, value = row.others.get("trl", ("", None))
+        *path, option = name.split(".")
+        if path:
+            module = __import__("trl." + ".".join(path[:-1]), fromlist=["x"]) if path[:-1] else trl
+            assert getattr(module, path[-1]).__dataclass_fields__[option].default == value

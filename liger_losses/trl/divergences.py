@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.losses.softmax_divergences import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy_layers import KeepGathered
 
@@ -20,10 +21,25 @@ from liger_losses.patching.lazy_layers import KeepGathered
 IGNORE_INDEX = -100
 
 
+class _Chosen:
+    """What :func:`liger_losses.trl.enable` was given."""
+
+    divergence: Divergence | None = None
+
+
+chosen = _Chosen()
+
+
+def divergence_of(beta: float) -> Divergence:
+    """What trainers take between student and teacher: the generalized JSD of their ``beta``, unless ``enable`` was
+    given another one."""
+    return generalized_jsd(beta) if chosen.divergence is None else chosen.divergence
+
+
 def mean_divergence(
     hidden_states: Tensor, head: Head, teacher: Any, mask: Tensor, divisor: Tensor | int, beta: float, **options: Any
 ) -> tuple[Tensor, Statistics]:
-    """The generalized JSD between student and teacher, summed over active tokens and divided by ``divisor``.
+    """The divergence between student and teacher, summed over active tokens and divided by ``divisor``.
 
     Args:
         hidden_states: ``[B, T, H]``, the student's.
@@ -36,7 +52,7 @@ def mean_divergence(
     check_columns(head, teacher)
     labels = torch.where(mask, 0, IGNORE_INDEX)
     weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
-    return linear_divergence_loss(hidden_states, head, labels, teacher, generalized_jsd(beta), weights, **options)
+    return linear_divergence_loss(hidden_states, head, labels, teacher, divergence_of(beta), weights, **options)
 
 
 def check_columns(student: Head, teacher: Any) -> None:
@@ -124,7 +140,7 @@ def chunked_jsd_loss(
         The loss; and without gradient the loss again, the summed entropies of the student and of the teachers in nats,
         and for each teacher the sums over its tokens of 1, of their loss and of its entropy: ``[3 num_teachers]``.
     """
-    divergence, tail = generalized_jsd(beta), "bucket" if add_tail_bucket else "renormalize"
+    divergence, tail = divergence_of(beta), "bucket" if add_tail_bucket else "renormalize"
 
     def masked(logps: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, logps, float("-inf"))

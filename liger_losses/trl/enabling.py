@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
 from liger_losses.places import Missing, Place, Replaced
+from liger_losses.trl.divergences import chosen
 from liger_losses.trl.features import FEATURES, TESTED, ZERO_ADVANTAGES, Feature, find
 
 _BASE = "trl.trainer.base_trainer"
@@ -22,7 +24,7 @@ _replaced = Replaced()
 _enabled: list[Feature] = []
 
 
-def enable(*, kernels: bool = False, skip_zero_advantages: bool = True) -> None:
+def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None) -> None:
     """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
 
     Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
@@ -37,22 +39,31 @@ def enable(*, kernels: bool = False, skip_zero_advantages: bool = True) -> None:
         skip_zero_advantages: in GRPO, RLOO and GMPO, run sequences whose advantage is zero without a gradient, which
             they do not have if the loss has no other term (a KL penalty, an entropy bonus). Losses, gradients and
             metrics stay as they are. It holds for all trainers, until :func:`disable`.
+        divergence: what distillation trainers (distillation, GKD, GOLD, IW-OPD, SDFT, SDPO) take between student and
+            teacher, instead of the generalized JSD of their ``beta`` or ``distillation_alpha``, which TRL has alone:
+            ``Divergence.kl_by_entropy(0.8)``, for example, or one with a limit per column. For all trainers, until
+            :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
         RuntimeError: this TRL version lacks names of every feature; the error lists them, and nothing is changed. Or
-            an earlier call has enabled ``skip_zero_advantages``, and this one would not.
+            an earlier call has enabled ``skip_zero_advantages``, and this one would not, or another divergence.
     """
     for name, value in (("kernels", kernels), ("skip_zero_advantages", skip_zero_advantages)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
         raise RuntimeError("skip_zero_advantages is enabled already: call liger_losses.trl.disable() first.")
+    if divergence is not None and not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence must be a Divergence, such as Divergence.reverse_kl(), got {divergence!r}.")
+    if _enabled and divergence is not None and chosen.divergence not in (None, divergence):
+        raise RuntimeError("another divergence is enabled already: call liger_losses.trl.disable() first.")
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.15".') from error
     version = getattr(trl, "__version__", "of unknown version")
+    chosen.divergence = divergence or chosen.divergence
     if not _enabled:
         left_out = () if skip_zero_advantages else ZERO_ADVANTAGES
         _add((*(feature for feature in FEATURES if feature not in left_out), BUILT_EARLY), version)
@@ -89,17 +100,21 @@ def is_enabled() -> bool:
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
     _restore(0, 0)
+    chosen.divergence = None
 
 
 @contextlib.contextmanager
-def enabled(*, kernels: bool = False, skip_zero_advantages: bool = True) -> Iterator[None]:
+def enabled(
+    *, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None
+) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
-    before = len(_replaced), len(_enabled)
-    enable(kernels=kernels, skip_zero_advantages=skip_zero_advantages)
+    before, known = (len(_replaced), len(_enabled)), chosen.divergence
+    enable(kernels=kernels, skip_zero_advantages=skip_zero_advantages, divergence=divergence)
     try:
         yield
     finally:
         _restore(*before)
+        chosen.divergence = known
 
 
 def _restore(replaced: int, features: int) -> None:

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.losses.softmax_divergences import generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
-from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, mean_divergence
+from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, divergence_of, mean_divergence
 
 
 def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
@@ -179,7 +179,7 @@ def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor,
     student = _deferred(student_logits)
     labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
     check_columns(student.head, teacher)
-    divergence = generalized_jsd(distillation_alpha)
+    divergence = divergence_of(distillation_alpha)
     with student.under_forward_autocast():
         return linear_divergence(student.hidden_states, student.head, labels, teacher, divergence).divergence
 
@@ -202,7 +202,7 @@ def topk_self_distillation(
     logps = student.statistics(labels, ("selected_logps",), selected=columns).selected_logps
     teacher_logps = teacher.statistics(labels, ("selected_logps",), selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
-    return sparse_divergence(logps, teacher_logps, generalized_jsd(distillation_alpha), tail)
+    return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)
 
 
 def sequence_by_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

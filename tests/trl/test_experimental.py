@@ -91,6 +91,33 @@ def test_asynchronous_distillation(beta, tail):
     assert [g.dtype for g in torch.autograd.grad(loss, leaves)] == [t.dtype for t in leaves]
 
 
+def test_another_divergence_than_the_jsd():
+    """``enable(divergence=)`` is what all functions take, until ``disable``."""
+    from liger_losses import Divergence, functional
+    from liger_losses.patching.lazy import lazy_linear
+    from liger_losses.trl import disable, enable, enabled
+    from liger_losses.trl.divergences import chunked_divergence_loss
+    from liger_losses.trl.experimental import full_logit_self_distillation
+
+    hidden, wide, student, teacher = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.randn(23, 6), torch.randn(23, 8)
+    log_p, log_q = (hidden @ student.T).log_softmax(-1), (wide @ teacher.T).log_softmax(-1)
+    which = Divergence.kl_by_entropy(1.0, 0.5)
+    for chosen, expected in ((which, functional.divergence(log_p, log_q, which)), (None, functional.jsd(log_p, log_q))):
+        with enabled(divergence=chosen):
+            loss, *_ = chunked_divergence_loss(hidden, wide, student, teacher, torch.ones(2, 5), 0.5)
+            torch.testing.assert_close(loss, expected.mean())
+            given = lazy_linear(hidden, student), wide @ teacher.T
+            torch.testing.assert_close(full_logit_self_distillation(*given, distillation_alpha=0.5), expected)
+    enable(divergence=which)
+    try:
+        with pytest.raises(RuntimeError, match="another divergence"):
+            enable(divergence=Divergence.reverse_kl())
+        with pytest.raises(TypeError, match="must be a Divergence"):
+            enable(divergence="reverse_kl")
+    finally:
+        disable()
+
+
 def test_models_of_other_vocabularies_are_refused_as_by_trl():
     """GKD's function raises where the numbers of columns differ, be it by one; the trainer of distillation does, and
     its function takes the first rows of a teacher that has more."""

@@ -22,6 +22,7 @@ from benchmarks import (
     kept_columns_entries,
     logps_entries,
     many_heads_entries,
+    objectives_entries,
     policy_entries,
     preference_entries,
 )
@@ -37,6 +38,7 @@ BENCHMARKS = (
     *distillation_entries.BENCHMARKS,
     *kept_columns_entries.BENCHMARKS,
     *many_heads_entries.BENCHMARKS,
+    *objectives_entries.BENCHMARKS,
 )
 
 

@@ -415,3 +415,15 @@ def test_tensor_parallelism_needs_several_processes(run_here):
     pytest.importorskip("transformers", minversion="5.23")
     code, _ = run_here("tensor_parallel")
     assert "torchrun --nproc-per-node 2" in code
+
+
+def test_on_policy_distillation_learns(run_here, tmp_path):
+    """A few steps of tiny texts; the whole example takes a minute."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    options = ("--steps", 2, "--pretraining", 6, "--length", 12, "--batch-size", 4, "--output", tmp_path / "run")
+    code, printed = run_here("on_policy_distillation", *options, "--top-k", 16, "--tail", "none")
+    assert code is None
+    assert "KL(student, teacher) on held-out text" in printed
+    curve = json.loads((tmp_path / "run" / "curve.json").read_text())
+    assert len(curve["loss"]) == 2
+    assert curve["steps"] == [0, 2]

@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
+import liger_losses
 from liger_losses import (
     DistillationLoss,
+    Divergence,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
     Teacher,
@@ -71,3 +73,47 @@ def test_distillation_stays_under_its_workspace_and_repeats_itself():
             assert workspace is None or extra <= workspace, f"{extra / MiB:.0f} MiB"
             results.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("k", [8, 64])
+def test_the_largest_log_probabilities(k):
+    """Of a vocabulary with more groups of columns than are kept; in bf16, ids may differ where logits nearly tie."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(517, 256, generator=g).bfloat16().cuda().requires_grad_()
+    weight = (torch.randn(50257, 256, generator=g) / 16).bfloat16().cuda().requires_grad_()
+    found = liger_losses.linear_topk(hidden, weight, k, rest=True)
+    logits = hidden.double() @ weight.double().t()
+    exact = logits.log_softmax(-1).topk(k, -1)
+    torch.testing.assert_close(found.logps.double(), exact.values, rtol=1e-4, atol=1e-4)
+    picked = logits.log_softmax(-1).gather(-1, found.ids)
+    torch.testing.assert_close(found.logps.double(), picked, rtol=1e-4, atol=1e-4)
+    rest = logits.log_softmax(-1).scatter(-1, found.ids, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(found.rest.double(), rest, rtol=1e-4, atol=1e-4)
+    grads = [torch.autograd.grad(x.exp().sum(), (hidden, weight)) for x in (found.logps, exact.values)]
+    for ours, true in zip(*grads, strict=True):
+        assert float((ours - true).norm() / true.norm()) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 64, "tail": "none"}, {"top_k": 64, "top_k_of": "teacher"}, {"entry_limit": 0.05}, {}],
+    ids=str,
+)
+def test_distillation_on_the_students_tokens(options):
+    """As on a CPU in float64."""
+    g, results = torch.Generator().manual_seed(0), []
+    given = [
+        torch.randn(*size, generator=g) / size[-1] ** 0.25
+        for size in ((2, 70, 64), (9001, 64), (2, 70, 96), (9001, 96))
+    ]
+    labels = torch.zeros(2, 70, dtype=torch.long)
+    labels[1, 30:] = -100
+    which = Divergence.reverse_kl() if options else Divergence.kl_by_entropy(6.0)
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        hidden, weight, states, head = (x.bfloat16().to(device, dtype) for x in given)
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        loss = liger_losses.DistillationLoss(which, 0.0, 1.0, **options)
+        value, _ = loss(weight, hidden, labels.to(device), liger_losses.Teacher(states, head))
+        results.append([x.double().cpu() for x in (value.detach(), *torch.autograd.grad(value, (hidden, weight)))])
+    for exact, ours in zip(*results, strict=True):
+        assert float((ours - exact).norm() / exact.norm()) < 3e-2

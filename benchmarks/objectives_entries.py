@@ -1,0 +1,106 @@
+"""Every policy objective beside GRPO's, the largest log-probabilities, and distillation on the student's own tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import liger_losses
+from benchmarks.distillation_entries import DistillationInputs, bare_gemms, distillation_inputs
+from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, needs_cuda, token_inputs, with_gradients
+from benchmarks.entries import bare_gemms as bare_products
+from benchmarks.measure import Call
+from benchmarks.policy_entries import grpo_inputs
+from liger_losses import Divergence, Teacher, Teachers
+from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
+
+_SHAPE = Shape(8192, 4096, 128256)
+GRPO = "grpo"
+
+
+def policy(loss_type: str) -> Provider:
+    """A policy loss of completions; its sampler is the old policy, and two completions answer a prompt."""
+
+    def build(inputs: Any) -> Call:
+        i, mask = inputs, torch.ones_like(inputs.labels)
+        options = {"log_ratio_penalty": 0.1} if loss_type == "dro" else {}
+        loss = liger_losses.LigerFusedLinearGRPOLoss(
+            beta=0.0, loss_type=loss_type, max_completion_length=i.shape.length, **options
+        )
+        given = {"old_per_token_logps": i.old_logps, "sampling_per_token_logps": i.old_logps + 0.01}
+        given |= {"prompts": torch.arange(len(mask), device=mask.device) // 2}
+        given |= {"num_items_in_batch": mask.numel()}
+        return lambda: with_gradients(loss(i.hidden, i.weight, i.labels, mask, i.advantages, **given)[0], i.leaves)
+
+    return build
+
+
+def largest(k: int, gradients: bool = False) -> Provider:
+    """The k largest log-probabilities."""
+
+    def build(inputs: Any) -> Call:
+        def call() -> tuple[Tensor, ...]:
+            with torch.set_grad_enabled(gradients):
+                found = liger_losses.linear_topk(inputs.hidden, inputs.weight, k, inputs.labels)
+            return with_gradients(found.logps.sum(), inputs.leaves) if gradients else (found.logps.sum(),)
+
+        return call
+
+    return needs_cuda(build)
+
+
+def distilled(teachers: int = 1, divergence: Divergence | None = None, **options: Any) -> Provider:
+    """The reverse KL, or another divergence, on all tokens; of several teachers, each has every other row."""
+
+    def build(inputs: DistillationInputs) -> Call:
+        i = inputs
+        loss = liger_losses.DistillationLoss(divergence or Divergence.reverse_kl(), 0.0, 1.0, **options)
+        taught: Any = Teacher(i.teacher_hidden, i.teacher_weight)
+        if teachers > 1:
+            which = torch.arange(len(i.labels), device=i.labels.device) * teachers // len(i.labels)
+            taught = Teachers([Teacher(i.teacher_hidden, i.teacher_weight) for _ in range(teachers)], which)
+        return lambda: with_gradients(loss(i.weight, i.hidden, i.labels, taught)[0], i.leaves)
+
+    return needs_cuda(build)
+
+
+BENCHMARKS = (
+    Benchmark(
+        name="objectives",
+        title="Every policy loss, forward and backward, beside GRPO's time",
+        shapes={"cuda": (Shape(8192, 4096, 128256, sequences=16),)},
+        inputs=grpo_inputs,
+        providers={GRPO: policy("grpo"), **{name: policy(name) for name in LOSS_TYPES if name != "grpo"}},
+        flops=6,
+        baseline=GRPO,
+    ),
+    Benchmark(
+        name="largest",
+        title="The k largest log-probabilities, forward alone, beside one product",
+        shapes={"cuda": (_SHAPE,)},
+        inputs=token_inputs,
+        providers={
+            GEMMS: bare_products(grad_hidden=0, grad_weight=0),
+            **{f"ours, k = {k}": largest(k) for k in (8, 64, 256)},
+        },
+        flops=2,
+    ),
+    Benchmark(
+        name="on_policy_distillation",
+        title="Reverse KL of the student's tokens, forward and backward, beside its products",
+        shapes={"cuda": (_SHAPE,)},
+        inputs=distillation_inputs,
+        providers={
+            GEMMS: bare_gemms,
+            "ours, whole vocabulary": distilled(),
+            "ours, two teachers by row": distilled(teachers=2),
+            "ours, the student's 64 likeliest": distilled(top_k=64, tail="none"),
+            "ours, the teacher's 64 likeliest": distilled(top_k=64, top_k_of="teacher"),
+            "ours, a limit for each column": distilled(entry_limit=0.05),
+            "ours, by the teacher's entropy": distilled(divergence=Divergence.kl_by_entropy(0.8)),
+        },
+        flops=10,
+    ),
+)

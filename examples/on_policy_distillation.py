@@ -1,8 +1,8 @@
 """On-policy distillation: a small student learns from a larger teacher on texts that it samples itself. A plain loop.
 
-Both models are trained on the texts in data/ first (models of single bytes, half a minute on two cores), so that nothing is
-downloaded: the teacher has four layers, the student one. Step by step, the student then writes, the teacher reads what
-it wrote, and its hidden states and head are all that the loss gets of it: no logits of either model are in
+Both models are trained on the texts in data/ first (models of single bytes, half a minute on two cores), so that
+nothing is downloaded: the teacher has four layers, the student one. Step by step, the student then writes, the teacher
+reads what it wrote, and its hidden states and head are all that the loss gets of it: no logits of either model are in
 memory. Prints a line per step, the perplexity of held-out text before and after, and writes the curve of both losses.
 
     python examples/on_policy_distillation.py

@@ -64,7 +64,7 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
 
 def masked_labels(
     labels: Tensor, ignore_index: int, vocab_size: int, *, backend: str = "torch"
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All labels as those of active tokens, for calls that do not drop the others.
 
     Args:
@@ -74,20 +74,28 @@ def masked_labels(
         backend: ``torch`` or ``triton``.
 
     Returns:
-        The labels, with 0 for tokens without loss and for wrong labels; which tokens carry no loss, bool; ``[T]`` each;
-        and whether the labels of all others are in ``[0, V)``, 0-dim.
+        The labels, with 0 for tokens without loss and for wrong labels; which tokens carry no loss, bool; each token's
+        share of the N others, ``1 / N`` or 0, fp32; ``[T]`` each; and whether the labels of the N are in ``[0, V)``,
+        0-dim.
     """
     if backend == "torch":
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
-        return labels * (inside & ~ignored), ignored, (inside | ignored).all()
+        return labels * (inside & ~ignored), ignored, equal_shares(ignored), (inside | ignored).all()
     safe, ignored = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
     right = torch.empty((), dtype=torch.bool, device=labels.device)
+    shares = torch.empty(len(labels), device=labels.device)
     with torch.cuda.device_of(labels):
         _masked_labels_kernel[(1,)](
-            safe, ignored, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
+            safe, ignored, shares, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
         )
-    return safe, ignored, right
+    return safe, ignored, shares, right
+
+
+def equal_shares(ignored: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[T]``: 1 over the number of tokens that are not ignored, 0 for the others."""
+    active = ~ignored
+    return active / active.sum(dtype=dtype).clamp(min=1)
 
 
 def label_logits(
@@ -186,19 +194,27 @@ def add_to_label_rows_(
 
 
 @jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])
-def _masked_labels_kernel(safe, ignored, right, labels, count, ignore_index, vocab_size, BLOCK: tl.constexpr):
+def _masked_labels_kernel(safe, ignored, shares, right, labels, count, ignore_index, vocab_size, BLOCK: tl.constexpr):
     """One program for all labels: whether they are right is then one number without a second launch."""
     wrong = tl.zeros((BLOCK,), tl.int32)
+    actives = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < count
         label = tl.load(labels + at, mask=inside, other=0)
         active = label != ignore_index
+        actives += (inside & active).to(tl.int32)
         known = (label >= 0) & (label < vocab_size)
         tl.store(safe + at, tl.where(active & known, label, 0), mask=inside)
         tl.store(ignored + at, active == 0, mask=inside)
         wrong += (inside & active & (known == 0)).to(tl.int32)
     tl.store(right, tl.sum(wrong, 0) == 0)
+    share = 1.0 / tl.maximum(tl.sum(actives, 0), 1).to(tl.float32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        label = tl.load(labels + at, mask=inside, other=0)
+        tl.store(shares + at, tl.where(label != ignore_index, share, 0.0), mask=inside)
 
 
 @jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])

@@ -43,11 +43,13 @@ def test_labels_of_calls_that_drop_no_token(backend, wrong, right):
     expected, ignored = labels.clamp(min=0), labels == -100
     if wrong is not None:
         labels[4500], expected[4500] = wrong, 0
-    safe, found, whether = masked_labels(labels, -100, 70, backend=backend)
+    safe, found, shares, whether = masked_labels(labels, -100, 70, backend=backend)
     assert torch.equal(safe, expected)
     assert torch.equal(found, ignored)
+    assert torch.equal(shares, (~ignored).float() / 4998)
     assert whether.item() == right
-    assert masked_labels(labels[:0], -100, 70, backend=backend)[2]
+    assert masked_labels(labels[:0], -100, 70, backend=backend)[-1]
+    assert not masked_labels(labels[3:4], -100, 70, backend=backend)[2]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

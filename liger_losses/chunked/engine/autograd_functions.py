@@ -208,13 +208,12 @@ class _OnePassLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors[: -len(ctx.calls)]
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
-            return None, None, *[None] * len(tensors)
+            return None, None, *[None] * (len(ctx.needs_input_grad) - 2)
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
-            *_, gradients = _run(ctx.calls, ctx.uses, tensors)
+            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)])
         backend = ctx.calls[0].backend
         return None, None, *[None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients]
 

@@ -216,7 +216,7 @@ def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query,
         of_tokens["selected columns"] = query.selected
     if not in_a_loss:  # a loss has noted these by its own names
         of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
-        of_tokens |= {f"weights[{name!r}]": value for name, value in (query.token_weights or {}).items()}
+        of_tokens |= {f"weights[{name!r}]": value for name, value in query.weight_tensors.items()}
     for name, value in of_tokens.items():
         found.add(name, value, labels.masked_values)
     found.add("class weights", query.class_weight)

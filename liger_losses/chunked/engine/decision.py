@@ -171,7 +171,7 @@ def _signature(
     )
     if special:
         return None
-    weights: Mapping[str, Tensor] = {} if query.token_weights is None else query.token_weights
+    weights = {} if query.token_weights is None else query.weight_tensors
     of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
     beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()

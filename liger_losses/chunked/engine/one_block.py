@@ -15,7 +15,7 @@ from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.blocks import Upstream
 from liger_losses.chunked.engine.call import Call
 from liger_losses.chunked.engine.plan import padded
-from liger_losses.chunked.engine.token_losses import token_losses
+from liger_losses.chunked.engine.token_losses import token_losses, weighted_sum
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -58,7 +58,7 @@ class OneBlock:
             losses, upstream = token_losses(self.call, values, slice(0, self.count))
         else:
             upstream = dict(weights)
-            losses = torch.stack([weight * values[name] for name, weight in weights.items()]).sum(0)
+            losses = weighted_sum(self.call, weights, values, slice(0, self.count))
         return losses.sum(dtype=values["lse"].dtype), values, self._gradients(projected, values, upstream)
 
     def _projected(self) -> Tensor:

@@ -25,7 +25,7 @@ from liger_losses.chunked.engine.input_checks import rows_of_all
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import operator, traced_statistics, traced_targets, traced_token_loss
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Comparison, Largest, Query, Statistics
+from liger_losses.chunked.engine.query import Comparison, EqualWeights, Largest, Query, Statistics
 from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
@@ -461,6 +461,34 @@ def linear_divergence_loss(
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
     return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+
+
+@operator
+def linear_weighted_loss(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor | Tokens,
+    weights: Mapping[str, Tensor | EqualWeights],
+    *,
+    metrics: tuple[str, ...] = (),
+    class_weight: Tensor | None = None,
+    options: EngineOptions = EngineOptions(),
+) -> tuple[Tensor, Statistics]:
+    """``sum_t sum_s weights[s]_t s_t`` over statistics ``s``, in one pass.
+
+    Args:
+        weights: by statistic, ``[...]`` in the labels' shape or :class:`EqualWeights`; constants.
+        hidden_states, weight, labels, metrics, class_weight, options: as in :func:`linear_token_loss`.
+
+    Returns:
+        The loss (0-dim), differentiable once, and the detached :class:`Statistics`.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_token_loss`; weights that are not one per token.
+    """
+    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
+    query = Query(tuple(weights), metrics, class_weight=class_weight, token_weights=weights)
+    return _separable_loss(hidden_states, Head.of(weight), labels, query, options)
 
 
 def support_statistics(

@@ -118,6 +118,13 @@ class Largest:
             raise ValueError(f"k must be a positive integer, got {self.k!r}.")
 
 
+class EqualWeights(NamedTuple):
+    """The same weight ``scale / total`` for every token that carries loss; ``None`` is their number."""
+
+    scale: float
+    total: Any = None  # a number, or a tensor [] on the labels' device
+
+
 @dataclass(frozen=True)
 class Query:
     """What is asked about each token.
@@ -135,7 +142,7 @@ class Query:
     comparison: Comparison | None = None  # the other side of the divergence
     token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what it gets as keywords
-    token_weights: Mapping[str, Tensor] | None = None  # of a separable loss that is a weighted sum of statistics
+    token_weights: Mapping[str, Any] | None = None  # of a separable loss that is a weighted sum of statistics
 
     @property
     def separable(self) -> bool:
@@ -173,7 +180,12 @@ class Query:
             selected = tokens.masked(selected)  # tokens without loss may hold anything
             ranks.check_selected(selected)
         if weights is not None:
-            weights = {n: tokens.masked(tokens.gather_like_labels(w.detach())).to(dtype) for n, w in weights.items()}
+            weights = {
+                name: tokens.equal_weights(*weight, dtype)
+                if isinstance(weight, EqualWeights)
+                else tokens.masked(tokens.gather_like_labels(weight.detach())).to(dtype)
+                for name, weight in weights.items()
+            }
         return replace(
             self,
             metrics=tuple(name for name in self.metrics if name not in self.statistics),
@@ -183,6 +195,12 @@ class Query:
             token_inputs={n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
             token_weights=weights,
         )
+
+    @property
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """The token weights that are not equal ones."""
+        weights = (self.token_weights or {}).items()
+        return {name: weight for name, weight in weights if not isinstance(weight, EqualWeights)}
 
     def subset(self, order: Tensor) -> Query:
         """What is asked about some of the active tokens, in this order, once their losses are known."""
@@ -233,6 +251,6 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
                 f"selected must be int64 columns [..., k] for each label of {tuple(like)}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
-    for name, value in {**query.token_inputs, **(query.token_weights or {})}.items():
+    for name, value in {**query.token_inputs, **query.weight_tensors}.items():
         check_like_labels(name, value, like, head)
     return vocab_size

@@ -56,3 +56,9 @@ def token_losses(call: Call, values: Mapping[str, Tensor], rows: slice) -> tuple
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
     pairs = zip(query.statistics, upstream, strict=True)
     return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}
+
+
+def weighted_sum(call: Call, weights: Mapping[str, Tensor], values: Mapping[str, Tensor], rows: slice) -> Tensor:
+    """The tokens' losses ``[n]``, ``sum_s w_s s`` over their statistics; 0 for those without loss."""
+    terms = [weight * values[name] for name, weight in weights.items()]
+    return call.tokens.masked(sum(terms[1:], terms[0]), rows)

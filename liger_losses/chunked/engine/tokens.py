@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
-from liger_losses.kernels.label_rows import label_facts, masked_labels
+from liger_losses.kernels.label_rows import equal_shares, label_facts, masked_labels
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -86,6 +87,7 @@ class Tokens:
     counts: tuple[int, ...]  # how many tokens of each tensor are active
     indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
     ignored: Tensor | None  # [N] bool, true for tokens without loss, if they are not dropped but among the active ones
+    shares: Tensor | None = None  # [N] fp32, of the others each one's share, where it is known
 
     @classmethod
     def select(
@@ -233,6 +235,17 @@ class Tokens:
             found.masked_fill_(self.ignored, 1.0)
         return checked_temperatures(found)
 
+    def equal_weights(self, scale: float, total: Any, dtype: torch.dtype) -> Tensor:
+        """``[N]``: ``scale / total`` for each token that carries loss, 0 for the others; by default of their number."""
+        if total is None and self.ignored is not None:
+            narrow = dtype == torch.float32
+            shares = self.shares if narrow and self.shares is not None else equal_shares(self.ignored, dtype)
+            return -shares if scale == -1.0 else shares * scale
+        if isinstance(total, Tensor):
+            return self.masked((scale / total.to(dtype)).expand(self.labels.shape))
+        each = scale / (max(self.count, 1) if total is None else total)
+        return self.masked(torch.full(self.labels.shape, each, dtype=dtype, device=self.labels.device))
+
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values of (some of) the active tokens, with 0 for those that carry no loss."""
         if self.ignored is None:
@@ -332,7 +345,7 @@ class Counting:
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
         merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
-        safe, ignored, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
+        safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
         if host_checks(merged.device):
             if not right:
                 found = merged[~ignored]
@@ -340,4 +353,4 @@ class Counting:
         else:
             torch._assert_async(right)
         counts = tuple([part.numel() for part in self.labels])
-        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored)
+        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored, shares)

@@ -85,12 +85,15 @@ class Scored(NamedTuple):
     ref_logps: Tensor
 
 
+#: Without ``chunk_size``, which counts completions in liger-kernel.
+STREAMING_OF_COMPLETIONS = tuple(name for name in LossOptions.streaming if name != "chunk_size")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions(LossOptions):
     """The options of losses on completions; see :class:`CompletionLoss`."""
 
-    #: Without ``chunk_size``, which counts completions in liger-kernel.
-    streaming: ClassVar[tuple[str, ...]] = tuple(name for name in LossOptions.streaming if name != "chunk_size")
+    streaming: ClassVar[tuple[str, ...]] = STREAMING_OF_COMPLETIONS
 
     beta: float = 0.1
     average_log_prob: bool | None = False

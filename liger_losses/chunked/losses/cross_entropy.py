@@ -25,7 +25,8 @@ from liger_losses.chunked.engine.checks import (
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator, token_operator
-from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.ops import linear_weighted_loss
+from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.token_losses import closed_form
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
@@ -189,6 +190,12 @@ class TokenCrossEntropy:
         )
 
 
+def _equal_weights(label_smoothing: float, total: Any) -> dict[str, EqualWeights]:
+    """The cross-entropy of tokens of one weight as a sum of statistics; without a total, their mean."""
+    scales = {"logp": label_smoothing - 1.0, "mean_logp": -label_smoothing}
+    return {name: EqualWeights(scale, total) for name, scale in scales.items() if scale or name == "logp"}
+
+
 def linear_cross_entropy(
     hidden_states: Tensor,
     head: Head,
@@ -200,6 +207,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
+    if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
+        weights = _equal_weights(label_smoothing, None if reduction == "mean" else 1.0)
+        return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
     per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)
     label_weights = None if class_weight is None else class_weight[labels.where(mask, 0)]
@@ -404,6 +414,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         in_outputs = o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
         if not several and weights is not None and not in_outputs:
             labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
+        class_weight = self.ce_weight if self.label_smoothing else None
+        equal = None if several else self._equal_weights(targets[0])
+        if equal is not None:
+            loss, found = linear_weighted_loss(
+                hidden, heads, labels, equal, metrics=metrics, class_weight=class_weight, options=self.options
+            )
+            return loss, [found]
         loss, found = linear_token_loss(
             hidden,
             heads,
@@ -412,10 +429,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             statistics,
             metrics=metrics,
             token_inputs=self._token_inputs(targets, scales, several),
-            class_weight=self.ce_weight if self.label_smoothing else None,
+            class_weight=class_weight,
             options=self.options,
         )
         return self._total(loss) if self.spans_ranks else loss, found if several else [found]
+
+    def _equal_weights(self, target: _Target) -> dict[str, EqualWeights] | None:
+        """The loss as a sum of statistics with one weight for all tokens, where it is one: it is known beforehand."""
+        o, total = self.settings, 1.0 if self.reduction == "sum" else target.items
+        of_each = o.use_token_scaling or o.lse_square_scale or o.return_z_loss
+        if of_each or self.ce_weight is not None or target.token_weights is not None or self.group is not None:
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        if isinstance(total, Tensor):
+            total = total.masked_fill(total == 0, 1.0)
+        return _equal_weights(o.label_smoothing, total)
 
     def _statistics(self, targets: Sequence[_Target], several: bool) -> list[Statistics]:
         """The statistics of each target, differentiable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import LossOptions
 from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
-from liger_losses.chunked.losses.completion_loss import CompletionLoss
+from liger_losses.chunked.losses.completion_loss import STREAMING_OF_COMPLETIONS, CompletionLoss
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
 from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
@@ -136,6 +136,8 @@ class PolicyMetricsWithoutKL(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class GRPOOptions(PolicyOptions, LossOptions):
     """The options of :class:`LigerFusedLinearGRPOLoss`."""
+
+    streaming: ClassVar[tuple[str, ...]] = STREAMING_OF_COMPLETIONS
 
     compiled: bool = True
     use_ref_model: bool = True

@@ -24,8 +24,10 @@ from liger_losses import (
 from liger_losses.kernels.given_columns import GivenCall, GivenColumns, evaluate, with_gradients
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import label_facts, masked_labels
+from liger_losses.kernels.largest import group_maxima
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -176,6 +178,10 @@ def heads() -> dict[str, Callable[[], None]]:
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
+        "largest": lambda: group_maxima(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), backend="triton"),
+        "largest, temperatures and bias": lambda: group_maxima(
+            tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), backend="triton"
+        ),
         "rows that move": lambda: move_rows_(
             tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
         ),
@@ -191,6 +197,10 @@ def heads() -> dict[str, Callable[[], None]]:
         "alpha 0": Divergence.alpha_beta(0.0, 0.5),
         "beta 0": Divergence.alpha_beta(0.5, 0.0),
         "cosine": Divergence.cosine(),
+        "limited forward KL": Divergence.forward_kl().limited(0.05),
+        "limited reverse KL": Divergence.reverse_kl().limited(0.05),
+        "limited JSD": Divergence.mixture(0.5, 0.5, 0.5).limited(0.05),
+        "KL by entropy": Divergence.kl_by_entropy(0.8),
     }
     for name, form in forms.items():
         calls[name] = lambda form=form: divergence(form)

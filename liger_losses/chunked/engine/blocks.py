@@ -267,7 +267,7 @@ class LogitBlock(Block):
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
-        if call.batch_invariant and call.work.fused_products:
+        if (call.batch_invariant or call.query.largest) and call.work.fused_products:
             computed = fused_statistics(self.opened, part, projected)
         else:
             self._project(part.hidden, fixed=call.batch_invariant)

@@ -241,7 +241,8 @@ def projected_teacher(
         projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
         Projection(head.weights, operand, head.vocab_size).into(projected, states, 0, head.vocab_size)
         q = Epilogue(head.transform, head.bias)(projected).softmax(-1)
-        return (shares.to(wide) @ q.t()).t().log() * temperature
+        found = (shares.to(wide) @ q.t()).t().log_()
+        return found if temperature == 1 else found.mul_(temperature)
 
     return TeacherLogits(logits, columns=projection.shape[0])
 

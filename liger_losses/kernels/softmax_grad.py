@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_gradient
-from liger_losses.kernels.softmax_stats import row_slices
+from liger_losses.kernels.softmax_stats import row_slices, step_of
 
 
 class SoftmaxGradient(NamedTuple):
@@ -144,7 +144,7 @@ def softmax_gradient_into(
                 lse, labels, epilogue.bias, epilogue.class_weight,
                 *coefficients.contiguous(),
                 first_column, columns, 1.0 / vocab_size, epilogue.transform.for_kernel(),
-                BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+                **step_of(columns),
             )  # fmt: skip
         if grad_bias is not None:
             grad_bias += projected.sum(0, dtype=grad_bias.dtype)

@@ -64,7 +64,7 @@ def softmax_statistics(
                 projected, projected.stride(0), labels, epilogue.bias, epilogue.class_weight,
                 stored, argmax, rows, columns,
                 epilogue.transform.for_kernel(), Sums.needed(names, epilogue.class_weight),
-                BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+                **step_of(columns),
             )  # fmt: skip
         values = {name: stored[i] for i, name in enumerate(STORED) if name in names or name == "lse"}
         return values if argmax is None else {**values, "argmax": argmax}
@@ -79,6 +79,12 @@ def softmax_statistics(
         for name, value in values.items():
             value[part] = statistics[name][: len(value[part])]
     return values
+
+
+def step_of(columns: int) -> dict[str, int]:
+    """Columns of a row that a program takes at a time, and its warps."""
+    block = min(4096, triton.next_power_of_2(columns))
+    return {"BLOCK": block, "num_warps": min(8, max(1, block // 128))}
 
 
 def row_slices(block: Tensor, scratch: int | None) -> list[slice]:

@@ -21,7 +21,8 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
-from liger_losses.kernels.given_columns import GivenCall, GivenColumns, evaluate, with_gradients
+from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
+from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.largest import group_maxima
@@ -132,12 +133,14 @@ def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform =
     ids, offsets = tensor(TOKENS, 64, dtype=torch.long), None
     if ragged:
         ids, offsets = tensor(TOKENS * 64, dtype=torch.int32), tensor(TOKENS + 1, dtype=torch.long)
-    shift = int(ragged)
-    given = GivenColumns.of(ids, offsets, labels, -100, range(VOCAB), VOCAB, shift=shift, add_label=ragged)
-    call, inputs = GivenCall(given, transform, backend="triton"), (bias_of(weight) if ragged else None, hidden, weight)
-    found = evaluate(call, *inputs)
-    values = with_gradients(call, found, found.pairs(call, inputs[0]) if ragged else None, *inputs)
-    backward(*[value for value in values if value is not None])
+    tokens = labels if ragged else None
+    given = GivenIds(ids, offsets, labels, -100, VOCAB, range(VOCAB), int(ragged), ragged, 800, tokens, 64)
+    found = find(given, FP32, backend="triton")
+    call = GivenCall(GivenColumns(found.columns, VOCAB), found, ByRows("triton"), transform, backend="triton")
+    names = ("logp", "entropy", "lse", *(["selected_logps"] if ragged else []))
+    inputs = (bias_of(weight) if ragged else None, hidden, weight)
+    project_(call, *inputs)
+    backward(*with_gradients(call, evaluate(call, names), names, *inputs).values())
 
 
 def heads() -> dict[str, Callable[[], None]]:

@@ -31,10 +31,11 @@ class LowRank:
     dropout: float = 0.0
 
 
-def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight of one product that has the adapters': ``[h, scale dropout(h) A^T]`` and ``[W, B]``."""
-    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
-    dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
+def low_rank_factors(
+    hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]
+) -> list[tuple[Tensor, Tensor]]:
+    """``scale dropout(h) A^T`` and ``B`` of each adapter, whose products are added to those with the weight."""
+    found = []
     for adapter in adapters:
         if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (len(weight), len(adapter.a)):
             raise ValueError(
@@ -42,8 +43,15 @@ def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank,
                 f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {len(weight)} rows."
             )
         dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
-        parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
-        rows.append(adapter.b)
+        found.append((F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale, adapter.b))
+    return found
+
+
+def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight of one product that has the adapters': ``[h, scale dropout(h) A^T]`` and ``[W, B]``."""
+    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+    dtype, low_rank = autocast or hidden_states.dtype, low_rank_factors(hidden_states, weight, adapters)
+    parts, rows = [hidden_states, *[part for part, _ in low_rank]], [weight, *[b for _, b in low_rank]]
     # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
     return torch.cat([part.to(dtype) for part in parts], -1), torch.cat([part.to(dtype) for part in rows], -1)
 

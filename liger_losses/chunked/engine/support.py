@@ -1,42 +1,44 @@
 """Kept columns: log-probabilities over the columns that a sampler's cut of the vocabulary has kept for each token.
 
-Each token and each of its columns is a pair of :mod:`liger_losses.kernels.given_columns`, which reads these rows of the
-head alone. Of tokens without a cut, the softmax is over the whole vocabulary: :func:`liger_losses.linear_statistics`.
+:mod:`liger_losses.kernels.given_ids` checks the columns, and :mod:`liger_losses.kernels.given_columns` reads these rows
+of the head alone. Of tokens without a cut, the softmax is over the whole vocabulary:
+:func:`liger_losses.linear_statistics`.
 
-T tokens, H hidden size, V vocabulary size, K kept columns of a token, P pairs.
+T tokens, H hidden size, V vocabulary size, K kept columns of a token, P kept columns of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses.chunked.engine.adapters import low_rank_factors
 from liger_losses.chunked.engine.autograd_functions import query_statistics
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.given import Given, given_to_loss
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (
-    NO_COLUMNS,
-    Facts,
+    ByBlocks,
+    ByRows,
     GivenCall,
     GivenColumns,
-    Products,
     evaluate,
+    project_,
     with_gradients,
 )
+from liger_losses.kernels.given_ids import Facts, GivenIds, find
+from liger_losses.kernels.logit_transform import LogitTransform
 
 #: What can be asked about kept columns.
 SUPPORT_STATISTICS = ("logp", "entropy", "lse")
@@ -151,54 +153,72 @@ def linear_support_statistics(
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    device = head.weight.device
+    device, ranks = head.weight.device, head.ranks
     # Exchanges that all ranks reach, before checks that one alone may fail.
-    local = head.ranks.local(hidden_states)
-    head.ranks.least_memory(device_memory(device), device)
-    with head.ranks.agreement(device) as agreement:
+    local = ranks.local(hidden_states)
+    ranks.least_memory(device_memory(device), device)
+    with ranks.agreement(device) as agreement:
         compute_dtype = check_inputs([local], head, [labels])
         support.check(labels, head.weight)
         if isinstance(head.transform.temperature, Tensor):
             check_temperature(head.transform.temperature, device, [labels.shape])
         labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
-        kept = _Kept.of(local, head, labels, support, shift, options, compute_dtype)
-        found = evaluate(kept.call, head.bias, *kept.factors)
-        numbers = kept.numbers(found.facts, "logp" in names)
-        if numbers.wide:
-            kept = kept.with_products(numbers.wide, operand_dtype(compute_dtype, device, kept.call.backend))
-            found = evaluate(kept.call, head.bias, *kept.factors, before=found)
-            kept.numbers(found.facts, "logp" in names)
-        if head.ranks.size > 1:
-            agreement.given = kept.given(names, labels, numbers)
+        how = _How.of(local, head, labels, support, options, compute_dtype)
+        groups = how.groups(local.reshape(-1, local.shape[-1]), labels.reshape(-1), support, shift)
+        read = _start_reading(functools.reduce(torch.add, [group.call.found.facts.sum(1) for group in groups]))
+        for group in groups:
+            project_(group.call, head.bias, *group.factors)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in groups[0].factors[1::2]):
+            _ = groups[0].call.given.sorted  # which backward needs: the GPU sorts while the host waits
+        found = [evaluate(group.call, names) for group in groups if ranks.size == 1]
+        numbers = Facts._make(read())
+        how.check(numbers, groups, support, "logp" in names)
+        if ranks.size > 1:
+            agreement.given = how.given(names, local, labels, support, numbers)
     agreement.wait()
-    parts = []
+    parts = list[Statistics]()
     if numbers.uncut:
-        uncut = labels.masked_fill(Facts(*found.facts).uncut.view(labels.shape) == 0, options.ignore_index)
+        uncut = labels.masked_fill(groups[0].facts.uncut.view(labels.shape) == 0, options.ignore_index)
         parts += query_statistics([hidden_states], head, [uncut], Query(names), options)
     if numbers.cut or not parts:
-        if head.ranks.size > 1:
-            head.ranks.merge_(kept.call.given.labels, {name: getattr(found, name) for name in SUPPORT_STATISTICS})
-            nothing = found.lse < NO_COLUMNS / 2  # no rank has a column
-            for name in SUPPORT_STATISTICS:
-                getattr(found, name).masked_fill_(nothing, 0.0)
-        pairs = head.ranks.sum_(found.pairs(kept.call, head.bias)) if "selected_logps" in names else None
-        *values, pairs = with_gradients(kept.call, found, pairs, head.bias, *kept.factors)
-        kinds = dict(zip(SUPPORT_STATISTICS, [value.view(labels.shape) for value in values], strict=True))
-        parts.append(Statistics(**kinds, selected_logps=None if pairs is None else pairs.view(support.ids.shape)))
-    if len(parts) == 1:
-        return Statistics(**{name: getattr(parts[0], name) for name in names})
-    return Statistics(**{name: getattr(parts[0], name) + getattr(parts[1], name) for name in names})
+        # Ranks sum their projections once all have agreed to the call.
+        found = found or [evaluate(group.call, names) for group in groups]
+        for group, values in zip(groups, found, strict=True):
+            of_group = with_gradients(group.call, values, names, head.bias, *group.factors)
+            parts.append(Statistics(**{name: group.of_all(value, labels.shape) for name, value in of_group.items()}))
+    return Statistics(**{name: functools.reduce(torch.add, [getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
-    """One call's inputs, of all tokens."""
+class _Group:
+    """Tokens whose products are taken in one way: all, or those with many columns."""
 
-    support: TokenSupport
-    shift: int
+    ids: GivenIds
     call: GivenCall
     factors: tuple[Tensor | None, ...]  # hidden states [T, H] and rows [V, H], one pair after another
-    block_bytes: int  # of the logits of wide tokens at a time
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(*self.call.found.facts)
+
+    def of_all(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """A value of all tokens in the labels' shape, 0 for others; of each place ``[..., K]``."""
+        if self.ids.tokens is not None:
+            values = values.new_zeros(shape.numel(), *values.shape[1:]).index_add(0, self.ids.tokens, values)
+        return values.view(*shape, *values.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class _How:
+    """How a call's columns are computed."""
+
+    head: Head
+    transform: LogitTransform
+    ignore_index: int
+    backend: str
+    most: int | None  # columns of a token whose rows are read; of tokens with more, products are taken
+    by_products: ByBlocks
+    sparse_grad: bool
 
     @classmethod
     def of(
@@ -207,155 +227,145 @@ class _Kept:
         head: Head,
         labels: Tensor,
         support: TokenSupport,
-        shift: int,
         options: EngineOptions,
         compute_dtype: torch.dtype,
-    ) -> _Kept:
-        device, ranks, size, transform = head.weight.device, head.ranks, head.vocab_size, head.transform
+    ) -> _How:
+        device, size, transform = head.weight.device, head.vocab_size, head.transform
         wide = torch.promote_types(torch.float32, compute_dtype)
         backend = choose_backend(options.backend, [(device, wide)], dtypes=LOGIT_DTYPES)
-        flat, block_bytes = labels.reshape(-1).contiguous(), options.workspace or default_bound()
-        block_bytes = block_bytes or default_workspace(size, 4, device)
+        block_bytes = options.workspace or default_bound() or default_workspace(size, 4, device)
         if isinstance(transform.temperature, Tensor):
-            each = transform.temperature.detach().reshape(-1).to(wide).where(flat != options.ignore_index, 1.0)
-            transform = replace(transform, temperature=checked_temperatures(each))
-        factors, slabs = _factors(hidden_states.reshape(-1, hidden_states.shape[-1]), head, block_bytes)
-        trained = [t for t in (head.bias, *factors) if t is not None and t.requires_grad]
+            each = transform.temperature.detach().to(wide).where(labels != options.ignore_index, 1.0)
+            transform = replace(transform, temperature=checked_temperatures(each.reshape(-1)))
+        adapted = [tensor for adapter in head.adapters for tensor in (adapter.a, adapter.b)]
+        trained = any(t is not None and t.requires_grad for t in (hidden_states, head.weight, head.bias, *adapted))
         cost = _COST["cuda" if device.type == "cuda" else "cpu"][0 if trained and torch.is_grad_enabled() else 1]
-        sums_over = ranks.of_gradients
-        given = GivenColumns.of(
-            support.ids.flatten(0, -2) if support.offsets is None else support.ids,
-            support.offsets,
-            flat,
-            options.ignore_index,
-            range(size)[ranks.columns(size)],
-            size,
-            shift=shift,
-            add_label=support.add_label,
-            most=None if support.sparse_grad or head.batch_invariant else max(1, size // cost),
-        )
+        most = None if support.sparse_grad or head.batch_invariant else max(1, size // cost)
+        products = ByBlocks(operand_dtype(compute_dtype, device, backend), block_bytes)
+        return cls(head, transform, options.ignore_index, backend, most, products, support.sparse_grad)
+
+    def groups(self, hidden: Tensor, labels: Tensor, support: TokenSupport, shift: int) -> list[_Group]:
+        """All tokens, without the columns of those that have many; and these, if there are any.
+
+        Raises:
+            ValueError: offsets that do not rise from 0 to the number of ids.
+        """
+        size, ids, offsets = self.head.vocab_size, support.ids, support.offsets
+        most, width, number, widest = self.most or ids.numel(), ids.shape[-1], 0, ids.shape[-1]
+        ids = ids.contiguous() if offsets is not None else ids.flatten(0, -2).contiguous()
+        here = self.head.ranks.columns(size)
+        given = GivenIds(
+            ids, offsets, labels.contiguous(), self.ignore_index, size, range(size)[here], shift, support.add_label,
+            most, None, max(width, 1),
+        )  # fmt: skip
+        if len(labels) and (offsets is not None or width > most):
+            lengths = (ids != -1).sum(1) if offsets is None else offsets.long().diff()
+            wide = lengths > most
+            told = [lengths.masked_fill(wide, 0).amax(), lengths.amax(), wide.sum()]
+            told += [] if offsets is None else [lengths.amin(), offsets[0], offsets[-1]]
+            longest, widest, number, *rises = _start_reading(torch.stack([each.long() for each in told]))()
+            if rises and (rises[0] < 0 or rises[1:] != [0, len(ids)]):
+                raise ValueError(
+                    f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from "
+                    f"{rises[1]} to {rises[2]}, by {rises[0]} or more."
+                )
+            if offsets is not None:
+                given = given._replace(width=max(longest, 1))
+        groups = [self._group(given, hidden, ByRows(self.backend))]
+        if number:
+            # Of rows, whose tokens are some places ahead; the first ones' have no loss then.
+            tokens = (torch.nonzero_static(wide, size=number)[:, 0] - shift) % len(labels)
+            width = given.width if offsets is None else widest
+            many = given._replace(most=ids.numel(), tokens=tokens, width=width)
+            groups.append(self._group(many, hidden.index_select(0, tokens), self.by_products))
+        return groups
+
+    def _group(self, given: GivenIds, hidden: Tensor, products: ByRows | ByBlocks) -> _Group:
+        head, ranks, dtype = self.head, self.head.ranks, autocast_dtype(hidden.device) or hidden.dtype
+        parts = head.weights.factors(dtype, self.by_products.block_bytes)
+        pairs = [(hidden[:, part.columns], part.rows) for part in parts]
+        factors = tuple(chain(*pairs, *low_rank_factors(hidden, head.weight, head.adapters)))
+        wide = functools.reduce(torch.promote_types, [f.dtype for f in factors if f is not None], torch.float32)
+        found = find(given, wide, backend=self.backend)
         call = GivenCall(
-            given,
-            transform,
-            slabs,
-            backend,
-            support.sparse_grad,
-            NO_COLUMNS if ranks.size > 1 else 0.0,
-            sums_over.start_sum_ if sums_over.size > 1 else None,
+            GivenColumns(found.columns, len(given.computed)),
+            found,
+            products,
+            self.transform if given.tokens is None else self.transform.rows(given.tokens),
+            tuple(part.parts for part in parts),
+            self.backend,
+            self.sparse_grad,
+            ranks.sum_ if ranks.size > 1 else None,
+            ranks.of_gradients.start_sum_ if ranks.of_gradients.size > 1 else None,
         )
-        return cls(support, shift, call, factors, block_bytes)
+        return _Group(given, call, factors)
 
-    def with_products(self, number: int, dtype: torch.dtype) -> _Kept:
-        """These inputs with products of the wide tokens, so many."""
-        products = Products.of(self.call.given, number, dtype, self.block_bytes)
-        return replace(self, call=replace(self.call, products=products))
+    def check(self, numbers: Facts, groups: list[_Group], support: TokenSupport, logp: bool) -> None:
+        """Raise ValueError, which names the first token, for labels or ids that are wrong, or not beside each other
+        where ``logp`` is asked for."""
+        size = self.head.vocab_size
 
-    def given(self, names: tuple[str, ...], labels: Tensor, numbers: Facts) -> Given:
+        def first(fact: str) -> tuple[Tensor, int, str]:
+            """The first such token's ids and label, and its name."""
+            for group in groups:
+                rows = getattr(group.facts, fact).nonzero()[:, 0].tolist()
+                if rows:
+                    token = rows[0] if group.ids.tokens is None else int(group.ids.tokens[rows[0]])
+                    name = f"token {token + group.ids.shift} of the flattened labels"
+                    return group.ids.row(token), int(group.ids.labels[token]), name
+            raise AssertionError(fact)
+
+        if numbers.no_labels:
+            _, label, _ = first("no_labels")
+            raise ValueError(
+                f"labels must be in [0, {size}), the rows of the weight, or ignore_index={self.ignore_index}; found "
+                f"the label {label}. Mask padding with ignore_index, and check that the tokenizer and "
+                "the weight have the same vocabulary."
+            )
+        if numbers.no_columns:
+            ids, _, token = first("no_columns")
+            padding = ", or -1 for padding" if support.offsets is None else ""
+            raise ValueError(
+                f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {token} has ids from "
+                f"{int(ids.amin())} to {int(ids.amax())}."
+            )
+        if numbers.twice:
+            ids, _, token = first("twice")
+            again, counts = ids.unique(return_counts=True)
+            raise ValueError(
+                f"TokenSupport has ids twice: {token} has {again[(counts > 1) & (again >= 0)].tolist()[0]} more than "
+                "once; give each once, and pad with -1."
+            )
+        if numbers.lacking and logp and not support.add_label:
+            _, label, token = first("lacking")
+            raise ValueError(
+                f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so that its probability "
+                f"is 0 (the first: label {label} of {token}). Check that ids and labels are those of "
+                "the same tokens; or add labels to the kept columns: TokenSupport(..., add_label=True)."
+            )
+
+    def given(
+        self, names: tuple[str, ...], hidden: Tensor, labels: Tensor, support: TokenSupport, numbers: Facts
+    ) -> Given:
         """What all ranks that share the vocabulary must have in common."""
-        call, hidden, found = self.call, self.factors[0], given_to_loss()
-        assert hidden is not None
-        sums, needs = "whole" if call.start_sum_ else "partial", torch.is_grad_enabled() and hidden.requires_grad
+        found, ranks = given_to_loss(), self.head.ranks
+        sums, needs = (
+            "whole" if ranks.of_gradients.size > 1 else "partial",
+            torch.is_grad_enabled() and hidden.requires_grad,
+        )
         found.values |= {
             "statistics": names,
-            "kept columns are scored": f"{call.transform.said}, {call.backend}, sparse gradient: {call.sparse_grad}, "
-            f"products: {None if call.products is None else call.products.dtype}",
+            "kept columns are scored": f"{self.transform.said}, {self.backend}, sparse gradient: {self.sparse_grad}, "
+            f"products: {self.by_products.dtype} above {self.most}",
             "gradients": f"{sums} ones of hidden states in {hidden.dtype}: {needs}",
         }
         found.add("labels", labels)
         found.add("numbers of kept columns", torch.tensor(numbers, device="cpu"))
-        found.add("kept columns", self.support.ids)
-        found.add("offsets of kept columns", self.support.offsets)
-        if isinstance(call.transform.temperature, Tensor):
-            found.add("temperatures", call.transform.temperature)
+        found.add("kept columns", support.ids)
+        found.add("offsets of kept columns", support.offsets)
+        if isinstance(self.transform.temperature, Tensor):
+            found.add("temperatures", self.transform.temperature)
         return found
-
-    def numbers(self, facts: Tensor, with_labels: bool) -> Facts:
-        """How many tokens are cut and uncut, once the host knows that all is right, ``with_labels`` these too.
-
-        Raises:
-            ValueError: labels, offsets or ids that are wrong; names the first token.
-        """
-        given, ids, offsets, sums = self.call.given, self.support.ids, self.support.offsets, facts.sum(1)
-        if offsets is not None:
-            wrong = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
-            sums = torch.cat([sums, wrong.view(1)])
-        if given.wide is not None:
-            sums = torch.cat([sums, given.wide.sum().view(1)])
-        read = _start_reading(sums)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.factors[1::2]):
-            _ = given.sorted  # which backward needs: the GPU sorts while the host waits
-        counts, size = read(), given.vocab_size
-        numbers = Facts._make([*counts[: len(facts)], 0 if given.wide is None else counts[-1]])
-
-        def first(fact: str) -> int:
-            return int(getattr(Facts(*facts), fact).nonzero()[0])
-
-        def ids_of(token: int) -> Tensor:
-            row = token + self.shift
-            return ids.flatten(0, -2)[row] if offsets is None else ids[int(offsets[row]) : int(offsets[row + 1])]
-
-        if numbers.no_labels:
-            raise ValueError(
-                f"labels must be in [0, {size}), the rows of the weight, or ignore_index={given.ignore_index}; found "
-                f"the label {int(given.labels[first('no_labels')])}. Mask padding with ignore_index, and check that "
-                "the tokenizer and the weight have the same vocabulary."
-            )
-        if offsets is not None and counts[len(facts)]:
-            raise ValueError(
-                f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from "
-                f"{int(offsets[0])} to {int(offsets[-1])}, by {int(offsets.diff().amin())} or more."
-            )
-        if numbers.no_columns:
-            token, padding = first("no_columns"), ", or -1 for padding" if offsets is None else ""
-            raise ValueError(
-                f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; token "
-                f"{token + self.shift} of the flattened labels has ids from {int(ids_of(token).amin())} to "
-                f"{int(ids_of(token).amax())}."
-            )
-        if numbers.twice:
-            token = first("twice")
-            again, counts = ids_of(token).unique(return_counts=True)
-            raise ValueError(
-                f"TokenSupport has ids twice: token {token + self.shift} of the flattened labels has "
-                f"{again[(counts > 1) & (again >= 0)].tolist()[0]} more than once; give each once, and pad with -1."
-            )
-        if numbers.lacking and with_labels:
-            token = first("lacking")
-            raise ValueError(
-                f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so that its probability "
-                f"is 0 (the first: label {int(given.labels[token])} of token {token + self.shift} of the flattened "
-                "labels). Check that ids and labels are those of the same tokens; or add labels to the kept columns: "
-                "TokenSupport(..., add_label=True)."
-            )
-        return numbers
-
-
-def _factors(hidden: Tensor, head: Head, block_bytes: int) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """Hidden states ``[T, H]`` and rows ``[V, H]`` whose products are added: of the head, and of each adapter.
-
-    Rows of a quantized weight are ``None``, beside what yields those that are dequantized at a time.
-    """
-    factors, slabs, size = list[Tensor | None](), list[Any](), 0
-    if head.quantized is not None:
-        size, dtype = head.quantized.shape[1], autocast_dtype(hidden.device) or hidden.dtype
-        factors += [hidden[:, :size], None]
-        slabs.append(partial(_dequantized, head.quantized, dtype, block_bytes))
-    if head.weight.shape[1]:
-        factors += [hidden[:, size:] if size else hidden, head.weight]
-        slabs.append(None)
-    for adapter in head.adapters:
-        dropped = F.dropout(hidden, adapter.dropout) if adapter.dropout else hidden
-        factors += [F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale, adapter.b]
-        slabs.append(None)
-    return tuple(factors), tuple(slabs)
-
-
-def _dequantized(weight: QuantizedWeight, dtype: torch.dtype, block_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    """The first column and the rows of one part of a weight after another, each within ``block_bytes``."""
-    count, size = weight.shape
-    step = max(1, block_bytes // (size * (weight.temporary_bytes + dtype.itemsize)))
-    for first in range(0, count, step):
-        yield first, weight.rows(first, min(first + step, count)).to(dtype)
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:

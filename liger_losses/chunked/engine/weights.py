@@ -7,9 +7,9 @@ its weight (:mod:`liger_losses.chunked.engine.adapters`), so that there are two 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ from liger_losses.kernels.matmul import matmul_into, wide_dtype
 #: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+class Factor(NamedTuple):
+    """Rows of some of the hidden states' columns: a tensor that may get a gradient, or part after part."""
+
+    columns: slice
+    rows: Tensor | None
+    #: Yields the column of a part's first row, and its rows.
+    parts: Callable[[], Iterator[tuple[int, Tensor]]] | None = None
 
 
 class Weights(Protocol):
@@ -39,6 +48,10 @@ class Weights(Protocol):
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows ``[C, H]`` in this dtype; the memory is shared where that needs no copy."""
+        ...
+
+    def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
+        """All rows, of which those that are computed in this dtype take at most so many bytes at a time."""
         ...
 
     def matrix(self, dtype: torch.dtype) -> Tensor | None:
@@ -75,6 +88,9 @@ class Dense:
         whole = isinstance(ids, slice) and ids == slice(0, self.trained.shape[0])
         rows = self.trained if whole else self.trained[ids]
         return rows if rows.dtype == dtype else rows.to(dtype)
+
+    def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
+        return [Factor(slice(None), self.trained)]
 
     def matrix(self, dtype: torch.dtype) -> Tensor | None:
         return self.trained if self.trained.dtype == dtype and self.trained.stride(1) == 1 else None
@@ -113,6 +129,17 @@ class Quantized:
         start, stop, _ = ids.indices(len(self.trained))
         found = self.codes.rows(start, stop).to(dtype)
         return torch.cat([found, self.trained[ids].to(dtype)], 1) if self.trained.shape[1] else found
+
+    def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
+        count, size = self.codes.shape
+        step = max(1, memory // (size * (self.codes.temporary_bytes + dtype.itemsize)))
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for first in range(0, count, step):
+                yield first, self.codes.rows(first, min(first + step, count)).to(dtype)
+
+        beside = [Factor(slice(size, None), self.trained)] if self.trained.shape[1] else []
+        return [Factor(slice(size), None, parts), *beside]
 
     def matrix(self, dtype: torch.dtype) -> None:
         return None

@@ -22,7 +22,8 @@ from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses import distillation
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.given_columns import Facts, GivenCall, GivenColumns, evaluate
+from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
+from liger_losses.kernels.given_ids import Facts, GivenIds, find
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -192,9 +193,10 @@ def test_sparse_gradients_that_cannot_be():
 
 
 @NEEDS_TRITON
-def test_the_kernel_finds_the_same_as_the_reference():
+def test_the_kernels_find_the_same_as_the_reference():
+    """Right ids and wrong ones, of all tokens and of some, with columns that are computed here and others."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight, *_ = problem(7, 4, 50, masked=0.0)
+    (hidden, weight, *_), totals = problem(7, 4, 50, masked=0.0), torch.zeros(6)
     for case, (form, add_label, shift) in enumerate(itertools.product(("padded", "ragged"), (False, True), (0, 2))):
         count, width, size = 7, (3, 3, 40, 3)[case % 4], 50
         labels = torch.randint(-1, size + 1, (count,), generator=g)
@@ -209,19 +211,24 @@ def test_the_kernel_finds_the_same_as_the_reference():
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
             ids = ids.flatten()[: int(offsets[-1])].int()
         columns = range(*((0, size), (7, 30))[case % 2])
-        given = GivenColumns.of(ids, offsets, labels, -100, columns, size, shift=shift, add_label=add_label)
-        found = [
-            evaluate(GivenCall(given, backend=backend), None, hidden, weight[columns.start : columns.stop])
-            for backend in ("torch", "triton")
-        ]
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        facts = Facts(*found[0].facts)
-        assert facts.no_labels.any()
-        assert facts.cut.any()
-        assert not (facts.cut & facts.uncut).any()
-        if case == 2:
-            assert facts.twice.any()
+        tokens = None if case % 3 else torch.tensor([1, 2, 5])
+        given = GivenIds(ids, offsets, labels, -100, size, columns, shift, add_label, (30, 45)[case > 2], tokens, width)
+        results, (h, w) = [], (hidden if tokens is None else hidden[tokens], weight[columns.start : columns.stop])
+        for backend in ("torch", "triton"):
+            found = find(given, torch.float32, backend=backend)
+            those = GivenColumns(found.columns, len(columns))
+            call = GivenCall(those, found, ByRows(backend), backend=backend)
+            project_(call, None, h, w)
+            outputs = with_gradients(call, evaluate(call, NAMES), (*NAMES, "selected_logps"), None, h, w).values()
+            facts = Facts(*found.facts)
+            right = facts.no_columns + facts.no_labels == 0  # others may have no column at all
+            values = [output[right] for output in outputs]
+            grads = gradients(sum(value.square().sum() for value in values), (hidden, weight))
+            results.append([found.columns, found.label_at, found.facts, *values, *grads])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        totals += results[0][2].sum(1)
+    assert all(totals), Facts(*totals)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -42,7 +42,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/given_columns.py", "torch.where(rows >= 0, values[at], 0.0)", "torch.where(rows >= 0, 1.0, 0.0)"),
         ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
         ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),
-        ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale)", ", adapter.a))"),
+        ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale, ", ", adapter.a), "),
     ],
     "tests/chunked/test_combinations.py -k in_triton": [
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),

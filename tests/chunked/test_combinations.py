@@ -31,7 +31,21 @@ def many_parts(monkeypatch):
     monkeypatch.setattr(given_columns, "GATHERED_BYTES", 3000)
 
 
-@pytest.mark.parametrize("row", rows(backend=("torch",)), ids=str)
+#: In so small workspaces, quantized rows are dequantized where they are needed, and statistics of tiles merged.
+WALKS = {
+    "asks": ("logp", "statistics", "metrics", "token loss"),
+    "weight": ("quantized", "quantized with adapters"),
+    "targets": ("one", "two heads"),
+    "teacher": ("model",),
+    "blocks": ("small workspace",),
+    "strategy": (None,),
+    "invariant": (False,),
+    "backend": ("torch",),
+}
+ROWS = dict.fromkeys([*rows(backend=("torch",)), *rows(**WALKS)])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_any_two_together(row):
     check(row)
 
@@ -51,6 +65,6 @@ def test_any_three_together():
 
 def test_every_value_meets_every_other():
     """But where they make no sense together, or are refused."""
-    met = {pair for row in rows(backend=("torch",)) for pair in zip(vars(row), vars(row).values(), strict=True)}
+    met = {pair for row in ROWS for pair in zip(vars(row), vars(row).values(), strict=True)}
     expected = {(name, value) for name, values in COLUMNS.items() for value in values if value != "triton"}
     assert met == expected

@@ -1,4 +1,4 @@
-"""Every loss and operation, and a comparison of compiled and plain functions."""
+"""Every loss and operation in compiled functions: calls of :mod:`tests.chunked.engine.shared_vocabulary`, in fp32."""
 
 import torch
 from torch import nn
@@ -8,39 +8,19 @@ from liger_losses import (
     AdaptiveEntropy,
     ChunkedLoss,
     Completions,
-    DistillationLoss,
-    Divergence,
     Head,
-    LigerFusedLinearAlphaBetaLoss,
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearMiniLLMLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearReverseKLLoss,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearTVDLoss,
     LogitTransform,
     PreferenceLoss,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-    linear_divergence,
-    linear_divergence_loss,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
 )
+from tests.chunked.engine import shared_vocabulary as calls
+from tests.chunked.engine.shared_vocabulary import CE
 from tests.reference import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-B, H, V = 4, 16, 29
+B, H, V = calls.ROWS, calls.HIDDEN, calls.VOCAB
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}
 HALF = {"rtol": 1e-2, "atol": 1e-3}
 LENGTHS = (5, 6, 8)
@@ -54,18 +34,9 @@ def compiled(function, backend="aot_eager"):
 
 def batch(length, rows=B, *, seed=0, dtype=torch.float32):
     """The tensors of one call. Some tokens carry no loss."""
-    g = torch.Generator().manual_seed(100 * seed + length)
-    hidden, other = (torch.randn(rows, length, H, generator=g).to(DEVICE, dtype) for _ in range(2))
-    labels = torch.randint(V, (rows, length), generator=g)
-    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
-    signs = torch.tensor([1.0, -0.5, 0.3, -1.0])[:rows]
-    return {
-        "h": hidden.requires_grad_(),
-        "other": other,
-        "y": labels.to(DEVICE),
-        "signs": signs.to(DEVICE),
-        "logps": -3.4 + 0.2 * torch.randn(rows, length, generator=g).to(DEVICE),
-    }
+    d = {name: value.to(DEVICE) for name, value in calls.batch(dtype, rows, length, seed=100 * seed + length).items()}
+    d["h"].requires_grad_()
+    return d
 
 
 def masked(d):
@@ -133,10 +104,13 @@ def check(function, plain, batches, leaves, tolerance=TOLERANCE, scale=1.0):
                 torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
 
 
-def pairs(loss, head, d):
-    """Liger's form, half of whose rows are chosen, with a bias of its own."""
-    extra = (d["other"], head.weight.detach() * 0.7) if loss.use_ref_model else ()
-    return loss(head.weight, torch.tanh(d["h"]), d["y"], head.bias, *extra)
+def reference(head):
+    """The head of another model; a constant."""
+    return Head(head.weight.detach() * 0.7, head.bias.detach())
+
+
+def with_reference(call):
+    return lambda loss, head, d: call(loss, head, reference(head), d)
 
 
 def completions(loss, head, d):
@@ -145,45 +119,7 @@ def completions(loss, head, d):
         Completions(*[d[name][rows] for name in ("h", "y", "other")])
         for rows in (slice(2), (slice(2, 4), slice(1, None)))
     ]
-    return loss(head, *groups, ref_weight=head.weight.detach() * 0.7, ref_bias=head.bias.detach())
-
-
-def marked(loss, head, d):
-    extra = {"kl": 0.3} if loss.loss_type == "kto" else {}
-    if loss.use_ref_model:
-        extra |= {"ref_input": d["other"], "ref_weight": head.weight.detach()}
-    return loss(d["h"], head, d["y"], preference_labels=d["signs"] > 0, **extra)
-
-
-def policy(loss, head, d):
-    extra = {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
-    mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
-    return loss(torch.tanh(d["h"]), head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
-
-
-def teacher(head, d):
-    return Teacher(d["other"], head.weight.detach() * 0.7)
-
-
-def distillation(loss, head, d):
-    return loss(head, d["h"], d["y"], teacher(head, d))
-
-
-def from_logits(loss, head, d):
-    return loss(head, d["h"], d["y"], TeacherLogits(d["other"] @ head.weight.detach().T))
-
-
-def from_top_k(loss, head, d):
-    logps, indices = (d["other"] @ head.weight.detach().T).log_softmax(-1).topk(4)
-    return loss(head, d["h"], d["y"], TeacherTopK(logps, indices))
-
-
-def like_liger(loss, head, d):
-    return loss(d["h"], head.weight, d["other"], head.weight.detach() * 0.7, d["y"])
-
-
-def plain_call(loss, head, d):
-    return loss(head, torch.tanh(d["h"]), d["y"])
+    return loss(head, *groups, ref_weight=reference(head))
 
 
 class Focal(ChunkedLoss):
@@ -208,10 +144,15 @@ class Squared(PreferenceLoss):
         return (self.beta * (pairs.chosen_logratios - pairs.rejected_logratios) - 1).square()
 
 
-CE = LigerFusedLinearCrossEntropyLoss
+pairs, marked, distillation = map(with_reference, (calls.pairs, calls.marked, calls.distilled))
+#: Losses that differ from another one by a formula alone, which has no part in how they are compiled.
+ALIKE = (
+    *("CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "soft loss of a smaller teacher"),
+    *("JSD, whole teacher", "JSD, smaller teacher", "GRPO, by items", "cross entropy, many heads"),
+)
 #: How to build a loss, and how to call it.
 LOSSES = {
-    "cross entropy": (CE, plain_call),
+    **{name: (build, with_reference(call)) for name, (build, call) in calls.LOSSES.items() if name not in ALIKE},
     "cross entropy, shifted": (
         CE,
         lambda loss, head, d: loss(head.weight, d["h"][:, :-1], d["y"][:, 1:].contiguous(), head.bias),
@@ -225,18 +166,10 @@ LOSSES = {
             return_token_accuracy=True,
             return_predicted_tokens=True,
         ),
-        plain_call,
+        lambda loss, head, d: loss(head, torch.tanh(d["h"]), d["y"]),
     ),
-    "cross entropy, per token": (lambda: CE(reduction="none", softcap=3.0, shift=True), plain_call),
-    "DPO": (lambda: LigerFusedLinearDPOLoss(beta=0.3, compute_nll_loss=True), pairs),
-    "DPO, completions": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
-    "CPO": (LigerFusedLinearCPOLoss, pairs),
-    "SimPO": (LigerFusedLinearSimPOLoss, pairs),
-    "ORPO": (LigerFusedLinearORPOLoss, pairs),
+    "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
     "user's pairs": (Squared, pairs),
-    "KTO": (LigerFusedLinearKTOLoss, marked),
-    "BCO": (LigerFusedLinearBCOLoss, marked),
-    "GRPO": (lambda: LigerFusedLinearGRPOLoss(beta=0.1), policy),
     "GRPO, two passes": (
         lambda: LigerFusedLinearGRPOLoss(
             beta=0.0,
@@ -244,61 +177,26 @@ LOSSES = {
             top_entropy_quantile=0.5,
             entropy_coef=AdaptiveEntropy(0.1, target=9.0),
         ),
-        policy,
+        with_reference(calls.policy),
     ),
-    "JSD": (lambda: LigerFusedLinearJSDLoss(beta=0.3, temperature=1.5), distillation),
-    "JSD, Liger's form": (lambda: LigerFusedLinearJSDLoss(return_soft_hard_loss=True), like_liger),
-    "KL, top-k": (LigerFusedLinearKLLoss, from_top_k),
-    "KL, logits": (LigerFusedLinearKLLoss, from_logits),
-    "reverse KL": (LigerFusedLinearReverseKLLoss, distillation),
-    "TVD": (LigerFusedLinearTVDLoss, distillation),
-    "alpha-beta": (lambda: LigerFusedLinearAlphaBetaLoss(0.3, 0.6), distillation),
-    "cosine": (LigerFusedLinearCosineSimilarityLoss, distillation),
-    "divergence": (lambda: DistillationLoss(Divergence.forward_kl()), distillation),
-    "MiniLLM": (LigerFusedLinearMiniLLMLoss, distillation),
+    "JSD, Liger's form": (
+        lambda: LigerFusedLinearJSDLoss(return_soft_hard_loss=True),
+        lambda loss, head, d: loss(d["h"], head.weight, d["other"], head.weight.detach() * 0.7, d["y"]),
+    ),
     "user's loss": (
         lambda: Focal(temperature=0.7),
         lambda loss, head, d: loss(Head(head.weight, head.bias), d["h"], d["y"], gamma=3.0),
     ),
-    "user's loss, a dictionary": (InADictionary, plain_call),
+    "user's loss, a dictionary": (InADictionary, with_reference(calls.plain_call)),
     "head with a transform": (
         CE,
         lambda loss, head, d: loss(Head.of(head, transform=LogitTransform(0.5)), d["h"], d["y"]),
     ),
 }
-
-
-def user_function(statistics, labels, w):
-    return -w * statistics.logp + 0.01 * statistics.lse.square()
-
-
 OPERATIONS = {
-    "logps": lambda head, d: linear_logps(d["h"], head.weight, d["y"], bias=head.bias, temperature=0.7, entropy=True),
-    "logps, shifted": lambda head, d: linear_logps(torch.tanh(d["h"]), head, d["y"], shift=True, chunk_size=3),
-    "statistics": lambda head, d: linear_statistics(
-        d["h"], head, d["y"], ("logp", "entropy", "mean_logit"), metrics="lse"
-    ),
-    "statistics of several": lambda head, d: linear_statistics([d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]),
-    "statistics of columns": lambda head, d: linear_statistics(
-        d["h"],
-        head,
-        d["y"],
-        ("selected_logps", "lse"),
-        selected=(d["y"].clamp(min=0)[..., None] + d["y"].new_ones(3)) % V,
-    ),
-    "divergence": lambda head, d: linear_divergence(
-        d["h"], head.weight, d["y"], teacher(head, d), Divergence.forward_kl(), logp=True, temperature=1.5
-    ),
-    "divergence loss": lambda head, d: linear_divergence_loss(
-        d["h"],
-        head,
-        d["y"],
-        teacher(head, d),
-        Divergence.reverse_kl(),
-        {"divergence": d["logps"].abs(), "logp": -d["logps"].exp()},
-        metrics=("entropy",),
-    ),
-    "token loss": lambda head, d: linear_token_loss(
-        d["h"], head, d["y"], user_function, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
-    ),
+    name: (lambda head, d, call=calls.OPERATIONS[name]: call(head, reference(head), d))
+    for name in (
+        *("logps", "not compact", "statistics", "statistics of several", "statistics of columns", "divergence"),
+        *("divergence loss", "token loss"),
+    )
 }

@@ -82,8 +82,11 @@ def calls(backend, compact=False):
     }
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("name", list(calls("torch")))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "torch") for name in calls("torch")]
+    + [(name, "triton") for name in ("cross-entropy", "log-probs, two passes", "DPO", "JSD")],
+)
 def test_nothing_waits_without_compaction(name, backend, monkeypatch):
     if backend == "triton" and (triton is None or not INTERPRETED):
         pytest.skip("needs Triton's interpreter")

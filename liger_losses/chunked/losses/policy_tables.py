@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -316,7 +315,7 @@ class Mask(NamedTuple):
     """
 
     weights: Callable[[Tensor, Tensor, Tensor, Tensor, PolicyOptions], Tensor] | None
-    bounds: Mapping[str, float] = MappingProxyType({})
+    bounds: Mapping[str, float] = {}
     of_sampler: bool = False
 
 
@@ -580,7 +579,7 @@ class LossType(NamedTuple):
     of_tokens: bool = False
     level: str = "token"
     mask: str = "none"
-    defaults: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = {}
     corrected: bool = False
 
 

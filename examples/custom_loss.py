@@ -48,8 +48,9 @@ def main():
         labels[:, :8] = -100  # the prompt
         sides.append(Completions(hidden_states, labels, ref_logps=torch.full((pairs,), -150.0)))
 
-    loss, metrics = CalDPOLoss(beta=0.1)(weight, *sides)
+    loss, metrics = CalDPOLoss(beta=0.1)(weight, chosen=sides[0], rejected=sides[1])
     loss.backward()
+    assert weight.grad is not None
     print(f"Cal-DPO {loss.item():.3f}, chosen rewards {metrics.chosen_rewards.tolist()}")
     print(f"gradient of lm_head: {tuple(weight.grad.shape)}, norm {weight.grad.norm().item():.3f}")
 

@@ -111,7 +111,8 @@ def main():
     blocks = nn.ModuleList(ResidualBlock(lm_head.weight.shape[1]) for _ in range(args.heads)).to(device)
     heads = [lm_head] * args.heads
     if args.own_heads:
-        heads = [nn.Linear(*reversed(lm_head.weight.shape), bias=False, device=device) for _ in range(args.heads)]
+        vocab_size, size = lm_head.weight.shape
+        heads = [nn.Linear(size, vocab_size, bias=False, device=device) for _ in range(args.heads)]
         for head in heads:
             head.weight = nn.Parameter(lm_head.weight.clone())
     trained = [*blocks.parameters(), *(p for head in heads for p in head.parameters() if p.requires_grad)]
@@ -129,6 +130,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         each = ", ".join(f"{value:.3f}" for value in metrics.losses.tolist())
+        assert metrics.token_accuracies is not None  # the loss was asked for them
         right = ", ".join(f"{value:.0%}" for value in metrics.token_accuracies.tolist())
         print(f"step {step + 1:3}  loss {loss.item():.4f}  of each head {each}  right {right}", flush=True)
 

@@ -84,7 +84,8 @@ def main():
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         reference = linear_logps(hidden.detach(), head.detach(), labels, shift=True).sum(-1)  # before this step
         completions.append(Completions(hidden, labels, ref_logps=reference))
-    loss, _ = LigerFusedLinearDPOLoss(beta=0.1, shift=True)(head, *completions)
+    chosen, rejected = completions
+    loss, _ = LigerFusedLinearDPOLoss(beta=0.1, shift=True)(head, chosen, rejected)
     loss.backward()
     optimizer.step()
     say(f"DPO loss {loss.item():.4f}")

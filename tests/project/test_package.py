@@ -146,3 +146,11 @@ def test_every_file_has_a_name_of_its_own():
     folders = (ROOT, ROOT.parent / "benchmarks", ROOT.parent / "examples")
     names = [path.name for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"]
     assert {name for name in names if names.count(name) > 1} == {"run.py"}  # two commands
+
+
+def test_the_stubs_are_those_of_the_options_and_calls():
+    """`make stubs` writes them."""
+    from tests.project.stubs import stubs
+
+    for name, text in stubs().items():
+        assert (ROOT / name).read_text() == text, name

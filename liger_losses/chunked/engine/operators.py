@@ -492,6 +492,8 @@ def _entry(function: F, of_loss: bool) -> F:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
         if of_loss and keywords:
             keywords = by_forward_names(loss, len(given), keywords)
+        elif "head" in keywords:  # as the documentation calls the weight
+            keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
         if torch.compiler.is_dynamo_compiling():
             message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
             if message is not None:

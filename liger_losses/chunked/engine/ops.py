@@ -315,7 +315,7 @@ def linear_divergence(
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
-) -> Any:
+) -> Statistics:
     """Each token's divergence between student and teacher, an ordinary differentiable operation.
 
     Backward computes the logits again; where the loss is a sum with weights that are known, use

@@ -271,7 +271,8 @@ class ChunkedLoss(nn.Module):
         given = ["not given" if number is None else "given" for number in numbers]
         agree(self.group, **self.common_options, num_items_in_batch=given)
 
-    def loss(self, statistics: Statistics, mask: Tensor, **inputs: Any) -> Any:
+    # With both *_ and **inputs, type checkers let subclasses name the inputs that they read.
+    def loss(self, statistics: Statistics, mask: Tensor, *_: Any, **inputs: Any) -> Any:
         """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
 
         Args:

@@ -1,0 +1,222 @@
+"""Writes the stubs by which type checkers and editors know the options and calls of losses: liger_losses/*.pyi.
+
+The options stand in one dataclass for each family of losses, and the names of a call's arguments in its forms, from
+which these stubs are made. Nothing reads them when the library runs.
+
+python -m tests.project.stubs  # after a change of an option or a call: `make stubs`
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import liger_losses
+from liger_losses import functional
+from liger_losses.chunked.losses.dpo import DPOOptions
+
+FOLDER = pathlib.Path(liger_losses.__file__).parent
+HEADER = '''"""Types for checkers and editors, written by tests/project/stubs.py (`make stubs`): do not edit."""
+
+# mypy: disable-error-code="override, misc, overload-overlap, overload-cannot-match"
+# pyright: reportIncompatibleMethodOverride=false, reportOverlappingOverload=false
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import TypeVar
+
+'''
+HEAD, HEADS = "Tensor | nn.Module | Head", "Tensor | nn.Module | Head | Sequence[Tensor | nn.Module | Head]"
+TENSORS, PAIR = "Tensor | Sequence[Tensor]", "Completions | tuple[Tensor, Tensor]"
+#: The types of the documented arguments; what is not here has the type that `forward` gives it.
+ARGUMENTS = {
+    "head": HEAD,
+    **dict.fromkeys(("hidden_states", "labels"), "Tensor"),
+    "bias": "Tensor | None",
+    **dict.fromkeys(("chosen", "rejected", "desirable", "undesirable", "completions"), PAIR),
+    "teacher": "Teacher | TeacherLogits | TeacherTopK | Teachers",
+    "num_items_in_batch": "Tensor | int | None",
+    "token_weights": "Tensor | None",
+}
+#: The same where there are lists of heads.
+SEVERAL = {"head": HEADS, "hidden_states": TENSORS, "labels": TENSORS, "bias": f"{TENSORS} | None"} | {
+    "num_items_in_batch": "Any",
+    "token_weights": f"{TENSORS} | None",
+}
+#: What calls return where `forward` says less.
+RESULTS = {
+    "PreferenceLoss": "tuple[Tensor, PreferenceMetrics]",
+    "DistillationLoss": "tuple[Tensor, DistillationMetrics]",
+    "LigerFusedLinearCrossEntropyLoss": "R",
+}
+#: liger-kernel's names of arguments that its form of a call needs, and their types.
+LIGER = {
+    **dict.fromkeys(("lin_weight", "student_weight", "teacher_weight"), HEAD),
+    **dict.fromkeys(("_input", "target", "student_input", "teacher_input", "true_labels"), "Tensor"),
+}
+#: And in calls with lists of heads.
+OF_LISTS = {"lin_weight": HEADS, "_input": TENSORS, "target": TENSORS}
+#: What only liger-kernel's form has, after the arguments of a shorter form.
+OF_OTHER_FORMS = ("target", "true_labels", "student_bias", "teacher_bias")
+MANY = "tuple[Any, ManyHeadsMetrics]"
+#: The calls of operations: the types of arguments, and what is returned.
+ONE = {"weight": HEAD, "hidden_states": "Tensor", "labels": "Tensor", "bias": "Tensor | None", "selected": "Any"}
+EACH = {"weight": HEADS, "hidden_states": TENSORS, "labels": TENSORS, "bias": f"{TENSORS} | None", "selected": "Any"}
+PLAIN = {"entropy": "Literal[False]", "lse": "Literal[False]", "shift": "bool | int"}
+OPERATIONS = {
+    "linear_logps": [(ONE | PLAIN, "Tensor"), (ONE | {"shift": "bool | int"}, "Statistics"), (EACH, "list[Any]")],
+    "linear_statistics": [(ONE, "Statistics"), (EACH, "list[Statistics]")],
+    "linear_token_loss": [(ONE, "tuple[Tensor, Statistics]"), (EACH, "tuple[Tensor, list[Statistics]]")],
+    "linear_divergence": [(ONE, "Statistics")],
+    "linear_divergence_loss": [(ONE, "tuple[Tensor, Statistics]")],
+}
+#: The functions whose options are fields of a dataclass.
+WITH_OPTIONS = {"dpo_loss": DPOOptions, "grpo_loss": functional.PolicyOptions}
+
+
+def parameters_of(function: object, skip: int = 0) -> dict[str, inspect.Parameter]:
+    """The parameters of a function by name."""
+    return dict([*inspect.signature(function).parameters.items()][skip:])  # type: ignore[arg-type]
+
+
+def written(parameters: Mapping[str, inspect.Parameter], types: Mapping[str, str]) -> str:
+    """Parameters as they stand in a stub, with these types instead of theirs."""
+    found, kind = [], inspect.Parameter
+    for name, each in parameters.items():
+        if each.kind == kind.KEYWORD_ONLY and "*" not in found:
+            found.append("*")
+        annotation = types.get(name, "Any" if each.annotation is kind.empty else str(each.annotation))
+        default = "" if each.default is kind.empty else " = ..."
+        stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(each.kind, "")
+        for alias, spelled in (("AnyHead", HEAD), ("AnyTeacher", ARGUMENTS["teacher"]), ("OneOrEach", "Any")):
+            annotation = re.sub(rf"\b{alias}\b", spelled, annotation)  # names of the library's own files
+        found.append(f"{stars}{name}: {annotation}{default}")
+    return ", ".join(found)
+
+
+def functions(name: str, calls: list[tuple[str, str]], indent: str = "") -> Iterator[str]:
+    """A function with one call, or overloads: each is parameters and result."""
+    calls = list(dict.fromkeys(calls))
+    for parameters, result in calls:
+        if len(calls) > 1:
+            yield f"{indent}@overload"
+        yield f"{indent}def {name}({parameters}) -> {result}: ..."
+
+
+def calls_of(loss: Any) -> Iterator[tuple[str, str]]:
+    """The calls of a loss: by the documented names of each form, and by liger-kernel's, which `forward` has."""
+    given, result = parameters_of(loss.forward, 1), str(inspect.signature(loss.forward).return_annotation)
+    if "Any" in result:
+        result = next((RESULTS[each.__name__] for each in loss.__mro__ if each.__name__ in RESULTS), result)
+    for form in loss.forms:
+        parameters = in_form(given, form)
+        yield "self, " + written(parameters, ARGUMENTS), result
+        if loss.options_type.several:
+            yield "self, " + written(parameters, SEVERAL), MANY
+    needed = {name: each.replace(default=inspect.Parameter.empty) for name, each in given.items() if name in LIGER}
+    if needed:
+        last = "Any" if "teacher_input" in needed else result
+        yield "self, " + written(given | needed, ARGUMENTS | LIGER), last
+        if loss.options_type.several:
+            yield "self, " + written(given | needed, SEVERAL | OF_LISTS), MANY
+
+
+def in_form(given: Mapping[str, inspect.Parameter], form: Sequence[str]) -> dict[str, inspect.Parameter]:
+    """The parameters of `forward` with a form's names. What belongs to another form is left out; keywords follow it."""
+    kind, found, keyword = inspect.Parameter, dict[str, inspect.Parameter](), False
+    for old, new in zip(given, form, strict=False):
+        found[new] = given[old].replace(name=new, default=kind.empty)
+    for name, each in [*given.items()][len(form) :]:
+        if name in OF_OTHER_FORMS:
+            keyword = True
+        elif name not in found:
+            variadic = each.kind in (kind.VAR_KEYWORD, kind.VAR_POSITIONAL)
+            found[name] = each.replace(kind=kind.KEYWORD_ONLY) if keyword and not variadic else each
+    return found
+
+
+def class_of(name: str, loss: Any, public: Mapping[str, Any]) -> Iterator[str]:
+    """A loss with its options and calls."""
+    base = next((each.__name__ for each in loss.__mro__[1:] if public.get(each.__name__) is each), None)
+    bases = [*([base] if base else []), f"_{loss.__module__.rpartition('.')[2]}.{name}"]
+    options, chosen = parameters_of(loss), [("self", {})]
+    if loss.options_type.several:
+        bases.append("Generic[R]")
+        plain = {option: "Literal[False]" for option in options if option.startswith("return_")}
+        chosen = [(f"self: {name}[Tensor]", plain), (f"self: {name}[Any]", {})]
+    yield f"class {name}({', '.join(bases)}):"
+    yield from functions("__init__", [(f"{me}, {written(options, types)}", "None") for me, types in chosen], "    ")
+    if base is None or public[base].forward is not loss.forward:
+        yield from functions("__call__", [*calls_of(loss)], "    ")
+
+
+def package() -> str:
+    """The stub of liger_losses."""
+    public = {name: getattr(liger_losses, name) for name in liger_losses.__all__}
+    losses = {name: each for name, each in public.items() if issubclass_of(each, liger_losses.ChunkedLoss)}
+    lines = [HEADER]
+    lines += [f"from liger_losses import {name} as {name}" for name in ("functional", "modules", "trl")]
+    for name, module in liger_losses._WHERE.items():
+        stubbed = name in losses or name in OPERATIONS
+        if not stubbed:
+            lines.append(f"from liger_losses.{module} import {name} as {name}")
+    files = sorted({loss.__module__.removeprefix("liger_losses.chunked.losses.") for loss in losses.values()})
+    lines += [f"from liger_losses.chunked.losses import {file} as _{file}" for file in files]
+    lines += ['R = TypeVar("R", default=Tensor)', "__version__: str", f"__all__ = {liger_losses.__all__}"]
+    for name in sorted(losses, key=lambda name: len(losses[name].__mro__)):
+        lines += class_of(name, losses[name], losses)
+    for name, rows in OPERATIONS.items():
+        given, calls = parameters_of(public[name]), []
+        for types, result in rows:
+            calls.append((written(given, types), result))
+            renamed = {("head" if each == "weight" else each): value for each, value in given.items()}
+            calls.append((written(renamed, types | {"head": types.get("weight", HEAD)}), result))
+        lines += functions(name, calls)
+    return "\n".join(lines) + "\n"
+
+
+def of_functional() -> str:
+    """The stub of liger_losses.functional."""
+    lines, kind = [HEADER], inspect.Parameter
+    for name in functional.__all__:
+        if name not in WITH_OPTIONS:
+            lines.append(f"from {getattr(functional, name).__module__} import {name} as {name}")
+    lines.append(f"__all__ = {functional.__all__}")
+    for name, options in WITH_OPTIONS.items():
+        function = getattr(functional, name)
+        given = {name: each for name, each in parameters_of(function).items() if each.kind != kind.VAR_KEYWORD}
+        for field in fields(options):
+            default = kind.empty if field.default is MISSING else field.default
+            given[field.name] = kind(field.name, kind.KEYWORD_ONLY, default=default, annotation=field.type)
+        lines += functions(name, [(written(given, {}), str(inspect.signature(function).return_annotation))])
+    return "\n".join(lines) + "\n"
+
+
+def issubclass_of(value: object, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def stubs() -> dict[str, str]:
+    """Each stub's text, by its name."""
+    found = {"__init__.pyi": package(), "functional.pyi": of_functional()}
+    for command in (["check", "--fix-only", "--select", "F401,I"], ["format"]):
+        for name, text in found.items():
+            line = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(FOLDER / name), "-"]
+            done = subprocess.run(line, input=text, capture_output=True, text=True, check=False)
+            assert not done.returncode, done.stderr
+            found[name] = done.stdout
+    return found
+
+
+if __name__ == "__main__":
+    for name, text in stubs().items():
+        (FOLDER / name).write_text(text)

@@ -192,7 +192,8 @@ if not TYPE_CHECKING:  # a type checker would take any name
         elif name in _SUBMODULES:
             value = importlib.import_module(f"{__name__}.{name}")
         else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            hint = f"; call {__name__}.trl.{name}()" if name in ("enable", "disable", "enabled") else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         return globals().setdefault(name, value)
 
 

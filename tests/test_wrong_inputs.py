@@ -28,7 +28,9 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    patch,
 )
+from liger_losses.trl import enable
 from tests.reference import problem
 
 CE, DPO, GRPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
@@ -106,6 +108,23 @@ WRONG = {
         "old_per_token_logps must be floating point, got torch.int64",
     ),
     "complex advantages": (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
+    # names
+    "a misspelt loss": (
+        lambda h, w, y: DPO(loss_type="sigmoidd"),
+        r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be",
+    ),
+    "GSPO": (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; here it is importance_sampling_level='sequence' with"),
+    "RLOO": (lambda h, w, y: GRPO(loss_type="rloo"), "here it is importance_sampling_level='sequence_sum'"),
+    "unpaired DPO": (lambda h, w, y: DPO(loss_type="kto_pair"), "here it is LigerFusedLinearKTOLoss, of single"),
+    "a piece": (
+        lambda h, w, y: patch(w, mlp=True),
+        r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,",
+    ),
+    "TRL": (lambda h, w, y: enable(kernel=True), r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"),
+    "no labels": (
+        lambda h, w, y: DPO()(w, (h, y)),
+        "required argument: 'rejected'; .* arguments are head, chosen",
+    ),
     # functions
     "a list": (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
     "shapes": (
@@ -136,7 +155,7 @@ WRONG = {
     "a divergence's name": (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a Divergence, such"),
     "a tail": (
         lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"),
-        "unknown tail 'x'; it must be one of bucket, renormalize",
+        "unknown tail 'x'; it must be one of bucket, lump, renormalize, none",
     ),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.chunked.engine.arguments import lists_arguments
 from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
@@ -28,6 +29,7 @@ from liger_losses.patching.token_mlps import TokenMLP
 Filter = Callable[[nn.Module, str], bool]
 
 
+@lists_arguments
 def patch(
     model: nn.Module,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.chunked.engine.arguments import lists_arguments
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
@@ -24,6 +25,7 @@ _replaced = Replaced()
 _enabled: list[Feature] = []
 
 
+@lists_arguments
 def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None) -> None:
     """Give the TRL trainers that are built from now on this library's loss heads. All of their options work.
 
@@ -84,7 +86,7 @@ def _add(features: Sequence[Feature], version: str) -> None:
     if not any(feature is not BUILT_EARLY for feature in works) and len(features) > 1:
         raise RuntimeError(f"{lacks}. Nothing was changed." + see("trl"))
     if missing:
-        warnings.warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"), stacklevel=4)
+        warnings.warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"), stacklevel=5)
     for feature in works:
         places = found[feature.name]
         assert not isinstance(places, Missing)

@@ -132,7 +132,8 @@ def calls_of(loss: Any) -> Iterator[tuple[str, str]]:
 
 def in_form(given: Mapping[str, inspect.Parameter], form: Sequence[str]) -> dict[str, inspect.Parameter]:
     """The parameters of `forward` with a form's names. What belongs to another form is left out; keywords follow it."""
-    kind, found, keyword = inspect.Parameter, dict[str, inspect.Parameter](), False
+    kind, found = inspect.Parameter, dict[str, inspect.Parameter]()
+    keyword = any(ARGUMENTS.get(name) == PAIR for name in form)  # beside completions, so that `*sides` can be checked
     for old, new in zip(given, form, strict=False):
         found[new] = given[old].replace(name=new, default=kind.empty)
     for name, each in [*given.items()][len(form) :]:

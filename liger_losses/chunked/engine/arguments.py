@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from liger_losses.chunked.engine.checks import LOSS_INPUTS
+from liger_losses.chunked.engine.checks import LOSS_INPUTS, meant
 
 C = TypeVar("C", bound=Any)
 
@@ -35,6 +34,8 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         names = [*known, *documented]
         known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, names)}" for name in unknown)
         reason = f"it has no {known_or_not}" if unknown else str(error)
+        for old, new in zip(known, loss.forms[0] if loss else (), strict=False):
+            reason = reason.replace(f"argument: {old!r}", f"argument: {new!r}")
         if {*unknown} & {*documented}:
             named = ", ".join(f"{name}=" for name in unknown if name in documented)
             reason = f"{named} beside an argument that is the same one, or that belongs to another form of the call"
@@ -44,7 +45,10 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
             reason += f"; {named} {verb} of the constructor, {loss.__name__}({given})"
         if loss is None:
             return f"{function.__name__}: {reason}; its arguments are {', '.join(known)}."
-        named = f"Its arguments are {', '.join(known)}; it takes no logits: {LOSS_INPUTS}."
+        named = f"Its arguments are {', '.join(dict.fromkeys([*loss.forms[0], *known[len(loss.forms[0]) :]]))}"
+        others = [name for name in known[: len(loss.forms[0])] if name not in documented]
+        named += f", or {', '.join(others)} as in liger-kernel" if others else ""
+        named += f"; it takes no logits: {LOSS_INPUTS}."
         advice = f"call it as {loss.call_forms}. {named}"
         if "ref_model" in keywords:
             advice = (
@@ -53,6 +57,19 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
             )
         return f"{loss.__name__}: {reason}; {advice}"
     return None
+
+
+def lists_arguments(function: C) -> C:
+    """Decorate a function: wrong arguments are a TypeError that lists those which it has."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        message = wrong_arguments(function, len(arguments), keywords)
+        if message is not None:
+            raise TypeError(message)
+        return function(*arguments, **keywords)
+
+    return wrapped  # type: ignore[return-value]
 
 
 def by_forward_names(loss: Any, count: int, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +98,6 @@ def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str,
         known = [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *names]
         raise TypeError(f"{function.__name__} has no argument {unknown}; its arguments are {', '.join(known)}.")
     return cls(**options)
-
-
-@torch.compiler.assume_constant_result
-def meant(name: str, known: Iterable[str]) -> str:
-    """In brackets, which of the known names this one is close to, if it is close to one."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def constructor_signature(cls: Any) -> inspect.Signature:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -36,12 +38,26 @@ def one_each(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, LISTS) else [value] * count
 
 
-def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ValueError, listing the known names, if one of ``names`` is unknown."""
+@torch.compiler.assume_constant_result
+def meant(name: str, known: Iterable[str]) -> str:
+    """In brackets, which of the known names this one is close to, if it is close to one."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_names(
+    names: Iterable[str], known: Iterable[str], what: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise ValueError, listing the known names, if one of ``names`` is unknown.
+
+    ``elsewhere`` says of names that users may know how this library writes them.
+    """
     known = tuple(known)
     for name in names:
         if name not in known:
-            raise ValueError(f"unknown {what} {name!r}; it must be one of {', '.join(known)}.")
+            close = meant(name, known) if isinstance(name, str) and name not in elsewhere else ""
+            hint = f"; here it is {elsewhere[name]}" if name in elsewhere else ""
+            raise ValueError(f"unknown {what} {name!r}{close}{hint}; it must be one of {', '.join(known)}.")
 
 
 def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:

@@ -17,6 +17,14 @@ from liger_losses.chunked.engine.checks import check_alike, check_names, check_r
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, sequence_logps, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
+#: Losses that TRL's DPO had, or that are classes of their own.
+_OTHERS = {
+    "kto_pair": "LigerFusedLinearKTOLoss, of single completions",
+    "orpo": "LigerFusedLinearORPOLoss",
+    "cpo": "LigerFusedLinearCPOLoss",
+    "simpo": "LigerFusedLinearSimPOLoss",
+}
+
 
 @dataclass(frozen=True)
 class DPOOptions:
@@ -44,7 +52,7 @@ class DPOOptions:
     def __post_init__(self) -> None:
         types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
         check_range("beta", self.beta, 0.0, math.inf, open_low=True)
-        check_names(types or ("",), DPO_LOSSES, "loss_type")
+        check_names(types or ("",), DPO_LOSSES, "loss_type", _OTHERS)
         if weights is not None and (not hasattr(weights, "__len__") or len(weights) != len(types)):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
         for weight in () if weights is None else weights:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
-from liger_losses.chunked.engine.arguments import meant
-from liger_losses.chunked.engine.checks import check_range
+from liger_losses.chunked.engine.checks import check_range, meant
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics

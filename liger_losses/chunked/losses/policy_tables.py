@@ -93,7 +93,7 @@ class PolicyOptions:
     cov_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        check_names([self.loss_type], LOSS_TYPES, "loss_type")
+        check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
         check_names([self.importance_sampling_level], RATIOS, "importance_sampling_level")
         check_names([self.kl_estimator], KL_ESTIMATORS, "kl_estimator")
         check_names([self.normalizer], (OF_LOSS_TYPE, *NORMALIZERS), "normalizer")
@@ -185,6 +185,13 @@ class Batch(Protocol):
     def of_one_prompt(self) -> tuple[Tensor, Tensor]:
         """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
 
+
+#: Losses of other names that are a level of the ratio here.
+_LEVELS = {
+    "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
+    "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
+    "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
+}
 
 #: Options that are at least 0.
 _NOT_NEGATIVE = (

@@ -31,7 +31,7 @@ class Scaled(ChunkedLoss):
 
 
 MISTAKES = {
-    "logits and labels": (lambda h, w, y: CE()(h @ w.t(), y), r"'target'; call it as loss\(head, hidden_.*no logits"),
+    "logits and labels": (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
     "targets=": (
         lambda h, w, y: CE()(w, h, targets=y),
         r"CrossEntropyLoss: it has no targets= \(did you mean 'target'\?\); call it as .*_input, target",
@@ -45,10 +45,10 @@ MISTAKES = {
         "head=, hidden_states=, labels= beside an argument that is the same one",
     ),
     "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), labels=y), "chosen=, labels= beside .* another form of the"),
-    "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'target'.*\(head, chosen, rejected\)"),
+    "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
     "a loss that derives": (
         lambda h, w, y: LigerFusedLinearORPOLoss()(w, h),
-        r"'target'.*\(head, chosen, reje",
+        r"'rejected'.*\(head, chosen, reje",
     ),
     "one's own": (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),

@@ -250,6 +250,8 @@ def series_argument(divergence: Divergence) -> KernelSeries:
     return KernelSeries(a, b, c, series.radius, power, coefficients)
 
 
+#: Of the cosine distance.
+_NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
@@ -278,19 +280,15 @@ def _divergence_triton(
         c.divergence, labels, *c[1:], temperature,
         None if sums is None else sums.h,
     )  # fmt: skip
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    launch = {"BLOCK": block, "num_warps": _WARPS}
-    if divergence.form == "cosine":
-        squares = (None, None) if sums is None or sums.squares is None else sums.squares
-        _cosine_kernel[(rows,)](*common, *squares, **launch)
-        return
-    form, series = FORMS[divergence.form], series_argument(divergence)
-    rest, launch = (
-        (student.lse, teacher.lse, parameter, series),
-        {**launch, "FORM": form.triton, "BALANCED": form.balanced},
-    )
+    block, form = min(_BLOCK, triton.next_power_of_2(columns)), FORMS.get(divergence.form)
+    launch: dict[str, Any] = {"BLOCK": block, "num_warps": _WARPS, "FORM": None, "BALANCED": False}
+    squares = (None, None) if sums is None or sums.squares is None else sums.squares
+    rest: tuple[Any, ...] = (None, None, None, _NO_SERIES, *squares)
+    if form is not None:
+        rest = (student.lse, teacher.lse, parameter, series_argument(divergence), None, None)
+        launch |= {"FORM": form.triton, "BALANCED": form.balanced}
     parts = 1
-    if out is None and not whole_rows:
+    if out is None and not whole_rows and form is not None:
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
     if parts < 2:
         _divergence_kernel[(rows, 1)](*common, *rest, **launch)
@@ -346,16 +344,52 @@ def load_hard(hard_p, hard_label, hard_lse, rows, valid):
     return hard_p, hard_label, hard_lse
 
 
+@jit
+def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
+    """A row's sums of squared logits."""
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
+    s_sum = tl.zeros((BLOCK,), tl.float32)
+    t_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.cdiv(columns, BLOCK)):
+        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+        s_sum += tl.where(inside, s * s, 0.0)
+        t_sum += tl.where(inside, t * t, 0.0)
+    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
+
+
+@jit
+def _terms(
+    student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The columns of a block, which of them are inside, the student's logits, and p, f and h.
+
+    Without a form, of the cosine distance: f and h of unit vectors, whose scales are ``s_lse`` and ``t_lse``, and the
+    student's in the place of p.
+    """
+    at, inside, s, t = _both_logits(student, teacher, row, block, columns, inverse, BLOCK)
+    if FORM is None:
+        p = s * s_lse
+        h = p - t * t_lse
+        f = h * h / 2
+    else:
+        s = tl.where(inside, s, float("-inf"))
+        t = tl.where(inside, t, float("-inf"))
+        p, f, h = terms_block(s, t, s_lse, t_lse, a, series, FORM)
+    return at, inside, s, p, f, h
+
+
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
-_OF_MODELS = ["student_lse", "teacher_lse", "parameter"]
+_OF_MODELS = ["student_lse", "teacher_lse", "parameter", "student_squares", "teacher_squares"]
 
 
 @jit(do_not_specialize_on_alignment=[*_VECTORS, *_OF_MODELS])
 def _divergence_kernel(
     value, student, teacher, out, out_stride, columns,
     coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_lse, teacher_lse, parameter, series,
+    student_lse, teacher_lse, parameter, series, student_squares, teacher_squares,
     FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: its sums from left to right, then its gradient from right to left.
@@ -364,11 +398,23 @@ def _divergence_kernel(
     is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
 
     Without a gradient, several programs may share a row: each writes the sums of its columns.
+
+    Without a form, it is the cosine distance: the norms of both rows, which are there or computed first, take the place
+    of the log-sum-exps, and the sum of f that of h. Each loop then begins where the one before it ended.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    s_lse = tl.load(student_lse + row)
-    t_lse = tl.load(teacher_lse + row)
+    if FORM is None:
+        if student_squares is not None:
+            s_square = tl.load(student_squares + row)
+            t_square = tl.load(teacher_squares + row)
+        else:
+            s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
+        s_lse = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
+        t_lse = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
+    else:
+        s_lse = tl.load(student_lse + row)
+        t_lse = tl.load(teacher_lse + row)
     a = series.a
     if parameter is not None:
         a = tl.load(parameter + row)
@@ -381,12 +427,12 @@ def _divergence_kernel(
     if out is None or not (BALANCED or row_sums is not None):
         of_part = tl.cdiv(blocks, tl.num_programs(1))
         for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-            s = tl.where(inside, s, float("-inf"))
-            t = tl.where(inside, t, float("-inf"))
-            p, f, h = terms_block(s, t, s_lse, t_lse, a, series, FORM)
+            block = i if FORM is not None else blocks - 1 - i
+            at, inside, s, p, f, h = _terms(
+                student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
+            )
             f_sum += f
-            h_sum += h
+            h_sum += h if FORM is not None else f
     total = tl.sum(h_sum, 0)
     place = part * tl.num_programs(0) + row
     if out is None:
@@ -404,34 +450,21 @@ def _divergence_kernel(
             hard = (None, None, None)
             label = -1
         for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
-            s = tl.where(inside, s, float("-inf"))
-            t = tl.where(inside, t, float("-inf"))
-            p, f, h = terms_block(s, t, s_lse, t_lse, a, series, FORM)
+            block = blocks - 1 - i if FORM is not None else i
+            at, inside, s, p, f, h = _terms(
+                student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
+            )
             if BALANCED or row_sums is not None:
                 f_sum += f
             if BALANCED:
                 grad = row_coef * h
             else:
                 grad = row_coef * (h - p * total)
+            if FORM is None:
+                grad *= s_lse
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + place, tl.sum(f_sum, 0))
-
-
-@jit
-def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
-    """A row's sums of squared logits."""
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
-    s_sum = tl.zeros((BLOCK,), tl.float32)
-    t_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(tl.cdiv(columns, BLOCK)):
-        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-        s_sum += tl.where(inside, s * s, 0.0)
-        t_sum += tl.where(inside, t * t, 0.0)
-    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
 
 
 @jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
@@ -441,52 +474,3 @@ def _squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: 
     s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
     tl.store(student_out + row, s_square)
     tl.store(teacher_out + row, t_square)
-
-
-@jit(do_not_specialize_on_alignment=[*_VECTORS, "student_squares", "teacher_squares"])
-def _cosine_kernel(
-    value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_squares, teacher_squares,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per row: the norms, then the distance of the unit vectors, then the gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(columns, BLOCK)
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
-    if student_squares is not None:
-        s_square = tl.load(student_squares + row)
-        t_square = tl.load(teacher_squares + row)
-    else:
-        s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
-    s_scale = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
-    t_scale = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
-    f_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(blocks):
-        at, inside, s, t = _both_logits(student, teacher, row, blocks - 1 - i, columns, inverse, BLOCK)
-        difference = s * s_scale - t * t_scale
-        f_sum += difference * difference / 2
-    total = tl.sum(f_sum, 0)
-    tl.store(value + row, total)
-    if out is None:
-        if row_sums is not None:
-            tl.store(row_sums + row, total)
-    else:
-        out += row * out_stride
-        if row_sums is not None:
-            total = tl.load(row_sums + row)
-        row_coef = tl.load(coef + row)
-        if hard_p is not None:
-            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-            label = tl.load(labels + row).to(tl.int32)
-        else:
-            hard = (None, None, None)
-            label = -1
-        for i in range(blocks):
-            at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-            unit = s * s_scale
-            grad = row_coef * (unit - t * t_scale - unit * total) * s_scale
-            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)

@@ -26,7 +26,8 @@ from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
 from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_exponentials_kernel, hopper_tiles
-from liger_losses.kernels.linear_stats import FIXED_SPLITS, UNFUSED, partial_sums
+from liger_losses.kernels.linear_lse import sum_tiles
+from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
     LogitTransform,
@@ -162,8 +163,7 @@ def linear_exponentials(
         needed = launch(label_logit, None)
         # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
         sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
-        splits = triton.next_power_of_2(max(programs, FIXED_SPLITS))  # an upper bound that does not depend on N
-        _offsets_kernel[by_row](needed, statistics.offset, sums, sums.shape[1], tokens, BLOCK=_ROWS, SPLITS=splits)
+        sum_tiles(statistics.offset, sums, needed)
         if projections:  # they do not depend on the offset, and are not written again
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
         launch(statistics.offset, needed)
@@ -340,23 +340,6 @@ def _row_statistics_kernel(
         tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
     tl.store(lse + rows, used + log_total, mask=inside)
     tl.store(logp + rows, z - used - log_total, mask=inside)
-
-
-@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
-def _offsets_kernel(needed, offset, sums, splits, tokens, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Replace NaN offsets by the log-sum-exp; ``sums`` are (maximum, sum of exponentials) of each split."""
-    if tl.load(needed) != 0:
-        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        split = tl.arange(0, SPLITS)
-        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
-        at = split[:, None] * tokens + rows[None, :]
-        top = tl.load(sums + at, mask=mask, other=-3.0e38)
-        total = tl.load(sums + splits * tokens + at, mask=mask, other=0.0)
-        highest = tl.max(top, 0)
-        lse = highest + tl.log(tl.sum(total * tl.exp(top - highest[None, :]), 0))
-        lse = tl.where(lse == float("-inf"), -1.0e38, lse)  # all logits are -inf: a finite offset, also in base 2
-        old = tl.load(offset + rows, mask=rows < tokens, other=0.0)
-        tl.store(offset + rows, tl.where(old == old, old, lse), mask=rows < tokens)
 
 
 @jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])

@@ -70,7 +70,7 @@ def log_sum_exps_into(
         )  # fmt: skip
     except NotCompiledError:
         return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
-    _sum_tiles(lse, partial)
+    sum_tiles(lse, partial)
     return True
 
 
@@ -96,7 +96,7 @@ def row_log_sum_exps_into(
     _row_sums_kernel[(rows, partial.shape[1])](
         partial, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel(), BLOCK=block
     )
-    _sum_tiles(lse, partial)
+    sum_tiles(lse, partial)
 
 
 @jit(do_not_specialize_on_alignment=["partial"])
@@ -119,17 +119,23 @@ def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK
     tl.store(place + tl.num_programs(1) * tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
 
 
-def _sum_tiles(lse: Tensor, partial: Tensor) -> None:
-    """The log-sum-exps of rows, from ``partial [2, column tiles, tokens]``."""
+def sum_tiles(lse: Tensor, partial: Tensor, needed: Tensor | None = None) -> None:
+    """The log-sum-exps of rows, from ``partial [2, column tiles, tokens]``.
+
+    With ``needed``, only where this is not 0, only in the place of NaN, and as a finite number.
+    """
     _, column_tiles, tokens = partial.shape
     _sum_tiles_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
-        lse, partial, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
+        lse, partial, needed, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
     )
 
 
-@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse"])
-def _sum_tiles_kernel(lse, partial, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr):
+@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse", "needed"])
+def _sum_tiles_kernel(lse, partial, needed, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """``partial [2, column tiles, tokens]`` are maxima of logits, and sums of exponentials relative to them."""
+    if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
+        if tl.load(needed) == 0:
+            return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     top = tl.zeros((BLOCK,), tl.float32) - 3.0e38
@@ -143,4 +149,9 @@ def _sum_tiles_kernel(lse, partial, column_tiles, tokens, BLOCK: tl.constexpr, T
         highest = tl.maximum(top, tl.max(tops, 0))
         total = total * tl.exp(top - highest) + tl.sum(sums * tl.exp(tops - highest[None, :]), 0)
         top = highest
-    tl.store(lse + rows, top + tl.log(tl.where(inside, total, 1.0)), mask=inside)
+    found = top + tl.log(tl.where(inside, total, 1.0))
+    if needed is not None:
+        found = tl.where(found == float("-inf"), -1.0e38, found)  # all logits are -inf: finite, also in base 2
+        old = tl.load(lse + rows, mask=inside, other=0.0)
+        found = tl.where(old == old, old, found)
+    tl.store(lse + rows, found, mask=inside)

@@ -20,8 +20,7 @@ def padded_rows(block, width):
 
 
 @pytest.mark.parametrize("columns", [1, 17, 64, 5000])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("class_weighted", [False, True])
+@pytest.mark.parametrize(("class_weighted", "with_bias"), [(False, False), (True, True)])
 @pytest.mark.parametrize("options", TRANSFORMS, ids=str)
 def test_statistics_and_their_closed_form_gradients(backend, options, class_weighted, with_bias, columns):
     projected, labels, bias, c = inputs(5, columns)

@@ -61,7 +61,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/divergence_forms.py", "(b * (1 - a) - c * a) * (1 - a)", "(b * (1 - a) - c * a) * a"),
         ("kernels/divergence_forms.py", "radius = 0.5 / max(power, 1.0)", "radius = 2.0 / max(power, 1.0)"),
         ("kernels/divergence.py", "grad = row_coef * (h - p * total)", "grad = row_coef * h"),
-        ("kernels/divergence.py", "unit - t * t_scale - unit * total", "unit - t * t_scale"),
+        ("kernels/divergence_forms.py", "(difference - unit * distance[:, None])", "difference"),
     ],
     "tests/kernels/test_linear_exp.py": [
         ("kernels/linear_exp.py", "((rest <= limit) == 0)", "(rest < 0)"),

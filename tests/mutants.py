@@ -151,12 +151,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/losses/test_minillm.py": [
         ("chunked/losses/minillm.py", "out + gamma**length * shifted", "out + gamma * shifted"),
     ],
-    "tests/patching/test_norms.py tests/patching/test_mlps.py": [
+    "tests/patching/test_probing.py": [
         ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),
-        ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
-    ],
-    "tests/patching/test_rotations.py": [
         ("patching/rotations.py", "and cos.shape[0] in (1, q.shape[0])", ""),
+    ],
+    "tests/patching/test_norms.py": [
+        ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
     ],
     "tests/patching/test_tiles.py": [
         ("patching/tiles.py", "torch.clear_autocast_cache()  # older", "pass  # older"),

@@ -149,6 +149,32 @@ class Row:
         return not (self.backend == "triton" and self.dtype == "float64")
 
 
+#: What the documentation says of each column, and of its values that are no words.
+SAID_OF_COLUMNS = {
+    "asks": "what is asked",
+    "weight": "weight of the head",
+    "bias": "bias",
+    "transform": "scale and soft-cap, and a temperature for each token",
+    "targets": "hidden states and heads",
+    "teacher": "teacher of a divergence",
+    "blocks": "blocks of tokens",
+    "strategy": "strategy",
+    "dtype": "dtype",
+    "layout": "layout of tensors",
+    "invariant": "batch invariance",
+    "backend": "backend",
+}
+
+
+def documentation() -> str:
+    """The table of ``docs/support.md``."""
+    said = {None: "chosen", False: "no", True: "yes"}
+    lines = ["| of a call | values |", "| --- | --- |"]
+    for name, values in COLUMNS.items():
+        lines.append(f"| {SAID_OF_COLUMNS[name]} | {'; '.join(said.get(value, str(value)) for value in values)} |")
+    return "\n".join(lines)
+
+
 #: Values that do not go together, with the error that says so.
 REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
     (

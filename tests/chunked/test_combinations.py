@@ -1,11 +1,13 @@
 """Everything that a call may have, together: each row of :mod:`tests.chunked.combinations` is the plain computation."""
 
+from pathlib import Path
+
 import pytest
 
 from liger_losses.chunked.engine import blocks
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED, triton
-from tests.chunked.combinations import COLUMNS, check, rows
+from tests.chunked.combinations import COLUMNS, check, documentation, rows
 from tests.processes import case_named
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
@@ -61,6 +63,10 @@ def test_any_three_together():
     for row in rows(3, backend=("torch",)):
         with case_named(str(row)):
             check(row)
+
+
+def test_the_documentation_has_the_table():
+    assert documentation() in (Path(__file__).parents[2] / "docs/support.md").read_text()
 
 
 def test_every_value_meets_every_other():

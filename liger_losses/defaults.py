@@ -1,4 +1,4 @@
-"""Defaults that differ from those of TRL, verl and liger-kernel: what code that is moved here must say.
+"""Defaults that differ from TRL's, verl's and liger-kernel's: options that code moved here must set.
 
 ``liger_losses.trl.enable()`` keeps TRL's: its trainers pass all of their options on.
 """

@@ -97,7 +97,7 @@ def trl_features() -> Iterator[str]:
 
 
 def other_defaults() -> Iterator[str]:
-    """Options whose defaults differ from those of what is installed."""
+    """Options whose defaults differ from the installed packages'."""
     for package, read in VERSIONS.items():
         try:
             importlib.metadata.version(package)

@@ -34,7 +34,7 @@ def split_by_coefficient(
     all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws other masks than it would for the whole batch.
 
     Processes of a group split alike: all of them, or none if one has no sequence to leave out, as the others would wait
-    for it. Each of them then runs one forward without a gradient and one with, so that DDP, FSDP and ZeRO see the same
+    for it. Each of them then runs one forward without a gradient and one with: DDP, FSDP and ZeRO run the same
     collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
 
     Args:

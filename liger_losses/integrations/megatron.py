@@ -23,8 +23,8 @@ class OutputOptions:
     """What ``output_processor_context=`` may be.
 
     Args:
-        temperature: what the logits are divided by: a number, or ``[B, S]``.
-        entropy: return log-probabilities and entropies in place of the loss.
+        temperature: divides the logits: a number, or ``[B, S]``.
+        entropy: return log-probabilities and entropies instead of the loss.
         ignore_index: the label of tokens without loss.
     """
 
@@ -94,7 +94,7 @@ def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_
     inside = [name for name, _ in layer.named_children()] if isinstance(layer, nn.Module) else []
     if inside:
         raise TypeError(
-            f"the output layer is a {type(layer).__name__} with layers of its own ({', '.join(inside)}), which its "
+            f"the output layer is a {type(layer).__name__} that contains other layers ({', '.join(inside)}), which its "
             "weight alone leaves out; merge adapters into the weight, or leave output_processor= out."
         )
     weight = layer.weight if weight is None else weight

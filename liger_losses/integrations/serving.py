@@ -27,7 +27,7 @@ def token_support(
         kept: for each completion, for each of its tokens, the ids of the columns; none, or ``None``, for a token
             without a cut. Of vLLM's outputs (``return_sampling_mask=True``) that is ``output.sampling_mask.token_ids``
             each, of SGLang's (the same in the request) ``output["meta_info"]["output_token_sampling_mask"]``.
-        length: T; that of the longest completion by default. Shorter ones are padded on the right.
+        length: T; by default the length of the longest completion. Shorter ones are padded on the right.
         device: where the head is.
         options: ``add_label``, ``sparse_grad`` of :class:`TokenSupport`.
 

@@ -58,7 +58,7 @@ def choose_backend(
     """``triton`` for tensors on a GPU that it supports, else ``torch``; an explicit choice decides first.
 
     Args:
-        backend: the caller's choice; ``None`` for that of the environment variable :data:`BACKEND_VARIABLE`.
+        backend: the caller's choice; ``None`` for the value of the environment variable :data:`BACKEND_VARIABLE`.
         operands: the floating-point inputs, ``(device, dtype)`` of tensors that do not exist yet, or ``None`` for an
             input that was left out. The first one's device decides without an explicit choice.
         dtypes: what the Triton kernel supports: :data:`HALF_AND_SINGLE`, or :data:`LOGIT_DTYPES`, for which ``torch``

@@ -34,7 +34,7 @@ def places(names: tuple[str, ...]) -> tuple[Any, ...]:
         ValueError: a name that is there twice.
     """
     if len(set(names)) != len(names):
-        raise ValueError(f"each name has a place of its own, and one is there twice: {', '.join(names)}.")
+        raise ValueError(f"names must differ, and one is there twice: {', '.join(names)}.")
     return tuple(range(len(names)) if tl is None else map(tl.constexpr, range(len(names))))
 
 

@@ -33,7 +33,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return _reason_of_hooks(module)
     if not (type(module) is nn.Linear or type(module) is LazyLinear):
         if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
-            return "fully_shard has made it a unit, which has a class of its own: shard it afterwards"
+            return "fully_shard has made it a unit and changed its class: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"

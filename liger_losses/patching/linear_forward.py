@@ -109,7 +109,7 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
         return LogitTransform()
     inside = [name for name, _ in layer.named_children()]
     if inside:
-        raise Mismatch(f"it has layers of its own ({', '.join(inside)})")
+        raise Mismatch(f"it contains other layers ({', '.join(inside)})")
     small = [torch.zeros(size, dtype=hidden_states.dtype, device=hidden_states.device) for size in ((2, 4), (3, 4))]
     logits, products = lazy_linear(*small), []
 

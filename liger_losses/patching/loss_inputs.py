@@ -54,9 +54,9 @@ def loss_inputs(
         model: of transformers, with or without wrappers. Its head stays able to give lazy logits from then on; the
             logits of ordinary forwards do not change.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
-        shift_labels: ``[B, T]`` int64, in place of ``labels``: shifted by the caller, as it must be before sequences
+        shift_labels: ``[B, T]`` int64, instead of ``labels``: shifted by the caller, as it must be before sequences
             are cut for context parallelism, or the labels of a model that does not shift them; returned as they are.
-        ignore_index: the label of tokens that carry no loss: that of the last position, and those that are padding or
+        ignore_index: the label of tokens that carry no loss: the last position, and tokens that are padding or
             would be predicted from padding, where ``attention_mask [B, T]`` is 0.
         batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
 

@@ -44,7 +44,7 @@ def patch(
 
     Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
     their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.
-    Patching again replaces new pieces only, and reports all of them. No weight is read, so that models on the meta
+    Patching again replaces new pieces only, and reports all of them. No weight is read: models on the meta
     device can be patched. A head that is resized or gets adapters later is made lazy again by the model's next forward;
     if it cannot be, that forward warns.
 
@@ -61,10 +61,10 @@ def patch(
         tile_mlps: compute MLPs for this many tokens at a time, for long sequences; True chooses a number from the
             input's size. Their tensors of the intermediate size then exist for one tile only. Backward computes each
             tile again up to its product (with gradient checkpointing, which does so anyway, that is no extra work).
-            Outputs and gradients are those of the whole; the gradients of weights are summed in fp32. Patching again
+            Outputs and gradients equal the whole MLP's; the gradients of weights are summed in fp32. Patching again
             with another number changes it. Applies to the gated MLPs that are replaced, and to other MLPs of linear
             layers that compute each token by itself. Hooks on their layers are called for each tile. torch.compile ends
-            its graph at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as an FSDP2 unit of its own, it is
+            its graph at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate FSDP2 unit, it is
             computed as a whole, with a warning.
         filter_fn: called with a module and its name in the model; where it returns False, the module is left.
 

@@ -136,7 +136,7 @@ def reason_not_to_swap(
         if any(hooks_of(part, kind) for kind in HOOKS):
             return f"its {name} has hooks" if name else "it has hooks"
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return "it was compiled on its own; patch before compiling"
+        return "it was compiled separately; patch before compiling"
     for name, parameter in module.named_parameters(recurse=False):
         sharded = hasattr(parameter, "full_tensor")  # gathered for the forward; if not, the original runs
         if type(parameter) is not nn.Parameter and not sharded:

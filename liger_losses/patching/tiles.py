@@ -195,7 +195,7 @@ def _reason_not_to_tile(module: nn.Module) -> str | None:
     """Why a module cannot be computed again in backward, one tile at a time, or ``None``."""
     for path, part in module.named_modules():
         if path and hasattr(part, "set_reshard_after_forward"):
-            return f"fully_shard has made its {path} a unit of its own; make the whole MLP or its layer a unit instead"
+            return f"fully_shard has made its {path} a separate unit; make the whole MLP or its layer a unit instead"
         if any(hasattr(tensor, "ds_id") for tensor in part.parameters(recurse=False)):
             return "ZeRO-3 has partitioned its weights; use FSDP2 (fully_shard), or leave out tile_mlps"
         if any(isinstance(value, Tensor) and value.requires_grad for value in vars(part).values()):

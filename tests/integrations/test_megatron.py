@@ -44,5 +44,5 @@ def test_what_is_beside_the_weight_of_megatrons_layer():
     torch.testing.assert_close(losses, expected.view_as(labels))
     layer.adapter = torch.nn.Linear(3, 3)
     for given in (None, weight):
-        with pytest.raises(TypeError, match=r"output layer is a Module with layers of its own \(adapter\).*merge"):
+        with pytest.raises(TypeError, match=r"output layer is a Module that contains other layers \(adapter\).*merge"):
             megatron.output_processor(**arguments, output_weight=given)

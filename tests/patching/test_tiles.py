@@ -469,7 +469,7 @@ def test_a_layer_that_is_a_unit_of_its_own():
         ours = tiled(plain)
         fully_shard(ours.up_proj)
         fully_shard(ours)
-        with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a unit of its own"):
+        with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a separate unit"):
             out = ours(x)
         torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
     finally:

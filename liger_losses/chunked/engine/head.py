@@ -33,12 +33,12 @@ _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
 class Head:
     """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.
 
-    Every operation and every loss takes one in place of a weight; policy, reference and teacher each have their own.
+    Every operation and every loss takes a head as its weight; policy, reference and teacher may have different heads.
     A head is checked once, when it is made.
 
-    With ``group``, the ranks of a process group share the vocabulary: each gives its own rows of weight and bias, any
+    With ``group``, the ranks of a process group share the vocabulary: each passes some rows of weight and bias, any
     number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
-    teacher's columns are those of the whole vocabulary. All ranks make the head, and every call with it, together, on
+    teacher's columns count the whole vocabulary. All ranks make the head, and every call with it, together, on
     the same hidden states and labels. Each gets the same results, the whole gradient of the hidden states, and its own
     rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
     mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.

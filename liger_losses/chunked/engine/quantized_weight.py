@@ -18,7 +18,7 @@ class QuantizedWeight:
 
     Args:
         shape: ``(V, H)``.
-        dtype: the floating-point dtype that the weight stands for. Products are taken in that of the hidden states.
+        dtype: the floating-point dtype that the weight stands for. Products are computed in the hidden states' dtype.
         device: where the rows are.
 
     Attributes:

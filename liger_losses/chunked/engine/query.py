@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
     """Per-token statistics of the logits' softmax; ``None`` for those not asked for, 0 for tokens without loss.
 
     :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
-    log-probabilities of selected columns, ``divergence`` is that from a teacher. ``columns [..., k]`` are those of the
+    log-probabilities of selected columns, ``divergence`` the divergence from a teacher. ``columns [..., k]`` have the
     largest log-probabilities, ``rest`` the log-probability of all columns that are not selected together, and
     ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the
     order in which they were asked for.

@@ -24,7 +24,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     It is computed by PyTorch from blocks of fp32 logits, on every device.
 
     Args:
-        name: not that of another statistic.
+        name: a name that no other statistic has.
         term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
 
     Raises:

@@ -64,7 +64,7 @@ class TokenSupport:
         offsets: ``[T + 1]`` int64 or int32: in the order of the flattened labels, token t has
             ``ids[offsets[t]:offsets[t + 1]]``.
         add_label: add a token's label to its columns where they lack it; otherwise this is an error.
-        sparse_grad: the gradient of the weight is a sparse tensor of the rows that some token keeps, as that of
+        sparse_grad: the gradient of the weight is a sparse tensor of the rows that some token keeps, as for
             ``nn.Embedding(sparse=True)``, for optimizers that take one. All tokens' rows are read then, however many.
             Tokens without a cut still make it dense.
 
@@ -339,7 +339,7 @@ class _How:
         if numbers.lacking and logp and not support.add_label:
             _, label, token = first("lacking")
             raise ValueError(
-                f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so that its probability "
+                f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so its probability "
                 f"is 0 (the first: label {label} of {token}). Check that ids and labels are those of "
                 "the same tokens; or add labels to the kept columns: TokenSupport(..., add_label=True)."
             )
@@ -374,7 +374,7 @@ def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
         return numbers.tolist
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph is being captured, so that the host cannot read which tokens have kept columns; capture the "
+            "a CUDA graph is being captured, and the host cannot read which tokens have kept columns; capture the "
             "model without its loss."
         )
     host = numbers.to("cpu", non_blocking=True)  # into pinned memory

@@ -137,7 +137,7 @@ class TeacherFiles:
         if found.get("head", self._head_digest) != self._head_digest:
             raise ValueError(
                 f"the batch {name} in {path} was written with another head than the one that was read from this "
-                "folder; give each teacher a folder of its own, and make new TeacherFiles once its head is written."
+                "folder; use a separate folder for each teacher, and make new TeacherFiles once its head is written."
             )
         hidden_states = self._move(found["hidden_states"])
         if remove:

@@ -39,7 +39,7 @@ class Teacher:
     Args:
         hidden_states: ``[..., Ht]``, one for each of the student's.
         weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
-        bias: ``[Vt]``, for a weight without one of its own.
+        bias: ``[Vt]``, for a weight without a bias.
         logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
         columns_correspond: the columns that both models have are the same tokens, although their numbers differ.
             Otherwise another number than the student's is warned of, and refused where it differs by more than padding
@@ -154,7 +154,7 @@ class TeacherLogits:
 
 @dataclass(frozen=True, eq=False)
 class Teachers:
-    """Several teachers, one for each token or sequence, each with a hidden size and a head of its own.
+    """Several teachers, one for each token or sequence; their hidden sizes and heads may differ.
 
     Args:
         teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. What they hold for
@@ -212,7 +212,7 @@ def projected_teacher(
         projection: ``[Vs, Vt]``, sparse (COO or CSR), the share of each of the teacher's columns that goes to each of
             the student's. Columns that add up to less than 1 leave probability out, which is made up by dividing by
             what is left.
-        temperature: that of the loss.
+        temperature: the loss's.
 
     Returns:
         :class:`TeacherLogits`, for any divergence but the cosine. Columns of the student without a share have

@@ -295,7 +295,7 @@ class Counting:
         on_gpu = self.labels[0].is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured, so that the host cannot read how many tokens carry loss; give "
+                "a CUDA graph is being captured, and the host cannot read how many tokens carry loss; give "
                 "compact=False, with which all of them are projected."
             )
         self.facts = self.on_host = label_facts(self.labels, ignore_index, backend=backend)

@@ -57,8 +57,8 @@ def set_default_workspace(value: int | str | None) -> None:
 
     A call takes less than the bound where more would not make it faster. Without a bound, it takes what keeps the
     device busy (at most 1.5 GiB); a loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then keep
-    its logits until backward instead of computing them twice. Each such call keeps its own, until its backward or until
-    its graph is freed. How much memory is free at the moment plays no part.
+    its logits until backward instead of computing them twice. Each such call keeps its logits until its backward, or
+    until its graph is freed. The decision does not depend on how much memory is free at the moment.
 
     Args:
         value: bytes, or text such as ``"300MiB"``; ``None`` for no bound. The environment variable
@@ -74,8 +74,8 @@ def set_default_workspace(value: int | str | None) -> None:
 def workspace(value: int | str | None) -> Iterator[None]:
     """``with liger_losses.workspace("300MiB"):`` is :func:`set_default_workspace` for the calls within, of this thread.
 
-    A call's own ``workspace=`` still comes first. In asyncio, the setting is that of the task. A compiled function
-    reads it when it runs, so that the context goes around its call. Backward keeps to what forward has read, unless it
+    A call's ``workspace=`` takes precedence. In asyncio, each task has a setting. A compiled function
+    reads it when it runs: put the context around its call. Backward keeps to what forward has read, unless it
     computes forward again: under activation checkpointing, or for a compiled operation with a result per token, such as
     :func:`liger_losses.linear_logps`. It then reads the setting anew; on a GPU it does so in a thread of autograd,
     where only the process's setting holds.

@@ -108,10 +108,10 @@ class ChunkedLoss(nn.Module):
         group: a ``torch.distributed`` process group each of whose ranks passes a slice of every sequence (context
             parallelism), with labels that were shifted before they were cut. Sums over a sequence's tokens and over
             the batch's are taken over its ranks. All of them get the loss and the metrics of the whole sequences, and
-            the gradient of their own hidden states. The gradient of the ``lm_head`` is this rank's part, and the SUM
+            the gradient of their hidden states. The gradient of the ``lm_head`` is this rank's part, and the SUM
             over the group is the whole: where DDP or FSDP average over these ranks too, multiply the loss by the
             group's size before ``backward()``. What is one number per sequence (advantages, a reference's sums) is the
-            whole sequence's, the same on all ranks; results per token stay those of the slice.
+            whole sequence's, the same on all ranks; results per token are the slice's.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
@@ -292,7 +292,7 @@ class ChunkedLoss(nn.Module):
             weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
             hidden_states: ``[..., H]``.
             labels: ``[...]`` int64.
-            bias: ``[V]``, for a weight without one of its own.
+            bias: ``[V]``, for a weight without a bias.
             inputs: passed on to :meth:`loss`.
 
         Raises:

@@ -266,13 +266,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         label_smoothing: share of the target distribution that is uniform, in [0, 1].
         reduction: ``mean``, ``sum`` or ``none``.
         return_z_loss: also return the z-loss's part of the loss.
-        use_token_scaling: scale each token's loss by its own probability, detached (DFT, arXiv:2508.05629, eq. 9).
+        use_token_scaling: multiply a token's loss by its probability, detached (DFT, arXiv:2508.05629, eq. 9).
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
         head_weights: with K heads, the weight of each one's loss in the sum, such as Medusa's ``0.8**k``; 1 by default.
             What a head of weight 0 computes, NaN too, is in the metrics alone.
         shift: how many positions labels are moved by: position ``t`` predicts the label at ``t + shift``, ``True`` is
-            1. With K heads, a list gives each its own: ``[1, 2, 3]`` for the next three tokens.
+            1. With K heads, a list has one for each: ``[1, 2, 3]`` for the next three tokens.
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 

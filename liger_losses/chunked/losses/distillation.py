@@ -131,7 +131,7 @@ class DistillationLoss(ChunkedLoss):
         temperature: what the logits of both models are divided by in the divergence (> 0).
         compiled: accepted for code written for liger-kernel; there is nothing to compile.
         return_soft_hard_loss: in liger-kernel's call form, return ``(loss, soft_loss, hard_loss)``.
-        temperature_squared: multiply the divergence by ``temperature ** 2``, so that its gradients keep their size
+        temperature_squared: multiply the divergence by ``temperature ** 2``, which keeps the size of its gradients
             (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not.
         top_k, top_k_of, tail: take the divergence over this many columns, the student's largest or the teacher's
             (``student``, ``teacher``), and the probability outside them as a ``tail`` of :class:`TeacherTopK`. The
@@ -204,8 +204,8 @@ class DistillationLoss(ChunkedLoss):
             student_input, student_weight, teacher_input, teacher_weight, true_labels: as in these forms.
             student_bias, teacher_bias: ``[V]``, ``[Vt]`` (liger-kernel's form).
             teacher, bias: the teacher and the student's bias, by keyword.
-            num_items_in_batch: what to divide by, instead of this call's number of tokens (gradient accumulation).
-            temperature: ``[...]``, one for each hidden state, in place of the loss's own, which is then 1.
+            num_items_in_batch: the divisor, instead of this call's number of tokens (gradient accumulation).
+            temperature: ``[...]``, one for each hidden state; the constructor's ``temperature`` must then be 1.
         """
         arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
         biases = (student_bias if bias is None else bias, teacher_bias)

@@ -60,7 +60,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
 
     Args:
         gamma: discount of later tokens, in [0, 1].
-        length_normalization: divide by the number of later tokens, so that short completions are not preferred.
+        length_normalization: divide by the number of later tokens; otherwise short completions are preferred.
         single_step: whether to include the first term.
         options: as in :class:`DistillationLoss`, without divergence and weights; the temperature must be 1.
     """

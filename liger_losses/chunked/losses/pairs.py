@@ -205,7 +205,7 @@ class PreferenceLoss(CompletionLoss):
             got = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else type(losses).__name__
             raise ValueError(
                 f"{kind}.pair_loss must return one loss per pair, floating point {list(shape)}, got "
-                f"{got}; the mean over the pairs is taken of what it returns."
+                f"{got}; the base class takes the mean over the pairs."
             )
         for side in sides:
             reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"

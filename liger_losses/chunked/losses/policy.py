@@ -35,7 +35,7 @@ class AdaptiveEntropy:
         coef: the initial coefficient.
         target: nats per token.
         low, high: bounds of the coefficient.
-        delta: what it changes by at every :meth:`step`.
+        delta: how much every :meth:`step` changes it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdaptiveEntropy:
         self.coef_tensor = torch.tensor(self.coef, device="cpu")
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint needs; the loss that holds this saves it with its own."""
+        """The state for a checkpoint; the loss that holds this object saves it too."""
         return {"value": self.value, "last_entropy": self.last_entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -165,8 +165,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     Args:
         beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
-        temperature: what logits are divided by.
-        top_entropy_quantile: only this share of tokens, those of highest entropy over all processes, has a policy
+        temperature: divides the logits.
+        top_entropy_quantile: only this share of tokens, with the highest entropies over all processes, has a policy
             objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
         compiled, chunk_size, use_ref_model, options: as in

@@ -300,7 +300,7 @@ def grpo_loss(
         prompts: ``[B]`` integers, which prompt each completion answers, for ``real`` and the normalizer
             ``prompt_mean``.
         group: ranks that hold slices ``[B, T]`` of the same completions: all get the loss of the whole completions,
-            and the gradient by their own log-probabilities. Backward is a collective for ratios of completions.
+            and the gradient of their log-probabilities. Backward is a collective for ratios of completions.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
 
     Returns:

@@ -38,7 +38,7 @@ def register_objective(
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
     Args:
-        name: not that of another loss.
+        name: a name that no other loss has.
         value: what is maximized, ``(log_ratio, logps, advantages, options) -> [...]``, elementwise over tokens of any
             number: log ratios to the old policy, log-probabilities, advantages, and the loss's :class:`PolicyOptions`.
             It is differentiated by autograd; what is constant must be detached.
@@ -111,7 +111,7 @@ def register_divergence(
     """Make ``sum_v f(log p_v, log q_v)`` of the student's p and the teacher's q a divergence.
 
     Args:
-        name: not that of another divergence.
+        name: a name that no other divergence has.
         terms: ``(log_p, log_q) -> f`` or ``-> (f, h)``, elementwise, in torch; ``h = df / d log p`` comes from
             autograd where it is not returned. With one to three more parameters (a, b, c), these are the divergence's.
         triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without one, torch

@@ -105,7 +105,7 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "g
     """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
 
     - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``: GKD (arXiv:2306.13649, eq. 1), liger-kernel
-      and TRL. It vanishes towards both ends, so that beta also sets its size.
+      and TRL. It vanishes towards both ends: beta also sets its size.
     - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which runs from ``KL(q || p)`` to
       ``KL(p || q)``. TRL's GKD had this one until March 2025, with ``1 - beta`` for beta.
 

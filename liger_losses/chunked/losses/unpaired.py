@@ -121,7 +121,7 @@ def bco_loss(
 
 
 class UnpairedMetrics(NamedTuple):
-    """Detached sums over completions, in liger-kernel's order; those of logits are over tokens that carry loss."""
+    """Detached sums over completions, in liger-kernel's order; sums of logits are over tokens that carry loss."""
 
     chosen_logps_sum: Tensor
     rejected_logps_sum: Tensor

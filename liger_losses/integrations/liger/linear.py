@@ -1,4 +1,4 @@
-"""liger-kernel's other losses of hidden states, answered by this library.
+"""liger-kernel's other losses of hidden states, computed by this library.
 
 N tokens, H hidden size, V vocabulary size, K columns.
 """

@@ -1,4 +1,4 @@
-"""liger-kernel's losses of logits, answered by this library. V vocabulary size, B completions of T tokens."""
+"""liger-kernel's losses of logits, computed by this library. V vocabulary size, B completions of T tokens."""
 
 from __future__ import annotations
 

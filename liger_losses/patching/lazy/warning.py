@@ -48,7 +48,7 @@ def warn_materialized(operation: str, lazy: Any) -> None:
     if key not in _WARNED:
         _WARNED.add(key)
         warnings.warn(
-            f"{operation}, called in {caller}, needs the values of lazy logits, so that all [tokens, vocab] of them "
+            f"{operation}, called in {caller}, needs the values of lazy logits: all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
             + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits.")
             + see("lazy-logits-that-were-materialized"),

@@ -130,7 +130,7 @@ def test_batches_of_another_head_are_refused(tmp_path):
     TeacherWriter(tmp_path, head.weight).write("other", states)  # without its bias, scale and soft-cap
     after = TeacherFiles(tmp_path)
     for files, name in ((before, "other"), (after, "ours"), (after, "same")):
-        with pytest.raises(ValueError, match=f"batch {name} in .* was written with another head.*a folder of its own"):
+        with pytest.raises(ValueError, match=f"batch {name} in .* was written with another head.*a separate folder"):
             files.teacher(name)
     assert before.teacher("same").hidden_states.shape == after.teacher("other").hidden_states.shape == states.shape
 

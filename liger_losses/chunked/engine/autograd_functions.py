@@ -85,7 +85,8 @@ def differentiable(result: Any, statistics: Any, count: int) -> Tensor:
     if derivatives is None:
         return losses
     values = {name: getattr(statistics, name) for name in derivatives}
-    return losses.detach() + sum(g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items())
+    terms = [g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items()]
+    return losses.detach() + sum([term.sum(-1) if term.dim() > 1 else term for term in terms])
 
 
 def statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:

@@ -70,7 +70,8 @@ def test_topk_equals_that_of_dense_logits(dtype, name, options):
 def test_largest_of_rows(columns, k, backend):
     g = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns]
+    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
+    rows[:, -1] += 4  # the last group, which is not full, is among the largest
     bias = torch.randn(columns, generator=g).to(device)
     epilogue = Epilogue(LogitTransform(temperature=torch.linspace(0.5, 2, 5, device=device), softcap=4.0), bias)
     values, ids = largest.largest(rows, epilogue, k, backend)

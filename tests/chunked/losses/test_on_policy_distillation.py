@@ -8,6 +8,7 @@ import torch
 from liger_losses import (
     DistillationLoss,
     Divergence,
+    EngineOptions,
     Head,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
@@ -244,6 +245,8 @@ def test_several_labels_of_a_row():
     loss, found = linear_labels_loss(hidden, weight, labels, weights)
     torch.testing.assert_close(found, logps.detach())
     compare(loss, expected, (hidden, weight), (hidden, weight), 1e-9)
+    twice, _ = linear_labels_loss(hidden, weight, labels, weights, options=EngineOptions(strategy="two_pass"))
+    compare(twice, expected, (hidden, weight), (hidden, weight), 1e-9)
     streamed = linear_logps(hidden, Head(weight), labels, entropy=True)
     torch.testing.assert_close(streamed.logp, logps)
     entropy = -(log_p.exp() * log_p).sum(-1) * mask.any(-1)

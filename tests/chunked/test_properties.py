@@ -15,7 +15,7 @@ from liger_losses import (
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem, relative_error, rounding
 
 SETTINGS = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 transforms = st.fixed_dictionaries(
     {

@@ -466,7 +466,7 @@ def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
 
 @torch.no_grad()
 def covariances(logps: Tensor, inputs: Batch) -> Tensor:
-    """``(log p - mean log p) (A - mean A)`` of each token ``[B, T]`` of this batch (arXiv:2505.22617, section 4.1)."""
+    """``(log p - mean log p) (A - mean A)`` of each token ``[B, T]`` of this batch (arXiv:2505.22617)."""
     number = inputs.mask.sum().clamp(min=1)
     centered = [x - torch.where(inputs.mask, x, 0.0).sum() / number for x in (logps.detach(), inputs.advantages)]
     return centered[0] * centered[1]
@@ -483,7 +483,7 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
 
 def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
-    (arXiv:2505.22617, section 4.2). Which of these is drawn from the covariances' own digits: calls repeat."""
+    (arXiv:2505.22617). Which of these is drawn from the covariances' own digits: calls repeat."""
     found = covariances(logps, inputs)
     clipped = _is_clipped(ratio_of(log_ratio.detach()), advantages, o)
     eligible = inputs.mask & ~clipped & (found > o.cov_low) & (found < o.cov_high)
@@ -495,7 +495,7 @@ def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpt
 
 def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """``r A``, less ``cov_penalty |log r|`` of the ``cov_share`` tokens of largest covariance: KL-Cov
-    (arXiv:2505.22617, section 4.2)."""
+    (arXiv:2505.22617)."""
     chosen = _chosen(covariances(logps, inputs), inputs.mask, o.cov_share, inputs.mask)
     penalty = torch.where(chosen, o.cov_penalty * log_ratio.abs(), 0.0)
     return ratio_of(log_ratio) * advantages - penalty
@@ -613,6 +613,6 @@ LOSS_TYPES = {
     "gmpo": LossType("importance", "sequence_mean", of_tokens=True, level="geometric"),  # arXiv:2507.20673
     "fipo": LossType("fipo", "items", of_tokens=True),  # arXiv:2603.19835
     "real": LossType("real", "sequence_mean", of_tokens=True, level="sequence"),  # arXiv:2602.05630
-    "clip_cov": LossType("clip_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617, section 4.2
-    "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617, section 4.2
+    "clip_cov": LossType("clip_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
+    "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
 }

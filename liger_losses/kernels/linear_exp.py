@@ -36,10 +36,11 @@ from liger_losses.kernels.logit_transform import (
     transform_block,
     transform_gradient,
 )
-from liger_losses.kernels.targets import order_of
+from liger_losses.kernels.targets import order_of, target_of
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
-#: MiB where the kernel for Hopper adds them up, and 32 where it does not), each of log-sum-exp, mean logit and entropy.
+#: MiB where the kernel for Hopper adds them up, and 32 where it does not: of half as many tokens, unless the launch is
+#: batch-invariant), each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
@@ -110,9 +111,12 @@ def linear_exponentials(
     hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
-    if out is None and tokens > _MAX_TOKENS:
-        for start in range(0, tokens, _MAX_TOKENS):
-            rows = slice(start, start + _MAX_TOKENS)
+    most = _MAX_TOKENS
+    if not batch_invariant and target_of(hidden.device).orders.alone.of_tiles:
+        most //= 2
+    if out is None and tokens > most:
+        for start in range(0, tokens, most):
+            rows = slice(start, start + most)
             part = Exponentials._make(None if value is None else value[rows] for value in statistics)
             linear_exponentials(
                 hidden[rows], weight, labels[rows], None, epilogue.rows(rows),

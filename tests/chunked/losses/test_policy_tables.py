@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearGRPOLoss, functional
-from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, MASKS, NORMALIZERS, RATIOS
+from liger_losses.chunked.losses.policy_objectives import check_needs
+from liger_losses.chunked.losses.policy_tables import (
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    MASKS,
+    NORMALIZERS,
+    RATIOS,
+    PolicyOptions,
+)
 from liger_losses.chunked.losses.sampler import KINDS
 from tests.reference import plain_statistics
 
@@ -299,6 +307,24 @@ def test_the_class_equals_the_function(loss_type):
     torch.testing.assert_close(loss, exact.float(), rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(x, hidden)[0] for x in (loss, exact)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({"loss_type": "icepop"}, {}, "pass the sampler's log-probabilities"),
+        ({"loss_type": "dapo", "token_mask": "kpop"}, {}, "pass the sampler's log-probabilities"),
+        ({"loss_type": "real"}, {}, "needs prompts="),
+        ({"loss_type": "dapo", "normalizer": "prompt_mean"}, {}, "needs prompts="),
+        ({"loss_type": "real"}, {"prompts": torch.zeros(2)}, "prompts must be integers"),
+        ({"loss_type": "fipo"}, {"group": object()}, "pass these, and no group="),
+        ({"loss_type": "kl_cov"}, {"group": object()}, "pass these, and no group="),
+    ],
+)
+def test_what_a_row_needs_is_asked_for(options, given, message):
+    asked = {"sampling_logps": None, "prompts": None, "group": None, **given}
+    with pytest.raises(ValueError, match=message):
+        check_needs(PolicyOptions(**options), torch.ones(2, 3, dtype=torch.bool), **asked)
 
 
 # --- What the sampler did ---------------------------------------------------------------------------------------------

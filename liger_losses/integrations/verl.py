@@ -35,7 +35,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, labels, temperature, dist_process_group: as in
-            :func:`liger_losses.integrations.token_statistics.logps_and_entropy`.
+            :func:`liger_losses.integrations.token_statistics.token_statistics`.
         reduction: of the log-probabilities: ``none``, ``sum`` or ``mean``.
 
     Raises:

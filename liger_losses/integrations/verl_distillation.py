@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.integrations.token_statistics import logps_and_entropy, token_statistics
+from liger_losses.integrations.token_statistics import token_statistics
 from liger_losses.places import Place
 
 LOSSES, ENGINE = "verl.trainer.distillation.fsdp.losses", "verl.workers.engine.fsdp.transformer_impl"
@@ -58,14 +58,15 @@ def head_statistics(
     """Log-probabilities and entropies of a micro-batch, and, if it is distilled, what its loss needs.
 
     Args:
-        hidden_states, weight, labels, temperature, group: as in :func:`logps_and_entropy`.
+        hidden_states, weight, labels, temperature, group: as in :func:`token_statistics`.
 
     Raises:
         ValueError: the teacher's columns are of another number of tokens.
     """
     batch: _Distilled | None = getattr(_thread, "batch", None)
     if batch is None:
-        return logps_and_entropy(hidden_states, weight, labels, temperature, group)
+        found = token_statistics(hidden_states, weight, labels, temperature=temperature, group=group)
+        return found.logp, found.entropy
     shape, columns = hidden_states.shape[:-1], batch.columns
     tokens = columns.shape[:-1].numel()
     if tokens != shape.numel():
@@ -75,7 +76,7 @@ def head_statistics(
         )
     names = ("logp", "selected_logps")
     selected = columns.reshape(*shape, columns.shape[-1])
-    found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected=selected)
+    found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected)
     entropy = None
     if batch.entropy:
         entropy = token_statistics(hidden_states, weight, labels, ("entropy",), temperature, group).entropy

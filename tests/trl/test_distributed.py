@@ -213,8 +213,12 @@ def compare(case, rank, one_pass, weighted):
             optimizer.zero_grad()
 
 
+#: Whether the head takes one pass, and log-probabilities are in the loss: as trainers do, and in two cases all four.
+USUAL, ALL = ((True, False), (False, True)), tuple(itertools.product((True, False), (False, True)))
+
+
 def run_case(case, rank):
-    for one_pass, weighted in itertools.product((True, False), (False, True)):
+    for one_pass, weighted in ALL if case in (CASES["DDP"], CASES["head, freed"]) else USUAL:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*(needs the values|returned a view)")
             try:

@@ -156,6 +156,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["SFT", "DPO", "GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("KTO", "RLOO"))]
+)
 def test_image_text_models(name, tmp_path):
     check_training(CASES[name], tmp_path)

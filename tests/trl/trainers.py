@@ -19,7 +19,7 @@ from tests.trl_servers import Rollouts, Server, rollouts
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
-STEPS = 3
+STEPS = 2  # the second one starts from the weights that the first one found
 
 
 class NoLogits(TorchDispatchMode):

@@ -17,32 +17,21 @@ _later: list[Options] = []
 
 
 def apply_liger_kernel(
-    model: nn.Module | None = None,
-    *,
-    rope: bool = True,
-    cross_entropy: bool = False,
-    fused_linear_cross_entropy: bool = True,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    model_types: Sequence[str] | None = None,
-    **others: Any,
+    model: nn.Module | None = None, *, model_types: Sequence[str] | None = None, **kernels: Any
 ) -> PatchReport | None:
     """Patch a model, or every model of a type that transformers loads from now on.
 
     Args:
         model: the model.
-        rope: replace rotary position embedding.
-        cross_entropy: no effect: the head's lazy logits serve every loss.
-        fused_linear_cross_entropy: make the output embedding return lazy logits.
-        rms_norm: replace normalizations; ``layer_norm`` is another word for it.
-        swiglu: replace gated MLPs; ``geglu`` is another word for it.
         model_types: without a model, the ``config.model_type`` of those to patch; all by default.
-        others: liger-kernel's further options, which have no effect.
+        kernels: liger-kernel's options: ``rope``; ``fused_linear_cross_entropy``, for lazy logits, which serve every
+            loss; ``rms_norm`` and ``layer_norm``, ``swiglu`` and ``geglu``, where one False leaves both kinds. All are
+            True by default; further ones have no effect.
 
     Returns:
         What was replaced; ``None`` without a model.
     """
-    options = _patch_options(rope, fused_linear_cross_entropy, rms_norm, swiglu, **others)
+    options = _patch_options(kernels)
     if model is not None:
         return patch(model, **options)
 
@@ -54,19 +43,17 @@ def apply_liger_kernel(
     return None
 
 
-def _patch_options(
-    rope: bool = True,
-    fused_linear_cross_entropy: bool = True,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    **others: Any,
-) -> dict[str, Any]:
-    return {
-        "loss_head": fused_linear_cross_entropy,
-        "norms": rms_norm and others.get("layer_norm", True),
-        "mlps": swiglu and others.get("geglu", True),
-        "rope": rope,
-    }
+#: By option of :func:`liger_losses.patch`, liger-kernel's options that must all be True for it.
+_KERNELS = {
+    "loss_head": ("fused_linear_cross_entropy",),
+    "norms": ("rms_norm", "layer_norm"),
+    "mlps": ("swiglu", "geglu"),
+    "rope": ("rope",),
+}
+
+
+def _patch_options(kernels: dict[str, Any]) -> dict[str, Any]:
+    return {name: all(kernels.get(kernel, True) for kernel in theirs) for name, theirs in _KERNELS.items()}
 
 
 def stop_applying() -> None:
@@ -134,10 +121,8 @@ class AutoLigerKernelForCausalLM(AutoLigerModelForCausalLM):
         return super().from_config(*args, **_without_kernels(kwargs))
 
 
-#: The options of liger-kernel's functions.
-_KERNELS = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "layer_norm", "geglu")
-
-
 def _without_kernels(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kernels = {name: kwargs.pop(name) for name in _KERNELS if name in kwargs}
-    return {**kwargs, "patch_options": _patch_options(**kernels)}
+    """Keyword arguments of a constructor, with those of liger-kernel's functions as :func:`patch` takes them."""
+    names = {"cross_entropy", *(name for theirs in _KERNELS.values() for name in theirs)}
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return {**others, "patch_options": _patch_options(kwargs)}

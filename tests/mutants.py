@@ -86,7 +86,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
     ],
     "tests/kernels/test_glu.py": [
-        ("kernels/glu.py", "d_up.masked_fill_(", "d_up.masked_fill("),
+        ("kernels/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
     ],
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),

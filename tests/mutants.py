@@ -87,6 +87,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/kernels/test_glu.py": [
         ("kernels/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
+        ("kernels/glu.py", "if node.overwritten:", "if False:"),
+        ("kernels/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
+        ("kernels/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
     ],
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
@@ -154,6 +157,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/patching/test_probing.py": [
         ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),
         ("patching/rotations.py", "and cos.shape[0] in (1, q.shape[0])", ""),
+        ("patching/swap.py", "if current is replaced else NotImplemented", "if True else NotImplemented"),
     ],
     "tests/patching/test_norms.py": [
         ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
@@ -162,7 +166,29 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/tiles.py", "ctx.random_states = None if same else before", "ctx.random_states = None"),
         ("patching/tiles.py", "sums[i] = _sum(sums[i], of_weight)", "sums[i] = of_weight"),
     ],
+    "tests/patching/test_patch.py -k 'changed_since or choosing or outlives'": [
+        ("patching/swap.py", 'return f"its class was changed to', 'return None and f"its class was changed to'),
+        ("patching/swap.py", "= weakref.WeakValueDictionary()", "= {}  # type: ignore"),
+        ("patching/patch.py", "and filter_fn is not None and not filter_fn(", "and False and not filter_fn("),
+    ],
+    "tests/patching/test_lazy_head.py tests/patching/test_linear_forward.py tests/patching/test_loss_inputs.py": [
+        ("patching/lazy_layers.py", "hidden_states.shape[-2] > 1", "hidden_states.shape[-2] > 0"),
+        ("patching/lazy_layers.py", "(lazy and not layer.only_when_forced)", "lazy"),
+        ("patching/lazy_head.py", "        _forget_head(model)\n        warnings", "        warnings"),
+        ("patching/lazy_head.py", "own_forward = module.forward", "own_forward = None"),
+        ("patching/loss_inputs.py", "active & active.roll(-1, -1)", "active"),
+        ("patching/loss_inputs.py", "_SHIFTS[type(inner)] = found", "return found"),
+    ],
+    "tests/patching/lazy/test_traced_logits.py -k 'nobody_needs or one_graph'": [
+        ("patching/lazy/traced_logits.py", "None if softcap is None else softcap * by)", "softcap)"),
+        ("patching/lazy/traced_logits.py", "self._on_rows(self.hidden_states[parts])", "self.lazy()[index]"),
+    ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
+        ("patching/lazy/tensor.py", "lazy.memory = view_of.memory", "pass"),
+        ("patching/lazy/gradients.py", "part is None else func(part, *args[1:])", "part is None else part"),
+        ("patching/lazy/views.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),
+        ("patching/lazy/head_weights.py", "not self._are_samples_of(self.tensors)", "False"),
+        ("patching/lazy/warning.py", "(operation, caller) if training", "(operation, caller) if True"),
         ("patching/lazy/views.py", "by = 1.0 / other if", "by = other if"),
         ("patching/lazy/reductions.py", "part.values().to(lazy.dtype)", "part.values().bfloat16()"),
     ],
@@ -175,6 +201,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/trl/test_enabling.py": [
         ("trl/enabling.py", "    if missing:", "    if False:"),
+        ("trl/enabling.py", "_restore(0, 0)", "_restore(1, 1)"),
+        ("trl/features.py", 'raise Missing(f"{feature.part_of} is missing"', 'Missing(f"{feature.part_of} is missing"'),
     ],
     "tests/integrations/test_liger.py": [
         ("integrations/logit_statistics.py", "where(active, value.view(", "where(active | True, value.view("),

@@ -131,7 +131,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
 def test_models_whose_logits_nobody_needs():
     """All ways in one graph, whose only tensors as wide as the vocabulary are the head and its gradient."""
 
@@ -174,7 +173,11 @@ def check_small(compiled, lazy, model, length):
 LOSS = nn.CrossEntropyLoss()
 
 
-@pytest.mark.parametrize("loss", [lambda: LOSS, nn.CrossEntropyLoss], ids=["made before", "made in the model"])
+@pytest.mark.parametrize(
+    "loss",
+    [lambda: LOSS, pytest.param(nn.CrossEntropyLoss, marks=pytest.mark.slow)],
+    ids=["made before", "in the model"],
+)
 def test_models_with_a_loss_module(loss):
     """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
     model, graphs = Model(lambda z, y: loss()(z.view(-1, V), y.view(-1)), True), Graphs()

@@ -12,7 +12,15 @@ FOUND = find(FEATURES)
 _FEATURES = {"GMPO": "GRPO", "SimPO": "CPO"}
 #: ``make test`` leaves out those that take long, and those whose own part of the loss TRL takes of the same outputs.
 _SLOW = {
-    *("DPO, compiled", "GRPO, compiled", "SFT, dft", "SFT, prompt tuning", "SimPO", "ORPO, checkpointing"),
+    *(
+        "SFT, compiled",
+        "DPO, compiled",
+        "GRPO, compiled",
+        "SFT, dft",
+        "SFT, prompt tuning",
+        "SimPO",
+        "ORPO, checkpointing",
+    ),
     *("DPO, several losses", "DPO, WPO", "DPO, length-desensitised", "DPO, synchronised reference"),
     *("GRPO, sequences", "GRPO, head in fp32", "GOLD, hybrid", "IW-OPD, JSD", "server distillation, JSD"),
 }

@@ -56,7 +56,7 @@ def check_names(
     for name in names:
         if name not in known:
             close = meant(name, known) if isinstance(name, str) and name not in elsewhere else ""
-            hint = f"; here it is {elsewhere[name]}" if name in elsewhere else ""
+            hint = f"; here it is {elsewhere[name]}" if isinstance(name, str) and name in elsewhere else ""
             raise ValueError(f"unknown {what} {name!r}{close}{hint}; it must be one of {', '.join(known)}.")
 
 

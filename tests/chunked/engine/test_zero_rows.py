@@ -20,7 +20,7 @@ from liger_losses.chunked.engine import accumulation, zero_rows
 from liger_losses.chunked.engine.query import Largest
 from liger_losses.chunked.engine.tokens import Counting
 from liger_losses.kernels.move_rows import move_rows_
-from tests.kernels.cases import triton_or_skip
+from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
 
 N, H, V = 37, 16, 53
@@ -75,6 +75,13 @@ def test_gradients_are_those_of_all_tokens(case, share, counts):
     hidden, weight, labels, bias = problem(N, H, V, dtype=dtype, bias=given.pop("bias", False))
     names = NAMES.get(dtype, ("logp", "entropy", "mean_logp"))
     upstream, counted = upstream_of(names, share, labels, dtype)
+    if options.get("backend") == "triton":
+        hidden, weight = (tensor.detach().to(DEVICE).requires_grad_() for tensor in (hidden, weight))
+        labels, counted, upstream = (
+            labels.to(DEVICE),
+            counted.to(DEVICE),
+            {n: g.to(DEVICE) for n, g in upstream.items()},
+        )
     leaves = [hidden, weight, *([] if bias is None else [bias])]
     transform = LogitTransform(**given)
     found = linear_statistics(
@@ -228,8 +235,9 @@ def test_where_nearly_all_count_nothing_is_gathered(counts):
 def test_rows_move(backend, dtype):
     if backend == "triton":
         triton_or_skip()
-    matrix = torch.randn(9, 640).to(dtype)[:, :600]
-    sources, targets = torch.tensor([8, 5, 6]), torch.tensor([0, 3, 1])
+    device = DEVICE if backend == "triton" else "cpu"
+    matrix = torch.randn(9, 640, device=device).to(dtype)[:, :600]
+    sources, targets = torch.tensor([8, 5, 6], device=device), torch.tensor([0, 3, 1], device=device)
     expected = matrix.clone()
     expected[targets] = expected[sources]
     move_rows_(matrix, sources, targets, backend=backend)

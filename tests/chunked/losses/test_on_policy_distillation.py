@@ -70,7 +70,7 @@ def compare(loss, exact, leaves, exact_leaves, tolerance=1e-5):
     found, expected = (torch.autograd.grad(x, y, retain_graph=True) for x, y in ((loss, leaves), (exact, exact_leaves)))
     for ours, true in zip(found, expected, strict=True):
         assert ours.isfinite().all()
-        assert relative_error(ours, true) < tolerance
+        assert relative_error(ours.cpu(), true) < tolerance
 
 
 def over_columns(which, tail, logps, teacher_logps):

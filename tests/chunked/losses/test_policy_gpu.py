@@ -18,6 +18,8 @@ def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
 
     if level == "sequence" and LOSS_TYPES[loss_type].of_tokens:
         pytest.skip("not defined")
+    if loss_type == "clip_cov":
+        pytest.skip("which tokens it drops depends on the last bits of their covariances")
     results = []
     for device in ("cpu", "cuda"):
         hidden, weight, bias, ids, mask, advantages, logps, noise = (on(device, t) for t in policy())

@@ -74,7 +74,7 @@ def take_gpu(rank):
 
 def drawn(make, *sizes, generator=None, **options):
     """What ``torch.randn``, for example, returns, on the default device."""
-    if generator is None or "device" in options:
+    if generator is None or generator.device.type != "cpu" or "device" in options:
         return make(*sizes, generator=generator, **options)
     return make(*sizes, generator=generator, device="cpu", **options).to(torch.get_default_device())
 

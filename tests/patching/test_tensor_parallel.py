@@ -92,7 +92,7 @@ def values(model):
 def after_a_step(model):
     """Logits that outlive an optimizer's step: an error on every process. The weights are put back."""
     ids, _ = batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     logits = model(input_ids=ids).logits
     model.model(input_ids=ids).last_hidden_state.sum().backward()

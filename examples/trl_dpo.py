@@ -1,8 +1,8 @@
 """Fine-tune a small instruct model with TRL's DPOTrainer and this library's loss head, which ``enable()`` installs.
 
 Without arguments, it trains SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, then repeats the first
-steps with plain TRL. Each run is a process of its own, so that their peak memory can be compared. It prints a table,
-draws a plot, and saves the tuned model.
+steps with plain TRL: the losses are the same. Then ``longer_pairs.py`` measures what the library is for, the memory and
+time of the loss on one pair whose completions grow. It prints tables, draws two plots, and saves the tuned model.
 
     python examples/trl_dpo.py
     python examples/trl_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 
+import longer_pairs
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
@@ -175,6 +176,7 @@ def run(args: argparse.Namespace) -> dict:
         "after": after,
         "peak_mib": peak,
         "tokens_per_second": sum(tokens) / len(tokens) * args.batch_size / speed.seconds_per_step(),
+        "sizes": [model.get_output_embeddings().in_features, model.get_output_embeddings().out_features],
     }
     if with_library:
         trainer.save_model(str(output / "model"))
@@ -231,7 +233,7 @@ def show_sample(path: pathlib.Path, prompt: str) -> None:
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)
-    answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    answer = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     text = tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(f"\nThe saved model, loaded again, on {prompt!r}:\n  {text.strip()}")
 
@@ -253,10 +255,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="a Hugging Face model id or path (default: %(default)s)")
     parser.add_argument("--dataset", default=str(HERE / "data" / "preferences.jsonl"), help="a JSONL file or hub id")
     parser.add_argument("--output", default="runs/dpo", help="where model, plot and numbers go (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=4, help="pairs per step")
-    parser.add_argument("--held-out", type=int, default=12, help="pairs to evaluate on, never trained on")
-    parser.add_argument("--compare-steps", type=int, default=3, help="steps with plain TRL; 0 for no comparison")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=2, help="pairs per step")
+    parser.add_argument("--held-out", type=int, default=3, help="pairs to evaluate on, never trained on")
+    parser.add_argument("--compare-steps", type=int, default=2, help="steps with plain TRL; 0 for no comparison")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=longer_pairs.LENGTHS, help="tokens of the growing completions"
+    )
     parser.add_argument("--learning-rate", type=float, default=1.5e-5)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--loss-type", default="sigmoid", help="any of TRL's DPO losses")
@@ -297,12 +302,19 @@ def main() -> None:
     load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)  # a bad file should not cost a training run
     args.model = prepare_model(args.model, output / "base")
     del args.worker
+    lengths = vars(args).pop("lengths")
     ours = start_worker(args, "liger_losses")
     plain = start_worker(args, "plain_trl") if args.compare_steps else None
     draw_plot(output / "dpo.png", ours, plain)
     show_sample(output / "model", "How do I boil an egg?")
     print_report(args, ours, plain)
-    print(f"\nModel: {output / 'model'}   plot: {output / 'dpo.png'}   {time.perf_counter() - started:.0f} s in all")
+    plots = [output / "dpo.png"]
+    if lengths:
+        plots.append(output / "longer_pairs.png")
+        hidden_size, vocab_size = ours["sizes"]
+        longer_pairs.run(lengths, hidden_size, vocab_size, plots[-1])
+    print(f"\nModel: {output / 'model'}   plots: {', '.join(map(str, plots))}")
+    print(f"{time.perf_counter() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ def test_the_shipped_pairs_are_well_formed():
 @pytest.fixture(scope="module")
 def dpo():
     pytest.importorskip("trl", reason="TRL is not installed")
-    return load("trl_dpo")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(EXAMPLES)  # it imports a neighbour
+        return load("trl_dpo")
 
 
 @pytest.fixture
@@ -248,6 +250,16 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
         "loss, step 3",
     ):
         assert line in printed
+
+
+def test_both_sides_of_longer_pairs_have_one_loss(tmp_path):
+    module = load("longer_pairs")
+    found = {side: module.measure(side, 16, 64, [9, 5]) for side in module.SIDES}
+    plain, ours = found.values()
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+    assert all(row["seconds"] > 0 and row["mib"] >= 0 for row in (*plain, *ours))
+    module.draw(tmp_path / "new" / "plot.png", [5, 9], found)
+    assert (tmp_path / "new" / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_the_demo_explains_itself(run_here):

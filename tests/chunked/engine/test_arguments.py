@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import liger_losses
 from liger_losses import (
     ChunkedLoss,
     LigerFusedLinearCrossEntropyLoss,
@@ -198,3 +199,31 @@ def test_a_type_error_inside_of_a_loss_stays_as_it_is():
     hidden, weight, labels, _ = problem(shape=(4, 5))
     with pytest.raises(TypeError, match="^of its own$"):
         Own()(weight, hidden, labels)
+
+
+#: What constructors and calls need beside the documented arguments.
+OPTIONS = {"AlphaBeta": {"alpha": 0.5}, "GRPO": {"beta": 0.0}, "DPO": NO_REFERENCE, "BCO": NO_REFERENCE}
+LOSSES = [name for name in liger_losses.__all__ if name.startswith("LigerFusedLinear")]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_takes_the_documented_names_of_each_form(name):
+    loss = getattr(liger_losses, name)
+    short = name.removeprefix("LigerFusedLinear").removesuffix("Loss")
+    h, w, y, _ = problem(shape=(4, 5), masked=0.2)
+    sides = (h[:2], y[:2]), (h[2:], y[2:])
+    values = {"head": w, "hidden_states": h, "labels": y, "teacher": Teacher(h.detach() * 1.1, w.detach())}
+    values |= {"chosen": sides[0], "rejected": sides[1], "desirable": sides[0], "undesirable": sides[1]}
+    values |= {"completions": (h, y), "selected_token_ids": y.clamp(min=0), "attention_mask": y >= 0}
+    values["advantages"] = h[:, 0, 0].detach()
+    assert len(LOSSES) > 14
+    for form in loss.forms:
+        also = {"kl": 0.0} if short == "KTO" else {}
+        if short in ("KTO", "BCO") and "desirable" not in form:
+            also["preference_labels"] = MARKS
+        given = {each: values[each] for each in form}
+        called = [loss(**OPTIONS.get(short, {})) for _ in range(2)]  # BCO has a state
+        by_position, by_name = called[0](*given.values(), **also), called[1](**given, **also)
+        assert torch.equal(
+            *(found if isinstance(found, torch.Tensor) else found[0] for found in (by_position, by_name))
+        )

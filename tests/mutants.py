@@ -193,10 +193,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/lazy/reductions.py", "part.values().to(lazy.dtype)", "part.values().bfloat16()"),
     ],
     "tests/trl/test_fused_head.py": [
-        ("trl/fused_head.py", '(per_token["is_top1"] == target) & mask', '(per_token["is_top1"] == target)'),
+        ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),
         ("trl/fused_head.py", "autograd.grad([values[i] for i", "autograd.grad([2 * values[i] for i"),
     ],
-    "tests/trl/test_experimental.py": [
+    "tests/trl/test_divergences.py": [
         ("trl/divergences.py", "completion_mask != 0", "completion_mask == completion_mask"),
     ],
     "tests/trl/test_enabling.py": [

@@ -8,6 +8,7 @@
 # make test-trl     TRL's trainers on several versions of TRL
 # make test-integrations  the frameworks of docs/integrations.md, with and without this library
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
+# make pyright      what pyright finds, beside mypy in `make test`
 # make stubs        the types of losses' options and calls, after one of them changed
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
@@ -16,7 +17,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook stubs docs lint dist address clean
+.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook pyright stubs docs lint dist address clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -99,6 +100,10 @@ test-integrations: .venv/test/ready
 
 notebook: .venv/test/ready
 	.venv/test/bin/python -m tests.project.test_notebook
+
+pyright: .venv/test/ready
+	$(call PIP,test) pyright
+	.venv/test/bin/python -m pyright
 
 stubs: .venv/test/ready
 	.venv/test/bin/python -m tests.project.stubs

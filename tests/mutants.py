@@ -196,6 +196,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),
         ("trl/fused_head.py", "autograd.grad([values[i] for i", "autograd.grad([2 * values[i] for i"),
     ],
+    "tests/trl/test_experimental.py -k vocabularies": [
+        ("trl/divergences.py", "if len(weight) > student.vocab_size:", "if False:"),
+    ],
     "tests/trl/test_divergences.py": [
         ("trl/divergences.py", "completion_mask != 0", "completion_mask == completion_mask"),
     ],
@@ -207,14 +210,23 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/integrations/test_liger.py": [
         ("integrations/logit_statistics.py", "where(active, value.view(", "where(active | True, value.view("),
         ("integrations/liger/chunked.py", "hidden.shape[1] * bias", "bias"),
+        ("integrations/liger/probabilities.py", "if beta in (0.0, 1.0):", "if False:"),
+        ("integrations/liger/logits.py", "return found.to(_input.dtype)", "return found"),
     ],
-    "tests/integrations/test_torchtitan.py -k class": [
+    "tests/integrations/test_loading.py tests/integrations/test_verl.py": [
+        ("integrations/loading.py", "if not outer:", "if True:"),
+        ("integrations/verl_distillation.py", "_Tie.apply(found.logp,", "(found.logp,"),
+    ],
+    "tests/integrations/test_torchtitan.py -k 'class or shard'": [
+        ("integrations/torchtitan.py", "            del lm_head.forward", "            pass"),
         ("integrations/torchtitan.py", "loss / global_valid_tokens, {}", "loss, {}"),
     ],
     "tests/integrations/test_megatron.py tests/integrations/test_serving.py tests/integrations/test_replacements.py": [
         ("integrations/megatron.py", "labels.masked_fill(loss_mask == 0, options.ignore_index)", "labels"),
         ("integrations/serving.py", "sorted(_pairs(entry), reverse=True)[:k]", "_pairs(entry)[:k]"),
         ("integrations/replacements.py", "setdefault(place.module, [])", "__setitem__(place.module, []) or []"),
+        ("integrations/replacements.py", "        self._replaced.restore()", "        pass"),
+        ("places.py", "else staticmethod(value))", "else value)"),
     ],
 }  # fmt: skip
 

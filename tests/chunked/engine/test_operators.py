@@ -90,7 +90,7 @@ class Several(nn.Module):
         return [call(loss, head, d) for loss, call in zip(self.losses, self.calls, strict=True)]
 
 
-KINDS = ("cross entropy, options", "BCO", "GRPO", "JSD", "user's loss")
+KINDS = ("cross entropy, options", "GRPO", "JSD")
 
 
 def test_without_gradients():

@@ -25,7 +25,7 @@ from liger_losses.chunked.engine.plan import (
     is_small,
     make_plan,
 )
-from liger_losses.chunked.engine.query import Comparison, Query, check_query
+from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query, check_query
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Tokens
@@ -171,10 +171,11 @@ def _signature(
     )
     if special:
         return None
-    weights = {} if query.token_weights is None else query.weight_tensors
+    weights = {} if query.token_weights is None else query.token_weights
+    given_weights = [weight for weight in weights.values() if not isinstance(weight, EqualWeights)] if weights else []
     of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
-    beside = query.class_weight, query.selected, *query.token_inputs.values(), *weights.values()
+    beside = query.class_weight, query.selected, *query.token_inputs.values(), *given_weights
     names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
     of_columns = query.largest, query.registered
     settings = (

@@ -155,7 +155,8 @@ def linear_logps(
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
-    if isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1:
+    of_each = isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
+    if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
         if support is not None or shift:
             raise ValueError("several labels for each hidden state go without support= and shift=.")
         statistics = _of_several_labels(hidden_states, head, labels, names, options)

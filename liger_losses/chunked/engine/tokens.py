@@ -244,7 +244,8 @@ class Tokens:
         if isinstance(total, Tensor):
             return self.masked((scale / total.to(dtype)).expand(self.labels.shape))
         each = scale / (max(self.count, 1) if total is None else total)
-        return self.masked(torch.full(self.labels.shape, each, dtype=dtype, device=self.labels.device))
+        weights = torch.full(self.labels.shape, each, dtype=dtype, device=self.labels.device)
+        return weights if self.ignored is None else self.masked(weights)
 
     def masked(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values of (some of) the active tokens, with 0 for those that carry no loss."""

@@ -409,18 +409,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """The sum of the targets' losses, and their statistics; ``None`` and these for reduction ``none``."""
         if self.reduction == "none":
             return None, self._statistics(targets, several)
-        (hidden, heads, labels), (statistics, metrics) = _arguments(targets, several), self._names()
+        hidden, heads, labels = _arguments(targets, several)
         o, weights = self.settings, targets[0].token_weights
-        in_outputs = o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
-        if not several and weights is not None and not in_outputs:
-            labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
         class_weight = self.ce_weight if self.label_smoothing else None
+        reads_argmax = o.return_token_accuracy or o.return_predicted_tokens
         equal = None if several else self._equal_weights(targets[0])
         if equal is not None:
+            metrics: tuple[str, ...] = ("argmax",) if reads_argmax else ()
             loss, found = linear_weighted_loss(
                 hidden, heads, labels, equal, metrics=metrics, class_weight=class_weight, options=self.options
             )
             return loss, [found]
+        if not (several or weights is None or o.return_z_loss or reads_argmax):
+            labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
+        statistics, metrics = self._names()
         loss, found = linear_token_loss(
             hidden,
             heads,

@@ -51,6 +51,9 @@ def peak_mib() -> float:
     """Of the GPU where there is one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    status = pathlib.Path("/proc/self/status")  # of this program alone; ru_maxrss begins with what its parent had
+    if status.exists():
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -94,7 +97,7 @@ def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Pat
     print(f"{'tokens':>8}" + "".join(f"{side + ', MiB':>22}{'seconds':>10}{'loss':>10}" for side in SIDES))
     for number, length in enumerate(lengths):
         cells = (found[side][number] for side in SIDES)
-        print(f"{length:8}" + "".join(f"{c['mib']:22.0f}{c['seconds']:10.2f}{c['loss']:10.5f}" for c in cells))
+        print(f"{length:8}" + "".join(f"{c['mib']:22.0f}{c['seconds']:10.2f}{c['loss']:10.4f}" for c in cells))
     draw(plot, lengths, found)
 
 

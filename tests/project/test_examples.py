@@ -257,6 +257,7 @@ def test_both_sides_of_longer_pairs_have_one_loss(tmp_path):
     found = {side: module.measure(side, 16, 64, [9, 5]) for side in module.SIDES}
     plain, ours = found.values()
     assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+    assert module.peak_mib() > 10
     assert all(row["seconds"] > 0 and row["mib"] >= 0 for row in (*plain, *ours))
     module.draw(tmp_path / "new" / "plot.png", [5, 9], found)
     assert (tmp_path / "new" / "plot.png").read_bytes()[1:4] == b"PNG"

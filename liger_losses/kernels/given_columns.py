@@ -165,10 +165,9 @@ class ByBlocks:
         return grad.to(dtype)
 
     def grad_rows(self, values: Tensor, hidden: Tensor, given: GivenColumns, dtype: torch.dtype) -> Tensor:
-        operand, grad = (
-            hidden.to(self.dtype),
-            torch.empty(given.size, hidden.shape[1], dtype=dtype, device=hidden.device),
-        )
+        # Tokens without columns may hold anything: 0 times NaN would be NaN.
+        operand = hidden.to(self.dtype).masked_fill((given.columns < 0).all(1)[:, None], 0)
+        grad = torch.empty(given.size, hidden.shape[1], dtype=dtype, device=hidden.device)
         for part, block, at in self._blocks(grad, given):
             matmul_into(grad[part], self._dense(values, at, len(block)).t(), operand)
         return grad

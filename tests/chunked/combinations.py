@@ -140,6 +140,7 @@ class Row:
             or self.layout == "frozen hidden states"
             or self.blocks == "no active token"
             or self.bias == "trained"
+            or (self.weight == "quantized" and self.blocks == "small workspace")
         ):
             return False
         if self.strategy == "resident" and self.blocks in ("chunks", "small workspace"):
@@ -184,7 +185,8 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
     ),
     (
         {
-            "asks": tuple(name for name in COLUMNS["asks"] if not name.startswith("kept")),
+            # Of ragged kept columns, some tokens have no cut, and take all columns.
+            "asks": tuple(name for name in COLUMNS["asks"] if name == "kept, ragged" or not name.startswith("kept")),
             "weight": ("quantized",),
             "invariant": (True,),
             "blocks": ("small workspace",),

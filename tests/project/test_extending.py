@@ -103,7 +103,10 @@ class JeffreysLoss(DistillationLoss):
 
 @pytest.fixture
 def jeffreys_form(monkeypatch):
+    divergence_forms.series_of.cache_clear()  # another page may have registered one of this name
     monkeypatch.setitem(divergence_forms.FORMS, "jeffreys", divergence_forms.Form(jeffreys, jeffreys_t))
+    yield
+    divergence_forms.series_of.cache_clear()
 
 
 def plain_jeffreys(log_p, log_q):

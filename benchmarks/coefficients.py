@@ -10,7 +10,6 @@ turns with tokens left out and with all of them multiplied.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import environment
+from benchmarks.measure import save
 from liger_losses import LigerFusedLinearGRPOLoss, linear_logps
 from liger_losses.chunked.engine import zero_rows
 
@@ -130,9 +129,7 @@ def main() -> None:
     shapes = ((256, 32, 512),) if options.tiny else SHAPES
     rows = [row for shape in shapes for row in measure(shape, options.rounds, device)]
     if options.out:
-        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
-        lines = [json.dumps(environment(device)), "", __doc__ or "", *map(line, rows)]
-        options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+        save(options.out, device, rows, __doc__, map(line, rows))
 
 
 if __name__ == "__main__":

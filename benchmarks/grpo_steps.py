@@ -9,7 +9,6 @@ given tokens, nothing is generated. The model has real shapes and random weights
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.end_to_end import MODELS, Case, build
-from benchmarks.measure import environment
+from benchmarks.measure import save
 
 #: Shares of the sequences that have an advantage.
 SHARES = (1.0, 0.5, 0.25)
@@ -157,9 +156,7 @@ def main() -> None:
     case = tiny if options.tiny else Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True)
     rows = measure(case, options.rounds, device)
     if options.out:
-        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
-        lines = [json.dumps(environment(device)), "", __doc__ or "", *map(line, rows)]
-        options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+        save(options.out, device, rows, __doc__, map(line, rows))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,3 +127,10 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def save(out: Path, device: torch.device, rows: Sequence[Any], description: str | None, lines: Iterable[str]) -> None:
+    """Write the rows as JSON, and the description with the lines of a table as text beside it."""
+    facts = environment(device)
+    out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    out.with_suffix(".txt").write_text("\n".join([json.dumps(facts), "", description or "", *lines]) + "\n")

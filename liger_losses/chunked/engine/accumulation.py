@@ -25,7 +25,7 @@ MIN_BESIDE = 1.5e11
 
 
 def side_by_side(device: torch.device, products: Sequence[Callable[[], object]], multiplications: int) -> None:
-    """Launch the products, of so many multiplications each; of two large ones, the first beside the second."""
+    """Launch matrix products of so many multiplications each; the first of large ones runs on a second stream."""
     first, *more = products or [lambda: None]
     if not more or multiplications < MIN_BESIDE:
         for product in products:

@@ -17,6 +17,7 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.stream import passes_of
+from liger_losses.chunked.engine.token_losses import weighted_sum
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.engine.zero_rows import counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
@@ -68,8 +69,8 @@ def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tu
     active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
     detached = call.by_tensor({name: values[name].detach() for name in call.outputs})
     if call.query.token_weights is not None:
-        terms = [weight * active[name] for name, weight in call.query.token_weights.items()]
-        return torch.stack(terms).sum(), detached
+        rows = slice(0, call.tokens.count)
+        return weighted_sum(call, call.query.token_weights, active, rows).sum(), detached
     assert call.query.token_loss is not None
     named = read_by(call.query.token_loss, Statistics(**active), call.query.registered)
     result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)

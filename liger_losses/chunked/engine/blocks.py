@@ -298,7 +298,7 @@ class LogitBlock(Block):
             )
             columns = columns if owned is None else torch.where(owned, columns, self.vocab_size)
             for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
-                one_more = torch.nn.functional.pad(log_p, (0, 1))  # a column for those of other ranks
+                one_more = torch.nn.functional.pad(log_p, (0, 1))  # a column for the columns of other ranks
                 p = one_more.scatter_(1, columns[at], -torch.inf)[:, :-1].exp().sum(1)
                 computed["rest"][at] = call.ranks.sum_(p).log()
         if call.query.registered:
@@ -308,7 +308,7 @@ class LogitBlock(Block):
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _largest(self, projected: Tensor, part: Part) -> Tensor:
-        """The columns ``[R, k]`` of the largest logits, those of other ranks included."""
+        """The columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it."""
         k, backend = min(self.call.query.largest, self.vocab_size), self.call.backend
         logits, columns = largest(projected, part.epilogue, k, backend)
         return self.call.ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)

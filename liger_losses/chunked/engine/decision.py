@@ -143,7 +143,7 @@ def decide(
 ) -> Decision:
     """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
 
-    ``memory`` is that of the smallest device of ranks that share the vocabulary.
+    ``memory`` is the number of bytes of the smallest device, where ranks share the vocabulary.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together.
@@ -172,10 +172,10 @@ def _signature(
     if special:
         return None
     weights = {} if query.token_weights is None else query.token_weights
-    given_weights = [weight for weight in weights.values() if not isinstance(weight, EqualWeights)] if weights else []
+    of_tokens = [weight for weight in weights.values() if not isinstance(weight, EqualWeights)] if weights else []
     of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
-    beside = query.class_weight, query.selected, *query.token_inputs.values(), *given_weights
+    beside = query.class_weight, query.selected, *query.token_inputs.values(), *of_tokens
     names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
     of_columns = query.largest, query.registered
     settings = (

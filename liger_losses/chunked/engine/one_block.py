@@ -23,9 +23,10 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 
 class OneBlock:
-    """The passes of :class:`~liger_losses.chunked.engine.stream.Stream` for a call that is :attr:`Call.one_block`.
+    """Statistics and gradients of a call whose logits are one block, as :class:`Stream` computes them of several.
 
-    Nothing is gathered, accumulated or waited for, so that the host launches all of it in a few hundred microseconds.
+    No rows are gathered, no gradients are accumulated, and the host waits for nothing, so it launches a small call in a
+    few hundred microseconds.
     """
 
     def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor]) -> None:

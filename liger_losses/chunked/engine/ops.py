@@ -258,8 +258,8 @@ def linear_labels_loss(
 ) -> tuple[Tensor, Tensor]:
     """``-sum_t sum_m w_tm log p(y_tm)``: cross-entropy of hidden states that have several labels each, in one pass.
 
-    One projection serves all labels of a hidden state: of texts that share a prefix (trees of rollouts), that of the
-    prefix is computed once, and a label's weight counts in how many texts it is.
+    One projection serves all labels of a hidden state: the hidden states of a prefix that several texts share (trees of
+    rollouts) are projected once, and the weight of a label counts in how many texts it follows.
 
     Args:
         hidden_states: ``[..., H]``.
@@ -526,7 +526,7 @@ def _of_each(teachers: Teachers, labels: Any, options: EngineOptions) -> list[tu
 
 
 def _added(parts: Sequence[Statistics]) -> Statistics:
-    """Statistics of all tokens, from those of each teacher's, which are 0 for the others."""
+    """Statistics of all tokens: the sum of each teacher's, which are 0 for tokens of other teachers."""
     named = {name: [getattr(part, name) for part in parts] for name in Statistics._fields}
     return Statistics(**{name: torch.stack(p).sum(0) for name, p in named.items() if p[0] is not None})
 

@@ -137,7 +137,7 @@ class Query:
     metrics: tuple[str, ...] = ()  # further names, without gradient
     class_weight: Tensor | None = None  # [V], the c of mean_logp
     selected: Tensor | None = None  # the columns of selected_logps
-    largest: int = 0  # or their number, where they are those of the largest log-probabilities
+    largest: int = 0  # or how many columns, of the largest log-probabilities of each token
     registered: tuple[str, ...] = ()  # what users have registered, whose statistic is called "registered"
     comparison: Comparison | None = None  # the other side of the divergence
     token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]

@@ -111,8 +111,10 @@ class Ranks:
         return rows
 
     def largest(self, logits: Tensor, columns: Tensor, k: int) -> Tensor:
-        """The columns ``[R, k]`` of the whole vocabulary's largest logits, from those of each rank, ``[R, k]`` or
-        fewer."""
+        """The columns ``[R, k]`` of the largest logits of the whole vocabulary.
+
+        ``logits`` and ``columns`` are the k largest of this rank's part, or all of a part with fewer columns.
+        """
         return columns
 
 

@@ -340,7 +340,7 @@ class _How:
             _, label, token = first("lacking")
             raise ValueError(
                 f"the label of {int(numbers.lacking)} tokens is not among their kept columns, so its probability "
-                f"is 0 (the first: label {label} of {token}). Check that ids and labels are those of "
+                f"is 0 (the first: label {label} of {token}). Check that ids and labels belong to "
                 "the same tokens; or add labels to the kept columns: TokenSupport(..., add_label=True)."
             )
 

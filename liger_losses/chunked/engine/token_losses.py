@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def closed_form(token_loss: F) -> F:
-    """Say of a ``token_loss`` that it returns ``(values, derivatives)``, so that no graph is recorded for it."""
+    """Mark a ``token_loss`` that returns ``(values, derivatives)``: autograd records no graph for it."""
     token_loss.closed_form = True  # type: ignore[attr-defined]
     return token_loss
 
@@ -37,7 +37,7 @@ def token_losses(call: Call, values: Mapping[str, Tensor], rows: slice) -> tuple
     inputs, labels = query.token_inputs, tokens.labels
     if not whole:
         inputs, labels = {name: value[rows] for name, value in inputs.items()}, labels[rows]
-    known = getattr(getattr(function, "func", function), "closed_form", False)
+    known = getattr(getattr(function, "func", function), "closed_form", False)  # of a partial, its function's
     with torch.set_grad_enabled(not known):
         leaves = values if known else {name: values[name].detach().requires_grad_() for name in query.statistics}
         named = {name: leaves[name] for name in query.statistics} | {name: values[name] for name in query.metrics}
@@ -47,7 +47,7 @@ def token_losses(call: Call, values: Mapping[str, Tensor], rows: slice) -> tuple
             raise wrong_token_losses(losses, count)
         losses = tokens.masked(losses, rows)
         if derivatives is not None:
-            dtype = call.work.logits_dtype  # as autograd would give them: those of fp64 weights are fp64
+            dtype = call.work.logits_dtype  # autograd's dtype: of fp64 weights, derivatives are fp64
             masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
             return losses.detach(), masked
         if not losses.requires_grad:

@@ -87,7 +87,7 @@ class Tokens:
     counts: tuple[int, ...]  # how many tokens of each tensor are active
     indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
     ignored: Tensor | None  # [N] bool, true for tokens without loss, if they are not dropped but among the active ones
-    shares: Tensor | None = None  # [N] fp32, of the others each one's share, where it is known
+    shares: Tensor | None = None  # [N] fp32, 1 / number of tokens with loss for each of them, 0 for the others
 
     @classmethod
     def select(
@@ -236,7 +236,10 @@ class Tokens:
         return checked_temperatures(found)
 
     def equal_weights(self, scale: float, total: Any, dtype: torch.dtype) -> Tensor:
-        """``[N]``: ``scale / total`` for each token that carries loss, 0 for the others; by default of their number."""
+        """``[N]``: ``scale / total`` for each token that carries loss, 0 for the others.
+
+        ``total`` is a number or a tensor ``[]``; ``None`` is the number of tokens that carry loss.
+        """
         if total is None and self.ignored is not None:
             narrow = dtype == torch.float32
             shares = self.shares if narrow and self.shares is not None else equal_shares(self.ignored, dtype)

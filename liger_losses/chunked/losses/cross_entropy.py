@@ -190,7 +190,7 @@ class TokenCrossEntropy:
         )
 
 
-def _equal_weights(label_smoothing: float, total: Any) -> dict[str, EqualWeights]:
+def _weights_of_statistics(label_smoothing: float, total: Any) -> dict[str, EqualWeights]:
     """The cross-entropy of tokens of one weight as a sum of statistics; without a total, their mean."""
     scales = {"logp": label_smoothing - 1.0, "mean_logp": -label_smoothing}
     return {name: EqualWeights(scale, total) for name, scale in scales.items() if scale or name == "logp"}
@@ -208,7 +208,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
-        weights = _equal_weights(label_smoothing, None if reduction == "mean" else 1.0)
+        weights = _weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
         return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
     per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)
@@ -446,7 +446,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return None
         if isinstance(total, Tensor):
             total = total.masked_fill(total == 0, 1.0)
-        return _equal_weights(o.label_smoothing, total)
+        return _weights_of_statistics(o.label_smoothing, total)
 
     def _statistics(self, targets: Sequence[_Target], several: bool) -> list[Statistics]:
         """The statistics of each target, differentiable."""

@@ -124,7 +124,7 @@ class PolicyInputs:
 
     @staticmethod
     def number_of_prompts(of_prompt: Tensor) -> Tensor:
-        """The number of prompts, 0-dim, from that of the completions of each one's prompt ``[B]``."""
+        """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
         return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
 
     @property

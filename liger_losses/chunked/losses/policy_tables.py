@@ -248,8 +248,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
-#: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). With a
-#: ``+``, the value is that estimate's, and the gradient that of k2, which in the mean is the divergence's.
+#: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). A name
+#: with ``+`` has the value of its estimate and the gradient of k2, whose mean is the gradient of the divergence.
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,

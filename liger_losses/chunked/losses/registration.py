@@ -1,7 +1,7 @@
 """Objectives and divergences of a user's own, as rows of the tables that losses read.
 
-Each is run once, on random numbers in float64, when it is registered: a wrong shape, a value or a gradient that is not
-finite, and a derivative that is not that of the value raise then.
+Registration runs each of them once on random numbers in float64. It raises an error for a wrong shape, for a value or a
+gradient that is not finite, and for a derivative that disagrees with autograd.
 """
 
 from __future__ import annotations

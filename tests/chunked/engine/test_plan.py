@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.plan import Workload, make_plan
+from liger_losses.chunked.engine.plan import MiB, Workload, make_plan
 from liger_losses.chunked.engine.weights import Dense
 from tests.chunked.engine.test_stream import gradients, weighted
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
@@ -50,6 +50,15 @@ def test_many_tiles_and_weight_chunks(dtype, needs):
         strict=True,
     ):
         assert_as_exact_as_plain(a, p, e, f"grad_{what}")
+
+
+def test_ranks_that_share_a_vocabulary_take_larger_blocks():
+    sizes = {"hidden_size": 4096, "operand_dtype": torch.bfloat16, "device": torch.device("cpu"), "gathers": False}
+    kernels = {"temporaries": 0, "fused": True, "exponentials": True, "fused_products": True}
+    alone = Workload(tokens=8192, vocab_size=128256, **sizes, **kernels)
+    shared = Workload(tokens=8192, vocab_size=64128, ranks=2, **sizes, **kernels)
+    assert (make_plan(alone).rows, make_plan(shared).rows) == (2048, 8192)
+    assert alone.default_workspace() < shared.default_workspace() <= 1536 * MiB
 
 
 def flops(function):

@@ -17,7 +17,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import decision, tokens
+from liger_losses.chunked.engine import accumulation, decision, tokens
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.reference import double, problem, small_calls
 
@@ -38,6 +38,9 @@ def grpo(hidden, weight, labels, bias):
 
 CASES = {
     "cross-entropy": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss()(w, h, y, bias=b),
+    "label smoothing": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.2)(w, h, y, bias=b),
+    "sum": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.2, reduction="sum")(w, h, y, bias=b),
+    "number of items": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss()(w, h, y, bias=b, num_items_in_batch=50),
     "all options": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(
         label_smoothing=0.1, lse_square_scale=1e-2, softcap=9.0, reduction="sum", accum_dtype=torch.float32
     )(w, h, y, bias=b),
@@ -99,6 +102,35 @@ def test_what_needs_no_gradient(name, frozen):
         value.backward()  # computes again what the first one has overwritten
         for twice, t in zip(once, (t for i, t in enumerate(given) if i not in frozen), strict=True):
             torch.testing.assert_close(t.grad, 2 * twice)
+
+
+def test_a_column_that_no_token_can_have():
+    """Tokens without loss count as tokens of column 0, whose log-probability may be -inf."""
+    hidden, weight, labels, bias = inputs(torch.float32, True)
+    labels[labels == 0] = 1
+    with torch.no_grad():
+        bias[0] = -torch.inf
+    with small_calls():
+        loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels, bias=bias)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert_close(
+        [loss, *torch.autograd.grad(loss, (hidden, weight))],
+        [expected, *torch.autograd.grad(expected, (hidden, weight))],
+        torch.float32,
+    )
+
+
+def test_large_products_run_beside_one_another(monkeypatch):
+    given = inputs(torch.float32, True)
+    exact = value_and_gradients("cross-entropy", (*double(*given[:2]), given[2], *double(given[3])))
+    beside, start = [], accumulation.start_beside
+    monkeypatch.setattr(accumulation, "MIN_BESIDE", 0)
+    monkeypatch.setattr(accumulation, "start_beside", lambda *given: beside.append(given) or start(*given))
+    for flops in (0.0, 1e30):
+        with small_calls(flops):
+            assert_close(value_and_gradients("cross-entropy", given), exact, torch.float32)
+    assert len(beside) == 2
 
 
 def test_a_label_outside_of_the_vocabulary():

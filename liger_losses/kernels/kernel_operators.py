@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +47,27 @@ def operator(
         lambda ctx, upstream: tuple(once(ctx, *upstream, gradients=backward)), setup_context=function.setup_context
     )
 
+    # torch binds the arguments of a function with a setup_context to its signature at each call: as long as a launch.
+    at_once: Any = type(
+        function.__name__,
+        (torch.autograd.Function,),
+        {"forward": staticmethod(partial(_forward_at_once, function)), "backward": staticmethod(function.backward)},
+    )
+
     def apply(*arguments: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return tuple(forward(*arguments))
         if within_transform():
             raise RuntimeError(NO_TRANSFORMS)
-        return function.apply(*arguments)
+        return at_once.apply(*arguments) if torch.is_grad_enabled() else function.forward(*arguments)
 
     return apply
+
+
+def _forward_at_once(function: type[torch.autograd.Function], ctx: Any, *arguments: Any) -> Any:
+    outputs = function.forward(*arguments)
+    function.setup_context(ctx, arguments, outputs)
+    return outputs
 
 
 def where_needed(gradients: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:

@@ -104,3 +104,15 @@ def test_modules():
     for a, b in zip(gradients(function(x), inputs), gradients(mlp(norm(x)), inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_calls_bind_no_signature_and_build_no_graph_without_gradients(kernel, monkeypatch):
+    monkeypatch.setattr("inspect.signature", None)  # torch binds the arguments of functions with a setup_context
+    x, y = (torch.randn(2, 5, WIDTH, generator=g).to(DEVICE).requires_grad_() for _ in range(2))
+    found = KERNELS[kernel](x, y, "torch")
+    with torch.no_grad():
+        without = KERNELS[kernel](x, y, "torch")
+    for a, b in zip(flat(found), flat(without), strict=True):
+        assert (a.requires_grad, b.requires_grad) == (True, False)
+        assert torch.equal(a, b)

@@ -264,13 +264,16 @@ class LogitBlock(Block):
         #: One column beside the vocabulary takes what belongs to columns of other ranks.
         width = padded(opened.vocab_size + (opened.others is not None))
         self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
+        #: Whether one kernel computes projections and statistics.
+        wanted = self.call.batch_invariant or self.call.query.largest > 0
+        self._fuses = wanted and self.call.work.fused_products
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
-        if (call.batch_invariant or call.query.largest) and call.work.fused_products:
+        if self._fuses:
             computed = fused_statistics(self.opened, part, projected)
         else:
-            self._project(part.hidden, fixed=call.batch_invariant)
+            self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
                 projected,
                 self.opened.labels[part.rows],
@@ -335,12 +338,13 @@ class LogitBlock(Block):
         self.opened, self.call = opened, opened.call
 
     def refill(self, part: Part, upstream: Upstream) -> None:
-        self._project(part.hidden)
-
-    def _project(self, hidden: Tensor, fixed: bool = False) -> None:
-        projection = self.opened.projection
-        project = projection.into_fixed if fixed else projection.into
-        project(self.projections[: len(hidden), : self.vocab_size], hidden, 0, self.vocab_size)
+        projected = self.projections[: len(part.hidden), : self.vocab_size]
+        if self._fuses and self.call.batch_invariant:
+            lse, names = part.values["lse"], self.call.block_names - OF_LOGITS
+            new = {name: torch.empty_like(lse) for name in names}  # forward's statistics are saved
+            fused_statistics(self.opened, part._replace(values=new), projected)
+        else:
+            self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None

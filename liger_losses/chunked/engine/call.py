@@ -95,7 +95,7 @@ class OpenCall:
         self.flat = [_flat(part) for part in hidden_states]
         if call.work.dequantized_bytes and multiplies:
             weights = weights.dequantized(call.work.operand_dtype)
-        self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk)
+        self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
         #: The head's rows ``[V, H]`` as fused kernels read them; ``None`` where the plan has no such kernels.
         self.weight: Any = weights.matrix(call.work.operand_dtype)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)

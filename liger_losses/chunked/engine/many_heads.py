@@ -73,6 +73,19 @@ def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTrans
     return heads
 
 
+def _with_own_temperatures(heads: list[Head], shapes: list[torch.Size]) -> list[Head]:
+    """The heads of targets whose labels have these shapes; of temperatures ``[T]`` of all tokens, each has its own."""
+    sizes = [shape.numel() for shape in shapes]
+    found: list[Head] = []
+    for i, (head, shape) in enumerate(zip(heads, shapes, strict=True)):
+        each = head.transform.temperature
+        if isinstance(each, Tensor) and each.shape != shape and each.shape == (sum(sizes),):
+            transform = replace(head.transform, temperature=each.split(sizes)[i].view(shape))
+            head = head.with_fields(transform=transform)
+        found.append(head)
+    return found
+
+
 def _in_one_stream(one: Head, other: Head) -> bool:
     """Whether these have the same rows, which may come in several layers, or heads.
 
@@ -164,7 +177,8 @@ class Targets:
         groups: list[HeadGroup] = []
         moved = shift_each(labels, shift, count, options.ignore_index)
         hidden, layers, biases = (one_each(value, count) for value in (hidden_states, weight, bias))
-        for i, head in enumerate(heads_of(layers, biases, transform or LogitTransform())):
+        heads = heads_of(layers, biases, transform or LogitTransform())
+        for i, head in enumerate(_with_own_temperatures(heads, [part.shape for part in moved])):
             group = next((group for group in groups if _in_one_stream(group.head, head)), None)
             if group is None:
                 group = HeadGroup(head, [], [], [])

@@ -97,7 +97,7 @@ class TwoModels(Block):
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights
-        projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk)
+        projection = replace(opened.projection, weights=weights)
         self.teacher = _Model(
             projection, can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
         )
@@ -374,8 +374,7 @@ class TwoModels(Block):
         alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
         few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
         if not model.fused or (alone and few):
-            project = model.projection.into_fixed if invariant else model.projection.into
-            project(out, hidden, 0, out.shape[1])
+            model.projection.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
         weight, backend = model.projection.weights.rows(slice(None), hidden.dtype), self.call.backend

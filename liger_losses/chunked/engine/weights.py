@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.kernels.matmul import matmul_into, wide_dtype
 
-#: Rows and columns of the products of :meth:`Projection.into_fixed`, on a CPU and elsewhere; and what the hidden
+#: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 
@@ -174,11 +174,7 @@ class Projection:
     weights: Weights
     dtype: torch.dtype
     chunk: int
-
-    @property
-    def frozen_columns(self) -> int:
-        """How many of the hidden states' columns are multiplied by rows that get no gradient."""
-        return self.weights.shape[1] - self.weights.trained.shape[1]
+    fixed: bool = False  # projections are products of one size, so that a token's bits are the same in any batch
 
     def columns(self, part: slice) -> Projection:
         """The products with some columns of the vocabulary, whose rows are copied once, if they are few enough."""
@@ -195,14 +191,16 @@ class Projection:
 
     def into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
         """``out [T, C] = hidden @ rows[start:stop].T``, from hidden states ``[T, H]`` in the operand dtype."""
+        if self.fixed:
+            return self._into_fixed(out, hidden, start, stop)
         if stop - start <= self.chunk:
             return matmul_into(out, hidden, self.weights.rows(slice(start, stop), self.dtype).t())
         for part, rows in self._chunks(start, stop):
             matmul_into(out[:, part], hidden, rows.t())
         return out
 
-    def into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """:meth:`into`, by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
+    def _into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """Of products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
         count, size = hidden.shape
         most, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
         extra = -size % _FIXED_DEPTH

@@ -206,3 +206,23 @@ def test_the_environment_variable_and_what_is_refused(monkeypatch):
     assert not Head(weight, batch_invariant=False).batch_invariant
     compiled = torch.compile(lambda h: linear_logps(h, weight, labels), backend="eager", fullgraph=True)
     assert torch.equal(compiled(hidden), linear_logps(hidden, weight, labels))
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "backend"),
+    [
+        (("logp",), torch.float32, "torch"),
+        (("logp", "selected_logps"), torch.float32, "torch"),
+        pytest.param(("logp", "selected_logps"), torch.bfloat16, "triton", marks=interpreted),
+    ],
+)
+def test_later_backwards_have_the_bits_of_the_first(names, dtype, backend):
+    """Which computes the logits again that the first one had from forward."""
+    head, (hidden, labels, _) = head_of(dtype, 33, 150, True, needs=True), pool(head_of(dtype, 33, 150, True))
+    hidden, labels = hidden[:3].requires_grad_(), labels[:3]
+    selected = {"selected": torch.tensor([[1, 149]] * 3)} if len(names) > 1 else {}
+    found = linear_statistics(hidden, head, labels, names, options=EngineOptions(backend=backend), **selected)
+    loss = sum(getattr(found, name).square().sum() for name in names)
+    first, *later = [torch.autograd.grad(loss, (hidden, head.weight), retain_graph=True) for _ in range(3)]
+    for grads in later:
+        assert all(torch.equal(again, before) for again, before in zip(grads, first, strict=True))

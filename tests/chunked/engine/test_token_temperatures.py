@@ -22,6 +22,7 @@ from liger_losses import (
     linear_divergence,
     linear_logps,
     linear_statistics,
+    linear_token_loss,
 )
 from liger_losses.integrations import megatron, on_logits, verl
 from liger_losses.kernels._triton import INTERPRETED, triton
@@ -272,3 +273,22 @@ def test_tensors_of_one_shape_share_temperatures_of_that_shape(compact):
     found = linear_statistics([hidden, other], weight, [labels, others], transform=LogitTransform(t), options=options)
     for values, states, targets in zip(found, (hidden, other), (labels, others), strict=True):
         torch.testing.assert_close(values.logp, linear_logps(states, weight, targets, temperature=t))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_of_all_tokens_of_several_tensors(heads):
+    """``[T]``, one tensor after another, or tensors of the labels' shape: each token's own."""
+    parts = [problem(n, 12, 40, dtype=torch.float64, seed=n) for n in (5, 7)]
+    hidden, labels = [p[0].view(1, -1, 12) for p in parts], [p[2].view(1, -1) for p in parts]
+    weight, t = parts[0][1], temperatures((12,), dtype=torch.float64)
+    layers = weight if heads == 1 else [weight] * 2
+    loss, found = linear_token_loss(hidden, layers, labels, lambda s, labels: s.logp**2, transform=LogitTransform(t))
+    wanted = [(h @ weight.T / own[:, None]).log_softmax(-1) for h, own in zip(hidden, t.split([5, 7]), strict=True)]
+    logps = [w.gather(-1, y.clamp(0)[..., None])[..., 0] * (y >= 0) for w, y in zip(wanted, labels, strict=True)]
+    inputs = [*hidden, weight]
+    for got, right in zip(grads(loss, inputs), grads(sum((p**2).sum() for p in logps), inputs), strict=True):
+        torch.testing.assert_close(got, right)
+    for one, other in zip(linear_logps(hidden, layers, labels, temperature=t), logps, strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(found, logps, strict=True):
+        torch.testing.assert_close(one.logp, other.detach())

@@ -62,6 +62,24 @@ def test_importing_it_imports_little_more_than_torch():
     assert not set(names) & (set(HEAVY) - {"triton", "numpy"})
 
 
+def test_a_loss_imports_the_compiler_only_where_something_else_does():
+    """``torch.compiler.disable`` imports it, for seconds; it is applied once ``torch.compile`` has done so."""
+    code = """
+import sys, torch
+from liger_losses import ChunkedLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, Teacher, linear_logps
+assert not {"torch._dynamo", "sympy"} & set(sys.modules), "imported"
+from liger_losses.chunked.engine import head, operators
+places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary"), (operators, "raise_on_all_ranks")]
+before = [getattr(*place) for place in places]
+loss = LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 2), torch.ones(4, 2), torch.ones(4, dtype=torch.long))
+assert "torch._dynamo" not in sys.modules, "a call imports it"
+import torch._dynamo
+assert not set(before) & {getattr(*place) for place in places}, "nothing was disabled"
+assert operators.has_static_value is not operators._no_number
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_type_checkers_see_the_names_that_are_imported_when_they_are_read():
     seen = {}
     for node in import_statements(ROOT / "__init__.py"):

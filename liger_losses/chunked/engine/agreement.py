@@ -211,7 +211,6 @@ def telling_slices(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise
 
 
-@torch.compiler.disable
 def raise_on_all_ranks(
     error: Exception, since: int, function: Callable[..., Any], arguments: Any, keywords: Any, loss: Any = None
 ) -> None:

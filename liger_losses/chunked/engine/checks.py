@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.kernels.tracing import when_compiling
 
 #: What counts as several hidden states, heads or labels.
 LISTS = (list, tuple, nn.ModuleList)
@@ -38,11 +39,13 @@ def one_each(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, LISTS) else [value] * count
 
 
-@torch.compiler.assume_constant_result
 def meant(name: str, known: Iterable[str]) -> str:
     """In brackets, which of the known names this one is close to, if it is close to one."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+when_compiling(lambda: torch.compiler.assume_constant_result(meant))
 
 
 def check_names(

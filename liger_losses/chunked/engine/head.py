@@ -6,6 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, loc
 from liger_losses.chunked.engine.weights import Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
+from liger_losses.kernels.tracing import outside_graphs
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
@@ -227,6 +229,9 @@ class Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()
         return self.with_fields(weight=self.weight.detach(), bias=bias)
+
+
+outside_graphs(sys.modules[__name__], "share_vocabulary")  # it exchanges messages
 
 
 def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:

@@ -9,13 +9,14 @@ T tokens.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.fx.experimental.symbolic_shapes as symbolic_shapes
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
@@ -35,12 +36,11 @@ from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import outside_graphs, when_compiling
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Whether torch.compile knows a number while it traces; where torch cannot say, all numbers are taken to change.
-has_static_value: Callable[[Any], bool] = getattr(symbolic_shapes, "has_static_value", lambda value: False)
 #: Losses of tokens that an operator can compute: frozen dataclasses of numbers and words, by their names.
 _token_losses: dict[str, Any] = {}
 #: The arguments of all operators, as in :class:`Given`.
@@ -51,6 +51,24 @@ _SCHEMA = (
     "SymInt? workspace, SymInt? chunk_size, ScalarType? accum_dtype, str? backend, str? strategy, "
     "ScalarType? autocast, ScalarType dtype"
 )
+
+
+def _no_number(value: Any) -> bool:
+    return False
+
+
+#: Whether torch.compile knows a number while it traces. Where torch cannot say, all numbers are taken to change.
+has_static_value: Callable[[Any], bool] = _no_number
+
+
+def _ask_torch() -> None:
+    global has_static_value
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    has_static_value = getattr(shapes, "has_static_value", _no_number)
+
+
+when_compiling(_ask_torch)
+outside_graphs(sys.modules[__name__], "raise_on_all_ranks")
 
 
 def token_operator(cls: C) -> C:
@@ -483,7 +501,6 @@ def loss_operator(forward: F) -> F:
 
 
 def _entry(function: F, of_loss: bool) -> F:
-    @torch.compiler.assume_constant_result
     def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
         return wrong_arguments(function, count, keywords, kind)
 
@@ -513,7 +530,14 @@ def _entry(function: F, of_loss: bool) -> F:
             if of_loss:
                 running.loss, running.noted = before
 
-    outside = torch.compiler.disable(wrapped)
+    outside = wrapped
+
+    def mark() -> None:
+        nonlocal outside
+        outside = torch.compiler.disable(wrapped)
+        torch.compiler.assume_constant_result(wrong)
+
+    when_compiling(mark)
     return wrapped  # type: ignore[return-value]
 
 

@@ -337,7 +337,6 @@ def share_mesh(weight: Any) -> VocabularyRanks:
     return shard
 
 
-@torch.compiler.disable
 def share_vocabulary(
     group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
 ) -> VocabularyRanks:

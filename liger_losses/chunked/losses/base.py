@@ -26,6 +26,7 @@ from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import outside_graphs
 
 #: The options that say how the engine streams.
 _STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
@@ -141,13 +142,12 @@ class ChunkedLoss(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):  # torch.compile cannot trace it
-            cls.__init__ = torch.compiler.disable(cls.__init__)  # type: ignore[method-assign]
+            outside_graphs(cls, "__init__")
         cls.option_names = tuple(constructor_signature(cls).parameters)
         cls.computes_options = any(hasattr(cls, field.name) for field in fields(LossOptions))
         if "forward" in vars(cls):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 
-    @torch.compiler.disable
     def __init__(self, *arguments: Any, **options: Any) -> None:
         settings = self.options_type(**named_options(type(self), arguments, options))
         super().__init__()
@@ -320,3 +320,6 @@ class ChunkedLoss(nn.Module):
                 f"that and metrics, got {got}; take the sum or the mean over the tokens of the mask."
             )
         return result
+
+
+outside_graphs(ChunkedLoss, "__init__")

@@ -118,6 +118,8 @@ class HeadGradients:
             return None
         if self.label_coefficients is None:
             self.label_coefficients = torch.empty(self.opened.count, device=self.weight.device)
+            if rows.stop - rows.start < self.opened.count:
+                self.label_coefficients.zero_()  # tokens that no block has add nothing
         return self.label_coefficients[rows]
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:

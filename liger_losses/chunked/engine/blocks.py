@@ -96,15 +96,17 @@ class Block:
         """
         raise NotImplementedError
 
-    #: Whether :meth:`keep` works.
+    #: Whether :meth:`move` and :meth:`keep` work.
     movable = False
 
-    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Go on, once it is filled, with some of its tokens, the call of which is ``opened``.
-
-        They are ``order [M]``, which is ``0 .. M - 1`` but at ``targets``, where it is ``sources``.
-        """
+    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Put tokens, once the block is filled, in the order of a :class:`~.zero_rows.Pending`. Only the first of them
+        have their rows."""
         raise NotImplementedError
+
+    def keep(self, opened: OpenCall, count: int) -> None:
+        """Go on with the first ``count`` tokens; ``opened`` has the tokens in their new order."""
+        self.opened, self.call = opened, opened.call
 
     def wait(self) -> None:
         """Make the caller's stream wait for the work that the block started on another; a no-op where there is none."""
@@ -333,9 +335,8 @@ class LogitBlock(Block):
         owned = (columns >= 0) & (columns < self.vocab_size)
         return torch.where(owned, columns, 0), owned
 
-    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
         move_rows_(self.projections, sources, targets, backend=self.call.backend)
-        self.opened, self.call = opened, opened.call
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         projected = self.projections[: len(part.hidden), : self.vocab_size]
@@ -499,12 +500,16 @@ class ExponentialBlock(Block):
             if self.offsets.mean_logit is not None:
                 call.ranks.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
 
-    def keep(self, opened: OpenCall, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
         assert self.offsets is not None
         move_rows_(self.exponentials, sources, targets, backend=self.call.backend)
         offset, lse, logp, *_ = self.offsets
         self.offsets = Exponentials(offset[order], lse[order], logp[order])
-        self.opened, self.call, self.labels = opened, opened.call, opened.labels
+
+    def keep(self, opened: OpenCall, count: int) -> None:
+        assert self.offsets is not None
+        super().keep(opened, count)
+        self.offsets = Exponentials(*(value[:count] for value in self.offsets[:3] if value is not None))
 
     def _label_logits(self, others: Tensor) -> Tensor:
         """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""

@@ -55,17 +55,25 @@ class Stream:
         """
         # A kept block has the head that was dequantized.
         opened = self.opened if kept is None else kept.opened
-        grads = Gradients(opened)
-        counted = None if pending is None else pending.counted()
-        if counted is not None:
-            del grads  # of all tokens
-            self.opened = opened = opened.of_tokens(counted.call(self.call))
-            self.call, self.count = opened.call, opened.count
-            values, upstream, grads = counted.rows(values), counted.rows(upstream), Gradients(opened)
+        counted = self.count
+        if pending is None:
+            grads = Gradients(opened)
+        else:
+            # Whatever needs no number is queued before the host waits for it.
+            ordered, rows = opened.of_tokens(pending.call(self.call)), (pending.rows(values), pending.rows(upstream))
+            grads = Gradients(ordered)
             if kept is not None:
-                kept.keep(opened, *counted)
+                kept.move(pending.order, pending.sources, pending.targets)
+            found = pending.found()
+            if found is None:
+                del grads  # before others are allocated
+                grads = Gradients(opened)
+            else:
+                self.opened, self.call, counted, (values, upstream) = ordered, ordered.call, found, rows
+                if kept is not None:
+                    kept.keep(ordered, found)
         block = self._block_of_gradients() if kept is None else kept
-        for part in self._parts(block.rows, values):
+        for part in self._parts(block.rows, values, counted):
             wanted = _rows_of(upstream, part.rows)
             if kept is None:
                 block.refill(part, wanted)
@@ -123,14 +131,14 @@ class Stream:
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
-        """The active tokens, ``size`` or fewer at a time."""
+    def _parts(self, size: int, values: dict[str, Tensor], count: int | None = None) -> Iterator[Part]:
+        """The active tokens, or the first ``count`` of them, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
-        for rows in blocks(self.count, size):
+        for rows in blocks(self.count if count is None else count, size):
             hidden = tokens.masked(tokens.gather(self.opened.flat, rows.start, rows.stop), rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            of_part = values if size >= self.count else _rows_of(values, rows)
+            of_part = values if len(hidden) == self.count else _rows_of(values, rows)
             yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
 
     def _block(self, rows: int) -> Block:

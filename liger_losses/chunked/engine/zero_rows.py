@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +23,45 @@ from liger_losses.chunked.engine.tokens import Tokens
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
-#: The largest share M / N with which tokens are left out: to gather the others takes time, too.
+#: The largest share M / N with which a call is split: each of the two takes time to start.
 MOST_COUNTED = 0.98
+#: On a GPU, M is rounded up to a multiple of so many rows, with which products are faster.
+ROUNDED = {"cuda": 64}
 
 
-class Counted(NamedTuple):
-    """The tokens that have a coefficient, in the order in which the fewest rows move: only those beyond M do."""
+class Pending:
+    """Tokens that are being counted. The device puts those that count first, while the host waits for their number.
 
-    order: Tensor  # [M] int64, which of the N tokens each of them is
-    sources: Tensor  # the rows of M to N - 1 among them,
-    targets: Tensor  # and the rows below M that these take
+    ``order`` ``[N]`` says which of the N tokens is where. Only rows move that must: of the first M, those that do not
+    count are ``targets``, and take the rows of ``sources`` beyond. Both are ``[N // 2]``, with N for no row.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        n, total = len(counts), counts.sum()
+        #: M, 0-dim, and on a GPU when the host has it.
+        self.number, self.copied = total.to("cpu", non_blocking=True), None  # into pinned memory
+        if counts.is_cuda:
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(counts.device))
+        places = torch.arange(n + 1, device=counts.device)
+        first = places[:n] < total
+        self.sources, self.targets = (
+            torch.nonzero_static(moves, size=n // 2, fill_value=n).squeeze(-1)
+            for moves in (counts & ~first, first & ~counts)
+        )
+        order = places.index_copy(0, self.targets, self.sources).index_copy_(0, self.sources, self.targets)
+        self.order = order[:n]
+
+    def found(self) -> int | None:
+        """M, or a few more; ``None`` where these are all N. The host waits."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        rounded = ROUNDED.get(self.order.device.type, 1)
+        found = -(-max(int(self.number), 1) // rounded) * rounded  # one row at least, which writes the gradients
+        return None if found >= len(self.order) else found
 
     def call(self, call: Call) -> Call:
-        """The call of these tokens alone."""
-        run = call.decision.run(len(self.order), True)
+        """The call of all tokens in this order."""
         temperature = call.transform.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[self.order]
@@ -46,45 +70,11 @@ class Counted(NamedTuple):
             tokens=call.tokens.subset(self.order),
             query=call.query.subset(self.order),
             transform=replace(call.transform, temperature=temperature),
-            work=run.work,
-            plan=run.plan,
-            grad_weight_dtype=torch.promote_types(call.grad_weight_dtype, run.grad_weight_dtype),
         )
 
     def rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their values, of ``[N]`` or ``[N, k]`` each."""
+        """The tokens' values, of ``[N]`` or ``[N, k]`` each, in this order."""
         return {name: value[self.order] for name, value in values.items()}
-
-
-class Pending:
-    """Tokens that are being counted: the device works on what needs no number, until the host asks for it."""
-
-    def __init__(self, counts: Tensor) -> None:
-        #: First the tokens that count, then the others, each in their order.
-        self.ordered = (~counts).to(torch.uint8).argsort(stable=True)
-        total = counts.sum()
-        gaps = (~counts & (torch.arange(len(counts), device=counts.device) < total)).sum()
-        self.numbers, self.copied = torch.stack([total, gaps]), None
-        if counts.is_cuda:
-            self.numbers, self.copied = self.numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # pinned memory
-            self.copied.record(torch.cuda.current_stream(counts.device))
-
-    def found(self) -> tuple[int, int] | None:
-        """M, and how many of the first M tokens do not count; ``None`` where nearly all do. The host waits."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        found, missing = self.numbers.tolist()
-        return None if found > MOST_COUNTED * len(self.ordered) else (found, missing)
-
-    def counted(self) -> Counted | None:
-        """The tokens that count, unless these are nearly all."""
-        numbers = self.found()
-        if numbers is None:
-            return None
-        found, missing = numbers
-        sources, targets = self.ordered[found - missing : found], self.ordered[found : found + missing]
-        order = torch.arange(found, device=self.ordered.device).index_copy(0, targets, sources)
-        return Counted(order, sources, targets)
 
 
 def _is_large(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
@@ -118,5 +108,7 @@ def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, To
     if not large or head.ranks is not ALONE or tokens.ignored is not None:
         return None
     pending = Pending(tokens.gather_like_labels(counts))
-    numbers, ordered = pending.found(), pending.ordered
-    return None if numbers is None else (tokens.subset(ordered[: numbers[0]]), tokens.subset(ordered[numbers[0] :]))
+    found, order = pending.found(), pending.order
+    if found is None or found > MOST_COUNTED * tokens.count:
+        return None
+    return tokens.subset(order[:found]), tokens.subset(order[found:])

@@ -29,9 +29,10 @@ N, H, V = 37, 16, 53
 @pytest.fixture(autouse=True)
 def counts(monkeypatch):
     """Calls of any size are looked at; how many tokens each of them has multiplied."""
-    found, call = [], zero_rows.Counted.call
+    found, number = [], zero_rows.Pending.found
     monkeypatch.setattr(zero_rows, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(zero_rows.Counted, "call", lambda self, of: found.append(len(self.order)) or call(self, of))
+    monkeypatch.setattr(zero_rows, "ROUNDED", {})
+    monkeypatch.setattr(zero_rows.Pending, "found", lambda self: found.append(number(self)) or found[-1])
     return found
 
 
@@ -94,7 +95,7 @@ def test_gradients_are_those_of_all_tokens(case, share, counts):
     )
     for name, value, of_plain, right in zip(("hidden", "weight", "bias"), ours, plain, exact, strict=False):
         assert_as_exact_as_plain(value, of_plain, right, name, scale=float(right.norm()))
-    assert counts == [int(counted.sum())]
+    assert counts == [max(int(counted.sum()), 1)]
     assert not ours[0][~counted].any()
 
 
@@ -223,11 +224,18 @@ def test_backward_may_run_again(counts):
     assert len(counts) == 4
 
 
-def test_where_nearly_all_count_nothing_is_gathered(counts):
-    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
-    upstream = torch.ones(200).index_fill(0, torch.tensor([3]), 0.0)
-    torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
-    assert counts == []
+@pytest.mark.parametrize(
+    ("zeros", "rounded", "multiplied"), [(0, 1, None), (1, 1, 199), (1, 64, None), (9, 64, 192), (200, 64, 64)]
+)
+def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeypatch):
+    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": rounded})
+    hidden, weight, labels, _ = problem(200, H, V, dtype=torch.float64, masked=0.0)
+    upstream = torch.ones(200, dtype=torch.float64).index_fill(0, torch.arange(200)[:zeros], 0.0)
+    found = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
+    assert counts == [multiplied]
+    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {})
+    expected = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -237,9 +245,9 @@ def test_rows_move(backend, dtype):
         triton_or_skip()
     device = DEVICE if backend == "triton" else "cpu"
     matrix = torch.randn(9, 640, device=device).to(dtype)[:, :600]
-    sources, targets = torch.tensor([8, 5, 6], device=device), torch.tensor([0, 3, 1], device=device)
+    sources, targets = torch.tensor([8, 5, 6, 9], device=device), torch.tensor([0, 3, 1, 9], device=device)
     expected = matrix.clone()
-    expected[targets] = expected[sources]
+    expected[targets[:3]] = expected[sources[:3]]
     move_rows_(matrix, sources, targets, backend=backend)
     assert torch.equal(matrix, expected)
     move_rows_(matrix, sources[:0], targets[:0], backend=backend)

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching.patch import patch
+from liger_losses.places import Found, Replaced
 
 #: From a model that was loaded to the options of :func:`liger_losses.patch`; ``None`` leaves the model.
 Options = Callable[[nn.Module], dict[str, Any] | None]
 
 _METHODS = ("from_pretrained", "_from_config")
 _wanted: list[Options] = []
-_originals: dict[str, Any] = {}
+_replaced = Replaced()
 #: Whether this thread is in one of these methods.
 _thread = threading.local()
 
@@ -42,10 +43,9 @@ def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> 
 
     options = options or (lambda model: same_for_all)
     _wanted.append(options)
-    if not _originals:
-        for name in _METHODS:
-            _originals[name] = PreTrainedModel.__dict__[name]
-            setattr(PreTrainedModel, name, classmethod(_patching(_originals[name].__func__)))
+    if not len(_replaced):
+        methods = {name: _patching(vars(PreTrainedModel)[name].__func__) for name in _METHODS}
+        _replaced.add([Found(PreTrainedModel, name, classmethod(method)) for name, method in methods.items()])
     return options
 
 
@@ -57,16 +57,10 @@ def leave_loaded_models(options: Options | None = None) -> None:
     """
     if options is None:
         _wanted.clear()
-    for place in reversed(range(len(_wanted))):
-        if _wanted[place] is options:  # the last one, where the same options were given several times
-            del _wanted[place]
-            break
-    if _wanted or not _originals:
-        return
-    from transformers import PreTrainedModel
-
-    while _originals:
-        setattr(PreTrainedModel, *_originals.popitem())
+    elif options in _wanted:  # the last one, where the same options were given several times
+        del _wanted[len(_wanted) - 1 - _wanted[::-1].index(options)]
+    if not _wanted:
+        _replaced.restore()
 
 
 @contextlib.contextmanager
@@ -100,8 +94,6 @@ def _patching(method: Callable[..., Any]) -> Callable[..., Any]:
 def _patch(model: Any) -> None:
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         return
-    for options in reversed(_wanted):
-        chosen = options(model)
-        if chosen is not None:
-            model.liger_report = patch(model, **chosen)
-            return
+    chosen = next((found for options in reversed(_wanted) if (found := options(model)) is not None), None)
+    if chosen is not None:
+        model.liger_report = patch(model, **chosen)

@@ -91,13 +91,5 @@ _REPLACEMENTS = Replacements(
     Place(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature, takes=("temperature",)),
     Place(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature, takes=("temperature",)),
 )
-
-
-def install() -> None:
-    """Replace SkyRL's fused head, now or when it imports it; a second call has no effect."""
-    _REPLACEMENTS.install()
-
-
-def uninstall() -> None:
-    """Put SkyRL's own head back."""
-    _REPLACEMENTS.uninstall()
+#: Replace SkyRL's fused head, now or when it imports it; and put its own back.
+install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall

@@ -63,18 +63,7 @@ REPLACEMENTS = Replacements(
     ),
     *verl_distillation.PLACES,
 )
-
-
-def install() -> None:
-    """Replace verl's fused heads and its top-k distillation, where or when it imports them. Again: no effect.
-
-    These are ``FusedLinearForPPO.forward``, of its FSDP engine with the backends ``torch`` and ``liger``, and
-    ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine. A module that
-    lacks what is replaced in it keeps verl's own, with a warning.
-    """
-    REPLACEMENTS.install()
-
-
-def uninstall() -> None:
-    """Put verl's own heads and distillation losses back."""
-    REPLACEMENTS.uninstall()
+#: Replace verl's fused heads and its top-k distillation, where or when it imports them; and put its own back. The heads
+#: are ``FusedLinearForPPO.forward``, of its FSDP engine with the backends ``torch`` and ``liger``, and
+#: ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine.
+install, uninstall = REPLACEMENTS.install, REPLACEMENTS.uninstall

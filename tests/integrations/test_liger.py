@@ -263,7 +263,7 @@ def test_everything_masked_gives_zero():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
 def test_grpo_of_logits(loss_type):
-    from liger_losses.integrations.liger.logits import triton_grpo_loss
+    from liger_losses.integrations.liger.losses import triton_grpo_loss
 
     logits = normal(3, 6, 17).requires_grad_()
     ids, mask = torch.arange(15).view(3, 5), torch.arange(5) < torch.tensor([[5], [3], [4]])
@@ -369,7 +369,7 @@ def test_without_liger_kernel(monkeypatch):
 def test_arguments_have_liger_kernels_order():
     """By name, for everything whose arguments are positional in liger-kernel."""
     pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
-    from liger_losses.integrations.liger import linear, logits
+    from liger_losses.integrations.liger import losses
     from liger_losses.integrations.liger.chunked import CHUNKED
 
     def names(function):
@@ -383,14 +383,14 @@ def test_arguments_have_liger_kernels_order():
         assert apply.__doc__.split(": ")[1].rstrip(".").split(", ") == theirs
     theirs = importlib.import_module("liger_kernel.transformers.functional")
     for name, ours in (
-        ("liger_cross_entropy", logits.cross_entropy),
-        ("liger_fused_linear_cross_entropy", linear.fused_linear_cross_entropy),
+        ("liger_cross_entropy", losses.cross_entropy),
+        ("liger_fused_linear_cross_entropy", losses.fused_linear_cross_entropy),
     ):
         assert names(ours) == names(getattr(theirs, name))
     theirs = names(importlib.import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss)
-    assert [*names(logits.triton_grpo_loss)[:21], *theirs[21:]] == theirs
-    ours = logits.triton_grpo_loss(*arguments_of_grpo(), 2.0, 1.0, None, None, False, None, 1.5, 3.0, 3.0, 2.0)
-    torch.testing.assert_close(ours, logits.triton_grpo_loss(*arguments_of_grpo(), 2.0, vespo_k_pos=1.5))
+    assert names(losses.triton_grpo_loss) == theirs
+    ours = losses.triton_grpo_loss(*arguments_of_grpo(), 2.0, 1.0, None, None, False, None, 1.5, 3.0, 3.0, 2.0)
+    torch.testing.assert_close(ours, losses.triton_grpo_loss(*arguments_of_grpo(), 2.0, vespo_k_pos=1.5))
 
 
 def arguments_of_grpo():
@@ -435,7 +435,7 @@ def test_teachers_get_no_gradient(installed):
 
 
 def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
-    from liger_losses.integrations.liger.logits import LigerCrossEntropyLoss
+    from liger_losses.integrations.liger.losses import LigerCrossEntropyLoss
 
     logits, labels = normal(4, 7), torch.tensor([1, 2, 3, 0])
     loss = LigerCrossEntropyLoss(reduction="sum")
@@ -533,7 +533,7 @@ def test_metrics_are_liger_kernels(name, compute_nll, dtype):
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_jsd_of_what_does_not_sum_to_one(beta):
     """Loss and gradient as liger-kernel's kernel computes them, of the formulas in its comments."""
-    from liger_losses.integrations.liger.probabilities import LigerJSD
+    from liger_losses.integrations.liger.losses import LigerJSD
 
     log_q, log_p = normal(5, 7, seed=1).requires_grad_(), normal(5, 7, seed=2)
     labels = torch.tensor([1, -100, 2, 3, 0])
@@ -555,7 +555,7 @@ def test_jsd_of_what_does_not_sum_to_one(beta):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_of_given_logits_have_their_dtype(dtype):
-    from liger_losses.integrations.liger.logits import LigerCrossEntropyLoss, apply_cross_entropy
+    from liger_losses.integrations.liger.losses import LigerCrossEntropyLoss, apply_cross_entropy
 
     logits, labels = normal(4, 7, dtype=dtype).requires_grad_(), torch.tensor([1, 2, -100, 0])
     loss = LigerCrossEntropyLoss()(logits, labels)

@@ -47,11 +47,11 @@ def test_leaving_one_leaves_the_others(monkeypatch):
         with loading.patched_loading(rope=False):
             assert len(loading._wanted) == 2
         assert loading._wanted == [outer]
-        assert loading._originals
+        assert len(loading._replaced)
     finally:
         loading.leave_loaded_models()
     assert not loading._wanted
-    assert not loading._originals
+    assert not len(loading._replaced)
 
 
 def test_leaving_one_of_two_that_are_the_same_leaves_the_other():
@@ -65,7 +65,7 @@ def test_leaving_one_of_two_that_are_the_same_leaves_the_other():
             pass
         assert loading._wanted == [options]
     assert not loading._wanted
-    assert not loading._originals
+    assert not len(loading._replaced)
 
 
 def test_a_model_within_a_model_is_patched_with_it():

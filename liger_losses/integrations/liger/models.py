@@ -104,25 +104,14 @@ def apply_to_type(model_type: str, **options: Any) -> None:
     apply_liger_kernel(model_types=(model_type,), **options)
 
 
-def apply_to_instance(model: nn.Module, **options: Any) -> None:
-    """``_apply_liger_kernel_to_instance``, which transformers' Trainer calls with ``use_liger_kernel=True``."""
-    apply_liger_kernel(model, **options)
+apply_to_instance = apply_liger_kernel  # ``_apply_liger_kernel_to_instance``, which transformers' Trainer calls
 
 
 class AutoLigerKernelForCausalLM(AutoLigerModelForCausalLM):
     """transformers' ``AutoModelForCausalLM``, patched on load, with :func:`apply_liger_kernel`'s options."""
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().from_pretrained(*args, **_without_kernels(kwargs))
-
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().from_config(*args, **_without_kernels(kwargs))
-
-
-def _without_kernels(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a constructor, with those of liger-kernel's functions as :func:`patch` takes them."""
-    names = {"cross_entropy", *(name for theirs in _KERNELS.values() for name in theirs)}
-    others = {name: value for name, value in kwargs.items() if name not in names}
-    return {**others, "patch_options": _patch_options(kwargs)}
+    def _load(cls, method: str, *args: Any, **kwargs: Any) -> Any:
+        names = {"cross_entropy", *(name for theirs in _KERNELS.values() for name in theirs)}
+        others = {name: value for name, value in kwargs.items() if name not in names}
+        return super()._load(method, *args, **{**others, "patch_options": _patch_options(kwargs)})

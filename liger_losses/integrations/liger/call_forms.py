@@ -1,0 +1,76 @@
+"""The forms in which liger-kernel's losses are called: functions, modules, and the ``apply`` of autograd functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def signature(names: str, required: int) -> inspect.Signature:
+    """Of arguments by position or name; those after the first ``required`` are ``None`` by default."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature(
+        [inspect.Parameter(n, kind, default=empty if i < required else None) for i, n in enumerate(names.split())]
+    )
+
+
+def with_arguments(function: Callable[..., Any], names: str, required: int) -> Callable[..., Any]:
+    """Let :func:`inspect.signature` say the names of a function's arguments: liger-kernel's models read them there."""
+    function.__signature__ = signature(names, required)  # type: ignore[attr-defined]
+    return function
+
+
+def function_class(name: str, apply: Callable[..., Any]) -> type:
+    """A class with the ``apply`` of an autograd function."""
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__})
+
+
+def module_class(name: str, function: Callable[..., Tensor], inputs: str, options: str) -> type[nn.Module]:
+    """A module that calls a function.
+
+    Args:
+        function: takes the inputs by position and the options by name.
+        inputs: what the module is called with; a third or fifth one, the labels, may be left out.
+        options: the arguments of the module's constructor, and its attributes, with the function's defaults.
+    """
+    called = signature(inputs, len(inputs.split()) // 2 * 2)
+    made = inspect.Signature([inspect.signature(function).parameters[name] for name in options.split()])
+
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        nn.Module.__init__(self)
+        given = made.bind(*arguments, **named)
+        given.apply_defaults()
+        vars(self).update(given.arguments)
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Tensor:
+        given = called.bind(*arguments, **named).arguments.values()
+        return function(*given, **{name: getattr(self, name) for name in made.parameters})
+
+    members = {"__init__": __init__, "forward": forward, "__doc__": function.__doc__, "__module__": function.__module__}
+    return type(name, (nn.Module,), members)
+
+
+def applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
+    """The ``apply`` of a function of ``chunked_loss``: arguments of a loss's constructor and call by position.
+
+    ``defaults`` are those of the constructor that the function has otherwise.
+    """
+    order = names.split()
+    # A temperature that is a number is the constructor's, one per token the call's.
+    of_call = inspect.signature(loss.forward).parameters  # type: ignore[attr-defined]
+
+    def apply(*arguments: Any) -> Any:
+        if len(arguments) > len(order):
+            raise TypeError(f"apply takes at most {len(order)} arguments ({', '.join(order)}), got {len(arguments)}.")
+        call: dict[str, Any] = {}
+        options = dict(defaults)
+        for name, value in zip(order, arguments, strict=False):
+            is_call = name in of_call and (name != "temperature" or isinstance(value, Tensor))
+            (call if is_call else options)[name] = value
+        return loss(**options)(**call)
+
+    apply.__doc__ = f"{loss.__name__} by position: {', '.join(order)}."
+    return apply

@@ -194,7 +194,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/trl/test_fused_head.py": [
         ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),
-        ("trl/fused_head.py", "autograd.grad([values[i] for i", "autograd.grad([2 * values[i] for i"),
+        ("patching/lazy/gradients.py", "autograd.grad([o for o,", "autograd.grad([2 * o for o,"),
     ],
     "tests/trl/test_experimental.py -k vocabularies": [
         ("trl/divergences.py", "if len(weight) > student.vocab_size:", "if False:"),

@@ -23,6 +23,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, TracedLogits
+from liger_losses.patching.lazy.gradients import recomputed_gradients
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -227,14 +228,6 @@ class _RecomputedInBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         constants = [None] * (2 + len(gradients))
         needed = ctx.needs_input_grad[len(constants) :]
-        reached = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if not reached:
+        if all(gradient is None for gradient in gradients):
             return *constants, *[None] * len(needed)
-        inputs = [
-            t if t is None else t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        with torch.enable_grad():
-            values = ctx.recompute(*inputs)
-        leaves = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad([values[i] for i in reached], leaves, [gradients[i] for i in reached]))
-        return *constants, *(next(found) if n else None for n in needed)
+        return *constants, *recomputed_gradients(ctx.recompute, ctx.saved_tensors, needed, gradients)

@@ -7,6 +7,7 @@ computed from tensors that depend on the logits (:func:`inputs_of`); they send a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +43,25 @@ class Source:
 
     def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
         """From the gradient of the logits to those of hidden states, weight and bias, which are given."""
-        leaves: list[Any] = [
-            t if t is None else t.detach().requires_grad_(needs)
-            for t, needs in zip(tensors, self.needs_grad, strict=True)
-        ]
-        with torch.enable_grad():
-            values = self.deferred.with_tensors(*leaves).values()
-        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = iter(torch.autograd.grad(values, needed, gradient.to(values.dtype)))
-        return [next(found) if needs else None for needs in self.needs_grad]
+        return recomputed_gradients(
+            lambda *leaves: [self.deferred.with_tensors(*leaves).values()], tensors, self.needs_grad, [gradient]
+        )
+
+
+def recomputed_gradients(
+    compute: Callable[..., Sequence[Tensor]],
+    tensors: Iterable[Tensor | None],
+    needs_grad: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of some ``tensors``, from those of what is computed of them once more; ``None`` for none."""
+    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needs_grad, strict=True)]
+    with torch.enable_grad():
+        outputs = compute(*leaves)
+    reached = [(o, g.to(o.dtype)) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+    needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    found = iter(torch.autograd.grad([o for o, _ in reached], needed, [g for _, g in reached]))
+    return [next(found) if needs else None for needs in needs_grad]
 
 
 def without_subclasses(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,10 +78,11 @@ def _take_along_dim(lazy: LazyLogits, indices: Tensor, dim: int | None = None) -
     return NotImplemented if dim is None or indices.dim() != lazy.dim() else _gather(lazy, dim, indices)
 
 
-def _by_rows(lazy: LazyLogits, reduce: Callable[[Tensor], Any], width: int) -> tuple[Tensor, ...]:
+def _by_rows(lazy: LazyLogits, reduce: Callable[[Tensor], Any], width: int) -> Any:
     """``reduce`` of the model's own logits, whose rounding decides ties: tensors ``[..., width]``.
 
-    The logits exist for some tokens at a time.
+    The logits exist for some tokens at a time. The first tensor, if there are two, has the gradient of the logits in
+    the columns of the second.
     """
     deferred, vocab_size = lazy.deferred.current(), lazy.shape[-1]
     hidden_states = deferred.hidden_states.detach().reshape(-1, deferred.hidden_states.shape[-1])
@@ -89,7 +90,10 @@ def _by_rows(lazy: LazyLogits, reduce: Callable[[Tensor], Any], width: int) -> t
     with torch.no_grad():
         parts = (replace(deferred, hidden_states=part).with_version() for part in hidden_states.split(rows))
         blocks = [reduce(part.values().to(lazy.dtype)) for part in parts]
-    return tuple(torch.cat(part).view(*lazy.shape[:-1], width) for part in zip(*blocks, strict=True))
+    found = tuple(torch.cat(part).view(*lazy.shape[:-1], width) for part in zip(*blocks, strict=True))
+    if len(found) == 2 and torch.is_grad_enabled() and lazy.requires_grad:
+        return WithGradientOf.apply(found[0], _gather(lazy, -1, found[1])), found[1]
+    return found
 
 
 @implements("topk")
@@ -97,33 +101,25 @@ def _topk(lazy: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted:
     """The largest values, and their columns."""
     if not is_vocabulary(lazy, dim) or not 1 <= k <= lazy.shape[-1]:
         return NotImplemented
-    values, indices = _by_rows(lazy, lambda logits: logits.topk(k, -1, largest, sorted), k)
-    if torch.is_grad_enabled() and lazy.requires_grad:
-        values = WithGradientOf.apply(values, _gather(lazy, -1, indices))
-    return torch.return_types.topk((values, indices))
+    return torch.return_types.topk(_by_rows(lazy, lambda logits: logits.topk(k, -1, largest, sorted), k))
 
 
-def _extreme(name: str, lazy: LazyLogits, dim: int, keepdim: bool = False) -> Any:
-    """``max`` or ``min`` over the vocabulary: the values, and the columns that torch finds first."""
+def _extreme(name: str, lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    """``max`` or ``min`` over the vocabulary, the values and the columns that torch finds first; or ``argmax``."""
     if not is_vocabulary(lazy, dim):
         return NotImplemented
-    values, indices = _by_rows(lazy, lambda logits: getattr(logits, name)(-1, keepdim=True), 1)
-    if torch.is_grad_enabled() and lazy.requires_grad:
-        values = WithGradientOf.apply(values, _gather(lazy, -1, indices))
-    pair = (values, indices) if keepdim else (values[..., 0], indices[..., 0])
-    return getattr(torch.return_types, name)(pair)
+
+    def reduce(logits: Tensor) -> Any:
+        found = getattr(logits, name)(-1, keepdim=True)
+        return found if name != "argmax" else (found,)
+
+    found = _by_rows(lazy, reduce, 1)
+    found = found if keepdim else tuple(part[..., 0] for part in found)
+    return found[0] if name == "argmax" else getattr(torch.return_types, name)(found)
 
 
-for _name in ("max", "min"):
+for _name in ("max", "min", "argmax"):
     implements(_name)(partial(_extreme, _name))
-
-
-@implements("argmax")
-def _argmax(lazy: LazyLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not is_vocabulary(lazy, dim):
-        return NotImplemented
-    (indices,) = _by_rows(lazy, lambda logits: (logits.argmax(-1, keepdim=True),), 1)
-    return indices if keepdim else indices[..., 0]
 
 
 @implements("logsumexp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def is_one_graph() -> bool:
         return True
 
 
+@dataclass(eq=False)
 class TracedLogits:
     """Logits ``[..., V]`` of a model that is being compiled.
 
@@ -56,18 +58,13 @@ class TracedLogits:
             the head has changed by the time that they are read.
     """
 
-    def __init__(
-        self,
-        hidden_states: Tensor,
-        head: tuple[Tensor, Tensor | None],
-        transform: tuple[float, float | None],
-        steps: tuple[tuple[Any, ...], ...],
-        autocast: torch.dtype | None,
-        dtype: torch.dtype,
-        samples: tuple[Tensor, ...],
-    ) -> None:
-        self.hidden_states, self.head, self.transform = hidden_states, head, transform
-        self.steps, self.autocast, self.dtype, self.samples = steps, autocast, dtype, samples
+    hidden_states: Tensor
+    head: tuple[Tensor, Tensor | None]
+    transform: tuple[float, float | None]
+    steps: tuple[tuple[Any, ...], ...]
+    autocast: torch.dtype | None
+    dtype: torch.dtype
+    samples: tuple[Tensor, ...]
 
     @property
     def shape(self) -> torch.Size:
@@ -94,8 +91,7 @@ class TracedLogits:
 
     def lazy(self) -> LazyLogits:
         """The same logits as a tensor, outside of compiled graphs."""
-        dtypes = self.autocast, self.dtype
-        return _lazy(self.hidden_states, self.head, self.transform, self.steps, dtypes, self.samples)
+        return _lazy(*self._fields())
 
     def float(self) -> TracedLogits:
         """In fp32."""
@@ -120,9 +116,9 @@ class TracedLogits:
         """With other token dimensions."""
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
         vocab_size, width = self.shape[-1], self.hidden_states.shape[-1]
-        if len(sizes) < 2 or sizes[-1] not in (-1, vocab_size) or (sizes[-1] == -1 and -1 in sizes[:-1]):
-            return self.lazy().reshape(*shape)
-        if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() * vocab_size != self.shape.numel():
+        if sizes[-1] == -1 and -1 not in sizes[:-1]:
+            sizes[-1] = self.shape.numel() // max(torch.Size(sizes[:-1]).numel(), 1)
+        if len(sizes) < 2 or sizes[-1] != vocab_size:
             return self.lazy().reshape(*shape)
         return self._on_rows(self.hidden_states.reshape(*sizes[:-1], width))
 
@@ -143,8 +139,7 @@ class TracedLogits:
     def __mul__(self, other: Any) -> Any:
         return self._scaled("mul", other, other)
 
-    def __rmul__(self, other: Any) -> Any:
-        return self._scaled("mul", other, other)
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         return self._scaled("div", other, 1 / other if isinstance(other, (int, float)) and other else 0)
@@ -172,7 +167,7 @@ class TracedLogits:
     def tanh(self) -> Any:
         """The soft-cap's tanh."""
         scale, softcap = self.transform
-        return self.lazy().tanh() if softcap is not None else self._after(("tanh",), (scale, 1.0))
+        return self.lazy().tanh() if softcap is not None else self._after(("tanh",), transform=(scale, 1.0))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.lazy(), name)
@@ -187,20 +182,22 @@ class TracedLogits:
         args = [_without_traced(part) for part in args]
         return func(*args, **{name: _without_traced(part) for name, part in kwargs.items()})
 
-    def _on_rows(self, hidden_states: Tensor) -> TracedLogits:
-        others = self.head, self.transform, self.steps, self.autocast, self.dtype, self.samples
-        return TracedLogits(hidden_states, *others)
+    def _fields(self, **changes: Any) -> list[Any]:
+        names = ("hidden_states", "head", "transform", "steps", "autocast", "dtype", "samples")
+        return [changes.get(name, getattr(self, name)) for name in names]
 
-    def _after(self, step: tuple[Any, ...], transform: Any = None, dtype: torch.dtype | None = None) -> TracedLogits:
+    def _on_rows(self, hidden_states: Tensor) -> TracedLogits:
+        return TracedLogits(*self._fields(hidden_states=hidden_states))
+
+    def _after(self, step: tuple[Any, ...], **changes: Any) -> TracedLogits:
         """After one more operation."""
-        changed = transform or self.transform, (*self.steps, step), self.autocast, dtype or self.dtype
-        return TracedLogits(self.hidden_states, self.head, *changed, self.samples)
+        return TracedLogits(*self._fields(steps=(*self.steps, step), **changes))
 
     def _scaled(self, name: str, other: Any, by: Any) -> Any:
         scale, softcap = self.transform
         if isinstance(by, bool) or not isinstance(by, (int, float)) or by == 0 or (softcap is not None and by < 0):
             return getattr(self.lazy(), name)(other)
-        return self._after((name, other), (scale * by, None if softcap is None else softcap * by))
+        return self._after((name, other), transform=(scale * by, None if softcap is None else softcap * by))
 
 
 def _operator(name: str) -> Any:
@@ -224,41 +221,31 @@ def _without_traced(value: Any) -> Any:
 
 
 @torch.compiler.disable
-def _lazy(hidden_states: Tensor, head: Any, transform: Any, steps: Any, dtypes: Any, samples: Any) -> LazyLogits:
-    (weight, bias), (scale, softcap) = head, transform
+def _lazy(
+    hidden_states: Tensor, head: Any, transform: Any, steps: Any, autocast: Any, dtype: torch.dtype, samples: Any
+) -> LazyLogits:
+    weight, bias = head
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), samples=samples)
-    made = Head(weight, bias, LogitTransform(1.0, scale, softcap))
-    return LazyLogits.make(DeferredLogits(hidden_states, made, steps, dtypes[0], weights=weights), dtypes[1])
+    deferred = DeferredLogits(hidden_states, _head(head, transform), steps, autocast, weights=weights)
+    return LazyLogits.make(deferred, dtype)
 
 
-def _cross_entropy(
-    logits: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def _head(head: Any, transform: Any) -> Head:
+    (weight, bias), (scale, softcap) = head, transform
+    return Head(weight, bias, LogitTransform(1.0, scale, softcap))
+
+
+def _cross_entropy(logits: Any, target: Any, weight: Tensor | None = None, *others: Any, **options: Any) -> Any:
     """``F.cross_entropy``."""
     # After a graph that has ended, or returned these logits, nothing is traced any more.
     traced = torch.compiler.is_dynamo_compiling() and isinstance(logits, TracedLogits) and isinstance(target, Tensor)
     supported = traced and target.dtype == torch.int64 and target.dim() == 1 and logits.dim() == 2
-    if not supported or size_average is not None or reduce is not None:
-        logits, target = _without_traced(logits), _without_traced(target)
-        return F.cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    (head_weight, bias), (scale, softcap) = logits.head, logits.transform
-    head = Head(head_weight, bias, LogitTransform(1.0, scale, softcap))
+    options = {name: value for name, value in options.items() if value is not None}
+    known = all(name in ("ignore_index", "reduction", "label_smoothing") for name in options)
+    if not supported or others or not known:
+        return F.cross_entropy(_without_traced(logits), _without_traced(target), weight, *others, **options)
     with torch.autocast(logits.device.type, logits.autocast, enabled=logits.autocast is not None):
-        loss = linear_cross_entropy(
-            logits.hidden_states,
-            head,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+        head = _head(logits.head, logits.transform)
+        loss = linear_cross_entropy(logits.hidden_states, head, target, weight, **options)
     # Autocast runs it in fp32.
     return loss if autocast_dtype(logits.device) is not None else loss.to(logits.dtype)

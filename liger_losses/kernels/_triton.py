@@ -42,6 +42,31 @@ def with_options(kernel: Any) -> Any:
     return kernel
 
 
+class Launcher:
+    """A kernel all of whose launches have arguments of one kind: the same dtypes, alignments, integers and constants.
+
+    Triton finds the compiled kernel by the arguments of each launch, which takes the host longer than to launch it.
+    Here, the first launch finds it for all. Arguments are given by position, constants too.
+    """
+
+    def __init__(self, kernel: Any, programs: int, **options: Any) -> None:
+        self.kernel, self.grid, self.options = kernel, (programs, 1, 1), options
+        self.compiled: Callable[..., Any] | None = None
+        self.keeps = True
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch it."""
+        if self.compiled is not None:
+            try:
+                self.compiled(*arguments)
+                return
+            except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
+                self.compiled, self.keeps = None, False
+        found = self.kernel[self.grid](*arguments, **self.options)
+        if self.keeps and found is not None:  # the interpreter compiles nothing
+            self.compiled = found[self.grid]
+
+
 #: What elementwise and row-wise kernels serve; all of them compute in fp32.
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 #: What the kernels that read logits serve. The reference runs for fp64 logits.

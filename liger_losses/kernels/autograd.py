@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels._triton import Launcher, jit, tl, triton
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and not any(g is not None and g.requires_grad for g in gradients):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        if not any(g is not None and g.requires_grad for g in gradients):
             gradients = tuple(None if g is None else g.detach().requires_grad_() for g in gradients)
         return inner(ctx, *gradients)
 
@@ -47,31 +49,58 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if available else None
 
 
-def scale_(tensor: Tensor, factor: Tensor, *, backend: str = "torch") -> Tensor:
-    """``tensor *= factor``. The upstream gradient of a loss is mostly 1, which the host cannot know.
+class Scaling:
+    """``tensor *= factor`` of one or two tensors, in one launch whose arguments are always of one kind.
+
+    The upstream gradient of a loss is mostly 1, which the host cannot know.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.launcher: Any = None
+
+    def __call__(self, factor: Tensor, *tensors: Tensor) -> None:
+        """Scale tensors of the same shapes, dtypes and alignments in every call."""
+        if self.backend == "torch" or not tensors:
+            for tensor in tensors:
+                tensor.mul_(factor)
+            return
+        first, second = tensors if len(tensors) == 2 else (tensors[0], None)
+        counts = first.numel(), 0 if second is None else second.numel()
+        programs = min(max(triton.cdiv(max(counts), _BLOCK), 1), 4096)
+        if self.launcher is None:
+            self.launcher = Launcher(_scale_kernel, programs, num_warps=8)
+        self.launcher(factor, first, counts[0], second, counts[1], programs, _BLOCK)
+
+
+def scale_(factor: Tensor, tensors: Iterable[Tensor], *, backend: str = "torch") -> None:
+    """``tensor *= factor``, of each tensor.
 
     Args:
-        tensor: any shape, contiguous, floating point.
         factor: 0-dim, on the same device.
+        tensors: any shape, contiguous, floating point.
         backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``tensor``.
     """
-    if backend == "torch":
-        return tensor.mul_(factor)
-    block, count = 4096, tensor.numel()
-    if count:
-        programs = min(triton.cdiv(count, block), 4096)
-        _scale_kernel[(programs,)](tensor, factor, count, programs, BLOCK=block, num_warps=8)
-    return tensor
+    every = list(tensors)
+    for start in range(0, len(every), 2):
+        Scaling(backend)(factor, *every[start : start + 2])
 
 
-@jit(do_not_specialize=["programs"])
-def _scale_kernel(tensor, factor, count, programs, BLOCK: tl.constexpr):
+_BLOCK = 4096
+
+
+@jit
+def _scale(tensor, f, count, programs, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs.to(tl.int64) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(tensor + at, mask=at < count)
+        tl.store(tensor + at, (value.to(tl.float32) * f).to(tensor.dtype.element_ty), mask=at < count)
+
+
+@jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["factor"])
+def _scale_kernel(factor, first, first_count, second, second_count, programs, BLOCK: tl.constexpr):
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs.to(tl.int64) * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            value = tl.load(tensor + at, mask=at < count)
-            tl.store(tensor + at, (value.to(tl.float32) * f).to(tensor.dtype.element_ty), mask=at < count)
+        _scale(first, f, first_count, programs, BLOCK)
+        if second is not None:
+            _scale(second, f, second_count, programs, BLOCK)

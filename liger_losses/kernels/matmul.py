@@ -43,6 +43,16 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     return out.add_(product) if accumulate else out.copy_(product)
 
 
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` as a new tensor in ``dtype``: that of ``a`` and ``b``, or fp32. See :func:`matmul_into`.
+
+    The caller sees to it that sizes are multiples of :data:`ALIGNED`, or small.
+    """
+    if a.is_cuda:
+        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    return matmul_into(a.new_empty(a.shape[0], b.shape[1], dtype=dtype), a, b)
+
+
 def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
     """:func:`matmul_into` on a GPU. If a size is no multiple of :data:`ALIGNED`, the rest is a product of its own."""
     (rows, terms), columns = a.shape, b.shape[1]

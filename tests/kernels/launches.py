@@ -29,6 +29,7 @@ from liger_losses.kernels.largest import group_maxima
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.masked_rows import Derivatives, MaskedRows
 from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -47,6 +48,19 @@ def problem(dtype: torch.dtype = BF16, hidden_size: int = HIDDEN) -> tuple[Tenso
     """Hidden states, head and labels."""
     hidden, weight = (tensor(rows, hidden_size, dtype=dtype, grad=True) for rows in (TOKENS, VOCAB))
     return hidden, weight, tensor(TOKENS, dtype=torch.long)
+
+
+def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None:
+    hidden, _, labels = problem(dtype, hidden_size=1000)
+    projected, right = tensor(TOKENS, VOCAB, dtype=FP32), tensor(dtype=torch.bool)
+    transform = LogitTransform(softcap=softcap)
+    rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
+    for entropy in (False, True):
+        values = rows.statistics(projected, labels, entropy)
+        rows.gradients(projected, labels, hidden, values.lse, values.entropy, Derivatives(*values))
+    for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
+        rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
+        rows.loss(projected, labels, hidden, scales, mean)
 
 
 def bias_of(weight: Tensor) -> Tensor:
@@ -180,6 +194,8 @@ def heads() -> dict[str, Callable[[], None]]:
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
+        "masked rows": masked_rows,
+        "masked rows, fp32, soft-cap": lambda: masked_rows(FP32, 30.0),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
         "largest": lambda: group_maxima(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), backend="triton"),
         "largest, temperatures and bias": lambda: group_maxima(

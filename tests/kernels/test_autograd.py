@@ -13,5 +13,7 @@ from tests.kernels.cases import DEVICE
 def test_scale(backend, count, factor, dtype):
     tensor = torch.linspace(-2, 2, count, device=DEVICE).to(dtype)
     expected, eps = tensor * factor, torch.finfo(dtype).eps * (factor != 1.0)
-    scaled = scale_(tensor, torch.tensor(factor, device=DEVICE), backend=backend)
-    torch.testing.assert_close(scaled, expected, rtol=eps, atol=0.0)
+    other = torch.ones(5, device=DEVICE)
+    scale_(torch.tensor(factor, device=DEVICE), [tensor, other, other[:0]], backend=backend)
+    torch.testing.assert_close(tensor, expected, rtol=eps, atol=0.0)
+    torch.testing.assert_close(other, torch.full_like(other, factor))

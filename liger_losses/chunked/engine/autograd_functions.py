@@ -217,7 +217,8 @@ class _OnePassLosses(torch.autograd.Function):
             # The first backward scaled them in place and returned them: a second one computes them again.
             *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)])
         backend = ctx.calls[0].backend
-        return None, None, *[None if grad is None else scale_(grad, upstream, backend=backend) for grad in gradients]
+        scale_(upstream, [grad for grad in gradients if grad is not None], backend=backend)
+        return None, None, *gradients
 
 
 def _run(

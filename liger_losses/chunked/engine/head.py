@@ -157,6 +157,12 @@ class Head:
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a weight and a transform, and nothing else."""
+        beside = self.bias is not None or self.quantized is not None or self.adapters
+        return not (beside or self.batch_invariant) and self.ranks is ALONE
+
+    @property
     def vocab_size(self) -> int:
         """V, of all ranks."""
         return self.ranks.vocab_size(self.weight.shape[0])

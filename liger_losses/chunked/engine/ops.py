@@ -27,6 +27,7 @@ from liger_losses.chunked.engine.operators import operator, traced_statistics, t
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Largest, Query, Statistics
 from liger_losses.chunked.engine.registered import REGISTERED
+from liger_losses.chunked.engine.straight_line import straight_statistics
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
@@ -141,8 +142,12 @@ def linear_logps(
             without the label.
     """
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
-    transform = LogitTransform(temperature, logit_scale, softcap)
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
+    if support is None and bias is None and not shift and isinstance(temperature, float) and not is_dynamo_compiling():
+        of_few = straight_statistics(hidden_states, weight, labels, names, options, temperature, logit_scale, softcap)
+        if of_few is not None:
+            return of_few[0] if len(names) == 1 else Statistics(**dict(zip(names, of_few, strict=True)))
+    transform = LogitTransform(temperature, logit_scale, softcap)
     several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
     if not isinstance(shift, bool):
         check_shift(shift, several)

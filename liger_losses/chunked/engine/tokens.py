@@ -74,6 +74,15 @@ def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: in
         )
 
 
+def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise ValueError unless it is ``right`` that all labels are in the vocabulary; on a GPU, assert it there."""
+    if not host_checks(labels.device):
+        torch._assert_async(right)
+    elif not right:
+        found = labels[labels != ignore_index]
+        _check_vocabulary([int(found.amin()), int(found.amax())], vocab_size, ignore_index)
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The active tokens of one or several tensors of labels, in order.
@@ -350,11 +359,6 @@ class Counting:
         """All tokens as active ones, with a mask."""
         merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
         safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
-        if host_checks(merged.device):
-            if not right:
-                found = merged[~ignored]
-                _check_vocabulary([int(found.amin()), int(found.amax())], self.vocab_size, self.ignore_index)
-        else:
-            torch._assert_async(right)
+        check_right(right, merged, self.vocab_size, self.ignore_index)
         counts = tuple([part.numel() for part in self.labels])
         return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored, shares)

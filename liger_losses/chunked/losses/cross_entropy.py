@@ -27,6 +27,7 @@ from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads
 from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
+from liger_losses.chunked.engine.straight_line import straight_loss
 from liger_losses.chunked.engine.token_losses import closed_form
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
@@ -209,6 +210,11 @@ def linear_cross_entropy(
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
         weights = _weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
+        if head.is_plain:
+            how = (*weights.items(),), EngineOptions(ignore_index), head.transform
+            of_few = straight_loss(hidden_states, head.weight, labels, *how)
+            if of_few is not None:
+                return of_few
         return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
     per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)
@@ -250,6 +256,15 @@ class CrossEntropyOptions(LossOptions):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
             for value in self.head_weights:
                 check_range("each of head_weights", value, 0.0, math.inf)
+
+    @functools.cached_property
+    def sum_of_statistics(self) -> tuple[tuple[str, EqualWeights], ...] | None:
+        """The loss as a sum of statistics with one weight for all tokens, where it is one and nothing else is asked."""
+        beside = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens or self.shift
+        of_each = self.use_token_scaling or self.lse_square_scale or self.reduction == "none"
+        if beside or of_each or self.group is not None or self.head_weights is not None:
+            return None
+        return (*_weights_of_statistics(self.label_smoothing, None if self.reduction == "mean" else 1.0).items(),)
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
@@ -322,7 +337,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             The loss, or :class:`CrossEntropyOutput` if anything else was asked for. With K heads ``(loss, metrics)``,
             where metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
         """
-        o, several, count = self.settings, isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1
+        o = self.settings
+        beside = bias is not None or num_items_in_batch is not None or token_weights is not None
+        if not (torch.compiler.is_dynamo_compiling() or beside) and self.ce_weight is None:
+            of_few = straight_loss(_input, lin_weight, target, o.sum_of_statistics, self.options, self.transform)
+            if of_few is not None:
+                return of_few
+        several, count = isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1
         if several:
             given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": o.shift}
             given |= {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}

@@ -1,0 +1,260 @@
+"""Calls of few tokens that are made again with the same shapes: product, one kernel of the rows, two products.
+
+What a call of a few hundred tokens takes is the host's time, and most of that is to find out how to run. A
+:class:`StraightLine` is that, found once for everything that a call's tensors and options tell without their values;
+the next call of the kind goes from the arguments to the launches. What has none takes the engine's usual way.
+
+T tokens, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_losses.chunked.engine.accumulation import side_by_side
+from liger_losses.chunked.engine.decision import decide
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound, padded
+from liger_losses.chunked.engine.query import EqualWeights, Query
+from liger_losses.chunked.engine.tokens import check_right
+from liger_losses.kernels._triton import BACKEND_VARIABLE
+from liger_losses.kernels.autograd import Scaling, once_differentiable, within_transform
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
+from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul
+
+#: Plain tensors, which have memory and no behaviour of their own.
+_PLAIN = frozenset((Tensor, nn.Parameter))
+#: By what tensors and options tell; ``None`` for calls that have no straight line.
+_lines: dict[Any, StraightLine | None] = {}
+_MOST_LINES = 1024
+
+#: Statistics that a straight line computes.
+NAMES = frozenset(("logp", "entropy", "lse"))
+
+
+def straight_statistics(
+    hidden_states: Any, weight: Any, labels: Any, names: tuple[str, ...], options: EngineOptions, *transform: Any
+) -> tuple[Tensor, ...] | None:
+    """Statistics in the labels' shape; ``None`` where the call has no straight line.
+
+    ``transform`` are the numbers of a :class:`LogitTransform`.
+    """
+
+    def prepare() -> StraightLine | None:
+        return _prepared(hidden_states, weight, labels, Query(names), options, LogitTransform(*transform))
+
+    line = _line((names, options, transform), hidden_states, weight, labels, prepare)
+    if line is None:
+        return None
+    if line.strategy == "statistics":
+        return line.statistics(hidden_states, weight, labels)
+    return _Statistics.apply(line, hidden_states, weight, labels)
+
+
+def straight_loss(
+    hidden_states: Any,
+    weight: Any,
+    labels: Any,
+    weights: tuple[tuple[str, EqualWeights], ...] | None,
+    options: EngineOptions,
+    transform: LogitTransform,
+) -> Tensor | None:
+    """``sum_t sum_s weights[s] s_t`` of ``logp`` and ``mean_logp``; ``None`` where the call has no straight line."""
+    if weights is None:
+        return None
+
+    def prepare() -> StraightLine | None:
+        query = Query(tuple([name for name, _ in weights]), token_weights=dict(weights))
+        return _prepared(hidden_states, weight, labels, query, options, transform)
+
+    line = _line((weights, options, transform), hidden_states, weight, labels, prepare)
+    return None if line is None else _Loss.apply(line, hidden_states, weight, labels)
+
+
+def _line(
+    settings: Hashable, hidden: Any, weight: Any, labels: Any, prepare: Callable[[], StraightLine | None]
+) -> StraightLine | None:
+    """The line of a call, which is prepared the first time."""
+    if type(hidden) not in _PLAIN or type(weight) not in _PLAIN or type(labels) is not Tensor or within_transform():
+        return None
+    try:
+        device = weight.device
+        key = (
+            *(settings, torch.is_grad_enabled(), torch.is_autocast_enabled(device.type), default_bound()),
+            *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
+            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, hidden.device, hidden.data_ptr() % 16),
+            *(hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad),
+            *(labels.shape, labels.stride(), labels.dtype, labels.device),
+        )
+        line = _lines.get(key, _lines)
+    except (RuntimeError, TypeError):  # tensors without strides or memory; options that cannot be hashed
+        return None
+    if line is _lines:
+        try:
+            line = prepare()
+        except (TypeError, ValueError):  # of which the usual way tells the user
+            return None
+        if len(_lines) >= _MOST_LINES:
+            _lines.clear()
+        _lines[key] = line
+    return line  # type: ignore[return-value]
+
+
+def _prepared(
+    hidden: Tensor, weight: Tensor, labels: Tensor, query: Query, options: EngineOptions, transform: LogitTransform
+) -> StraightLine | None:
+    """The line of a call that is one block of rows which nothing is cast, padded or cut for.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together.
+    """
+    decision = decide((hidden,), Head(weight, None, transform), (labels,), query, options)
+    run, (size, depth) = decision.run(labels.numel(), True), weight.shape
+    dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
+    here = not weight.is_cuda or (
+        weight.get_device() == torch.cuda.current_device() and not torch.cuda.is_current_stream_capturing()
+    )
+    dense = hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)
+    aligned = depth % ALIGNED == 0 and (labels.numel() % ALIGNED == 0 or labels.numel() <= MIN_CUT_SIZE)
+    known = run.strategy == "one_pass" if query.separable else {*query.statistics} <= NAMES
+    if not (run.one_block and decision.backend == "triton" and here and known and len(dtypes) == 1):
+        return None
+    if not (dense and aligned and padded(size) == size and run.work.logits_dtype == torch.float32):
+        return None
+    return StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
+
+
+@cache
+def _right(device: torch.device) -> Tensor:
+    """Whether all labels were in the vocabulary: once they were not, a device assertion has ended all work there."""
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
+class StraightLine:
+    """How calls of one kind run."""
+
+    def __init__(
+        self,
+        labels: Tensor,
+        weight: Tensor,
+        query: Query,
+        strategy: str,
+        ignore_index: int,
+        transform: LogitTransform,
+    ) -> None:
+        self.names, self.strategy, self.ignore_index = query.statistics, strategy, ignore_index
+        self.device, self.dtype = weight.device, weight.dtype
+        tokens, (self.vocab_size, self.hidden_size) = labels.numel(), weight.shape
+        self.multiplications = tokens * weight.numel()
+        self.right = _right(weight.device)
+        self.rows = MaskedRows(tokens, self.vocab_size, ignore_index, transform, self.right, "triton")
+        self.scaling = Scaling("triton")
+        given = query.token_weights or {}
+        #: Of the loss: whether it is the tokens' mean, and what their log-probabilities are multiplied by.
+        self.mean = any(weight.total is None for weight in given.values())
+        scales = {name: scale / (1.0 if total is None else total) for name, (scale, total) in given.items()}
+        self.scales = scales.get("logp", 0.0), scales.get("mean_logp")
+
+    def statistics(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """The statistics, without a gradient."""
+        return self.named(self.row_statistics(self.projected(self.flat(hidden_states), weight), labels), labels)
+
+    def flat(self, hidden_states: Tensor) -> Tensor:
+        """``[T, H]``."""
+        return hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
+
+    def projected(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``hidden @ weight.T`` ``[T, V]`` in fp32."""
+        return matmul(hidden, weight.t(), torch.float32)
+
+    def row_statistics(self, projected: Tensor, labels: Tensor) -> RowStatistics:
+        """Those of each row, whose labels are checked."""
+        found = self.rows.statistics(projected, labels, "entropy" in self.names)
+        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        return found
+
+    def named(self, values: RowStatistics, labels: Tensor) -> tuple[Tensor, ...]:
+        """What the user gets, in the order of the names."""
+        return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
+
+    def loss(
+        self, hidden_states: Tensor, weight: Tensor, labels: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss, 0-dim, and its gradients by hidden states and weight, where they are needed."""
+        hidden = self.flat(hidden_states)
+        found = self.rows.loss(self.projected(hidden, weight), labels, hidden, self.scales, self.mean)
+        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        assert found.losses is not None
+        return found.losses.sum(), self.products(found, hidden_states, weight, needs)
+
+    def products(
+        self, found: RowGradients, hidden_states: Tensor, weight: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients by hidden states and weight, where they are needed."""
+        grads: list[Tensor | None] = [None, None]
+
+        def of_hidden() -> None:
+            grads[0] = matmul(found.grad, weight, weight.dtype).view(hidden_states.shape)
+
+        def of_weight() -> None:
+            grads[1] = matmul(found.grad.t(), found.hidden, weight.dtype)
+
+        wanted = [product for product, need in zip((of_hidden, of_weight), needs, strict=True) if need]
+        side_by_side(self.device, wanted, self.multiplications)
+        return grads
+
+
+class _Statistics(torch.autograd.Function):
+    """Statistics, whose block of projections is kept until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.line, ctx.block = line, line.projected(line.flat(hidden), weight)
+        values = line.row_statistics(ctx.block, labels)
+        ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy)
+        # Users may change an output in place; what backward needs must not change with it.
+        named = zip(line.names, line.named(values, labels), strict=True)
+        return tuple([found if name == "logp" else found.clone() for name, found in named])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        line: StraightLine = ctx.line
+        hidden_states, weight, labels, lse, entropy = ctx.saved_tensors
+        hidden = line.flat(hidden_states)
+        # Gradients overwrite the block: a second backward computes it again.
+        block, ctx.block = ctx.block, None
+        block = line.projected(hidden, weight) if block is None else block
+        given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
+        derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
+        found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
+        return None, *line.products(found, hidden_states, weight, ctx.needs_input_grad[1:3]), None
+
+
+class _Loss(torch.autograd.Function):
+    """A loss, whose gradients are computed in forward; backward only scales these."""
+
+    @staticmethod
+    def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        ctx.line = line
+        ctx.save_for_backward(hidden, weight, labels)
+        loss, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # the first backward scaled them in place and returned them
+            _, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+        ctx.line.scaling(upstream, *[grad for grad in gradients if grad is not None])
+        return None, *gradients, None

@@ -1,0 +1,366 @@
+"""Rows of logits of which some belong to tokens without loss: statistics and gradients, one launch each.
+
+For calls of few tokens, whose time is that of the host: what they would otherwise launch on its own (labels without
+``ignore_index``, a check of them, hidden states without what padding may hold) is done by the programs of the rows.
+T rows (tokens), V columns (vocabulary), H hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_losses.kernels._triton import Launcher, jit, tl
+from liger_losses.kernels.label_rows import masked_labels
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits, transform_gradient
+from liger_losses.kernels.online_softmax import Sums, online_start, online_step, reference_statistics
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
+from liger_losses.kernels.softmax_stats import step_of
+
+#: Labels that are counted, and entries of hidden states that are copied, at a time.
+_AT_ONCE = 1024
+
+
+class RowStatistics(NamedTuple):
+    """``[T]`` fp32 each, 0 for tokens without loss; ``None`` for what was not asked for."""
+
+    lse: Tensor
+    logp: Tensor
+    entropy: Tensor | None = None
+
+
+class Derivatives(NamedTuple):
+    """Of a function of the statistics by each of them, ``[T]`` fp32, contiguous; ``None`` for 0.
+
+    For tokens without loss, they may be anything.
+    """
+
+    lse: Tensor | None = None
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class RowGradients(NamedTuple):
+    """What :class:`MaskedRows` computes for the products of the gradients.
+
+    ``grad`` is d loss / d projections ``[T, V]``, in the memory of the projections, and ``hidden`` are the hidden
+    states ``[T, H]``; both are 0 for tokens without loss. ``losses [T]`` are terms of the loss, where it is known.
+    """
+
+    grad: Tensor
+    hidden: Tensor
+    losses: Tensor | None = None
+
+
+class MaskedRows:
+    """The kernels of calls that have these shapes, strides, dtypes, alignments and options.
+
+    Args:
+        tokens, columns: T and V.
+        ignore_index: the label of tokens without loss.
+        transform: from projections to logits; one temperature for all tokens.
+        right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
+        backend: ``torch`` or ``triton``.
+    """
+
+    def __init__(
+        self, tokens: int, columns: int, ignore_index: int, transform: LogitTransform, right: Tensor, backend: str
+    ) -> None:
+        self.tokens, self.columns, self.ignore_index, self.right = tokens, columns, int(ignore_index), right
+        self.transform, self.triton = transform, backend == "triton"
+        if self.triton:
+            options = step_of(columns)
+            self.block, warps = options["BLOCK"], {"num_warps": options["num_warps"]}
+            self.for_kernel = transform.for_kernel()
+            self.launch_statistics = Launcher(_statistics_kernel, tokens, **warps)
+            # By which derivatives there are.
+            self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))
+            self.launch_loss = Launcher(_loss_kernel, tokens, **warps)
+
+    def statistics(self, projected: Tensor, labels: Tensor, entropy: bool = False) -> RowStatistics:
+        """Log-sum-exp, the label's log-probability and the entropy of each row.
+
+        Args:
+            projected: ``[T, V]`` fp32, contiguous.
+            labels: ``[...]`` int64, T of them, contiguous; the log-probabilities and entropies have their shape.
+            entropy: whether to compute it.
+        """
+        if not self.triton:
+            return self._reference(projected, labels, entropy)
+        lse = torch.empty(self.tokens, dtype=torch.float32, device=projected.device)
+        logp = torch.empty(labels.shape, dtype=torch.float32, device=projected.device)
+        entropies = torch.empty_like(logp) if entropy else None
+        self.launch_statistics(
+            projected, labels, self.right, lse, logp, entropies,
+            self.columns, self.ignore_index, self.for_kernel, _SUMS[entropy], self.block,
+        )  # fmt: skip
+        return RowStatistics(lse, logp, entropies)
+
+    def gradients(
+        self,
+        projected: Tensor,
+        labels: Tensor,
+        hidden: Tensor,
+        lse: Tensor,
+        entropy: Tensor | None,
+        upstream: Derivatives,
+    ) -> RowGradients:
+        """The gradient of any function of the statistics; ``projected`` is overwritten.
+
+        Args:
+            projected, labels: as in :meth:`statistics`.
+            hidden: ``[T, H]``, rows contiguous.
+            lse, entropy: what :meth:`statistics` returned; an entropy where there is a derivative by it.
+            upstream: the function's derivatives.
+        """
+        grad = self._in_place(projected, hidden)
+        if not self.triton:
+            ignored = (labels == self.ignore_index).reshape(-1)
+            given = {name: g for name, g in upstream._asdict().items() if g is not None}
+            masked = {name: g.reshape(-1).masked_fill(ignored, 0) for name, g in given.items()}
+            values = {} if entropy is None else {"entropy": entropy.reshape(-1)}
+            coefficients = SoftmaxGradient.of(masked, values)
+            return self._reference_gradients(grad, projected, labels, hidden, lse, coefficients)
+        clean = torch.empty_like(hidden)
+        self.launch_gradient(*[g is None for g in upstream])(
+            projected, labels, lse, entropy, *upstream, hidden, hidden.stride(0), clean,
+            self.columns, hidden.shape[1], self.ignore_index, self.for_kernel, self.block, _AT_ONCE,
+        )  # fmt: skip
+        return RowGradients(grad, clean)
+
+    def loss(
+        self, projected: Tensor, labels: Tensor, hidden: Tensor, scales: tuple[float, float | None], mean: bool
+    ) -> RowGradients:
+        """The terms of ``sum_t share (s logp_t + m mean_logp_t)`` and its gradient; ``projected`` is overwritten.
+
+        ``mean_logp`` is the mean over the vocabulary of the log-probabilities; ``share`` is 1, or 1 over the number of
+        tokens that carry loss.
+
+        Args:
+            projected, labels, hidden: as in :meth:`gradients`.
+            scales: s, and m or ``None`` for 0.
+            mean: whether the share is the second.
+        """
+        grad = self._in_place(projected, hidden)
+        if not self.triton:
+            return self._reference_loss(grad, projected, labels, hidden, scales, mean)
+        clean = torch.empty_like(hidden)
+        losses = torch.empty(self.tokens, dtype=torch.float32, device=projected.device)
+        self.launch_loss(
+            projected, labels, self.right, losses, hidden, hidden.stride(0), clean,
+            self.tokens, self.columns, hidden.shape[1], self.ignore_index, *scales,
+            self.for_kernel, _SUMS_OF_MEANS[scales[1] is not None], mean, self.block, _AT_ONCE,
+        )  # fmt: skip
+        return RowGradients(grad, clean, losses)
+
+    def _in_place(self, projected: Tensor, hidden: Tensor) -> Tensor:
+        """Each row of gradients in the hidden states' dtype, at the beginning of its row of projections."""
+        return projected if hidden.dtype == projected.dtype else projected.view(hidden.dtype)[:, : self.columns]
+
+    # --- The reference, in torch ---------------------------------------------------------------------------------
+
+    def _masked(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        safe, ignored, shares, right = masked_labels(labels.reshape(-1), self.ignore_index, self.columns)
+        self.right.logical_and_(right)
+        return safe, ignored, shares
+
+    def _reference(self, projected: Tensor, labels: Tensor, entropy: bool) -> RowStatistics:
+        safe, ignored, _ = self._masked(labels)
+        names = frozenset({"logp", "entropy"} if entropy else {"logp"})
+        found = reference_statistics(projected, safe, names, Epilogue(self.transform))
+        lse, logp, *more = [found[name].masked_fill(ignored, 0) for name in ("lse", "logp", "entropy")[: 2 + entropy]]
+        return RowStatistics(lse, logp.view(labels.shape), *[value.view(labels.shape) for value in more])
+
+    def _reference_gradients(
+        self,
+        grad: Tensor,
+        projected: Tensor,
+        labels: Tensor,
+        hidden: Tensor,
+        lse: Tensor,
+        coefficients: SoftmaxGradient,
+    ) -> RowGradients:
+        safe, ignored, _ = self._masked(labels)
+        projected.masked_fill_(ignored[:, None], 0)
+        softmax_gradient_into(
+            grad, projected, lse.reshape(-1), safe, coefficients, Epilogue(self.transform), backend="torch"
+        )
+        return RowGradients(grad, hidden.masked_fill(ignored[:, None], 0))
+
+    def _reference_loss(
+        self,
+        grad: Tensor,
+        projected: Tensor,
+        labels: Tensor,
+        hidden: Tensor,
+        scales: tuple[float, float | None],
+        mean: bool,
+    ) -> RowGradients:
+        safe, ignored, shares = self._masked(labels)
+        names = ("logp",) if scales[1] is None else ("logp", "mean_logp")
+        rows = projected.masked_fill(ignored[:, None], 0)
+        found = reference_statistics(rows, safe, frozenset(names), Epilogue(self.transform))
+        share = shares if mean else (~ignored).float()
+        weights = {name: scale * share for name, scale in zip(names, scales, strict=False) if scale is not None}
+        losses = sum([(w * found[name]).masked_fill(ignored, 0) for name, w in weights.items()], torch.zeros(()))
+        coefficients = SoftmaxGradient.of(weights, found)
+        return self._reference_gradients(grad, projected, labels, hidden, found["lse"], coefficients)._replace(
+            losses=losses
+        )
+
+
+#: By whether there is an entropy; by whether there is a mean log-probability.
+_SUMS = {False: Sums(), True: Sums(moment=1)}
+_SUMS_OF_MEANS = {False: Sums(), True: Sums(logits=1)}
+
+
+@jit
+def _label_of(labels, row, ignore_index, columns):
+    """A row's label, whether it carries loss, and whether it is in the vocabulary."""
+    label = tl.load(labels + row)
+    known = (label >= 0) & (label < columns)
+    return tl.where(known, label, 0), label != ignore_index, known
+
+
+@jit
+def _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.constexpr):
+    """A row of hidden states, or zeros where it carries no loss: it may hold anything, and 0 times NaN is NaN."""
+    read = tl.where(active, hidden_size, 0)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(hidden + row * hidden_stride + at, mask=at < read, other=0.0)
+        tl.store(clean + row * hidden_size + at, value, mask=at < hidden_size)
+
+
+@jit
+def _write_gradient(
+    projected, out, columns, active, label, lse, p_coef, p_logp_coef, label_coef, uniform_coef, transform,
+    HAS_LOGP: tl.constexpr, HAS_UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d loss / d projections of a row, from left to right: a row of ``out`` begins where that of projections does."""
+    read = tl.where(active, columns, 0)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = load_logits(projected, None, at, at < read, transform, 1.0)
+        log_p = z - lse
+        p = tl.exp(log_p)
+        grad = p * p_coef
+        if HAS_LOGP:
+            # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
+            grad += p * p_logp_coef * tl.maximum(log_p, -1e4)
+        if HAS_UNIFORM:
+            grad += uniform_coef
+        grad += tl.where(at == label, label_coef, 0.0)
+        if transform.factor is not None:
+            grad = transform_gradient(grad, z, transform, 1.0)
+        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
+        tl.debug_barrier()
+        tl.store(out + at, tl.where(active, grad, 0.0).to(out.dtype.element_ty), mask=at < columns)
+
+
+@jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels"])
+def _statistics_kernel(
+    projected, labels, right, lse, logp, entropy,
+    columns, ignore_index, transform, sums,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    label, active, known = _label_of(labels, row, ignore_index, columns)
+    tl.store(right, known, mask=active & (known == 0))
+    own = projected + row * columns
+    state = online_start(tl.zeros((), tl.float32))
+    for start in range(0, tl.where(active, columns, 0), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        z = load_logits(own, None, at, inside, transform, 1.0)
+        state = online_step(z, start, at, inside, None, state, sums, 0)
+    _best, _logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
+    label_logit = load_logits(own, None, label, active, transform, 1.0)
+    log_total = tl.log(tl.where(active, total, 1.0))
+    tl.store(lse + row, tl.where(active, top + log_total, 0.0))
+    tl.store(logp + row, tl.where(active, (label_logit - top) - log_total, 0.0))
+    if entropy is not None:
+        tl.store(entropy + row, tl.where(active, log_total - moment / total, 0.0))
+
+
+@jit(
+    do_not_specialize=["ignore_index"],
+    do_not_specialize_on_alignment=["labels", "entropy", "g_lse", "g_logp", "g_entropy"],
+)
+def _gradient_kernel(
+    projected, labels, lse, entropy, g_lse, g_logp, g_entropy, hidden, hidden_stride, clean,
+    columns, hidden_size, ignore_index, transform,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    label, active, _known = _label_of(labels, row, ignore_index, columns)
+    p_coef = 0.0
+    p_logp_coef = 0.0
+    label_coef = 0.0
+    if g_lse is not None:
+        p_coef += tl.load(g_lse + row)
+    if g_logp is not None:
+        label_coef = tl.load(g_logp + row)
+        p_coef -= label_coef
+    if g_entropy is not None:
+        p_logp_coef = -tl.load(g_entropy + row)
+        p_coef += p_logp_coef * tl.load(entropy + row)
+    own = projected + row * columns
+    out = own.to(tl.pointer_type(clean.dtype.element_ty), bitcast=True)
+    _write_gradient(
+        own, out, columns, active, label, tl.load(lse + row), p_coef, p_logp_coef, label_coef, 0.0, transform,
+        g_entropy is not None, False, BLOCK,
+    )  # fmt: skip
+    _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
+
+
+@jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
+def _loss_kernel(
+    projected, labels, right, losses, hidden, hidden_stride, clean,
+    tokens, columns, hidden_size, ignore_index, logp_scale, mean_scale, transform, sums,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One program per row, which reads all labels for the share of each: a launch takes the host longer."""
+    row = tl.program_id(0).to(tl.int64)
+    label, active, known = _label_of(labels, row, ignore_index, columns)
+    tl.store(right, known, mask=active & (known == 0))
+    _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
+    share = 1.0
+    if MEAN:
+        counts = tl.zeros((AT_ONCE,), tl.int32)
+        for start in range(0, tokens, AT_ONCE):
+            at = start + tl.arange(0, AT_ONCE)
+            counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
+        share = 1.0 / tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    own = projected + row * columns
+    state = online_start(tl.zeros((), tl.float32))
+    for start in range(0, tl.where(active, columns, 0), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        z = load_logits(own, None, at, inside, transform, 1.0)
+        state = online_step(z, start, at, inside, None, state, sums, 0)
+    _best, logit_sum, _moment, _squares, top, total, _weight_sum, _weighted_sum = state
+    log_total = tl.log(tl.where(active, total, 1.0))
+    lse = top + log_total
+    label_coef = share * logp_scale
+    term = label_coef * ((load_logits(own, None, label, active, transform, 1.0) - top) - log_total)
+    p_coef = -label_coef
+    uniform_coef = 0.0
+    if mean_scale is not None:
+        mean_coef = share * mean_scale
+        term += mean_coef * (logit_sum / columns - lse)
+        p_coef -= mean_coef
+        uniform_coef = mean_coef / columns
+    tl.store(losses + row, tl.where(active, term, 0.0))
+    out = own.to(tl.pointer_type(clean.dtype.element_ty), bitcast=True)
+    # The label's logit and those of all columns have been read by all threads before any is overwritten.
+    tl.debug_barrier()
+    _write_gradient(
+        own, out, columns, active, label, lse, p_coef, 0.0, label_coef, uniform_coef, transform,
+        False, mean_scale is not None, BLOCK,
+    )  # fmt: skip

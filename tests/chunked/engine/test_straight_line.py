@@ -1,0 +1,184 @@
+"""Calls of few tokens that go from their arguments to the launches: as exact as others, and taken where they can be."""
+
+import pytest
+import torch
+
+from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, LogitTransform, linear_logps, set_default_workspace
+from liger_losses.chunked.engine import straight_line
+from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
+from tests.kernels.cases import triton_or_skip
+from tests.reference import small_calls
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS, HIDDEN, VOCAB = (2, 3), 16, 128
+
+
+@pytest.fixture(autouse=True)
+def no_lines():
+    triton_or_skip()
+    straight_line._lines.clear()
+    with small_calls():
+        yield
+
+
+def problem(dtype, masked=(2, 3)):
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*n, HIDDEN, generator=g, dtype=torch.float64) for n in (TOKENS, (VOCAB,)))
+    labels = torch.randint(VOCAB, TOKENS, generator=g)
+    labels.view(-1)[list(masked)] = -100
+    return *[t.to(DEVICE, dtype).requires_grad_() for t in (hidden, weight)], labels.to(DEVICE)
+
+
+def lines():
+    """How many kinds of calls there were, and how many of them have a line."""
+    return len(straight_line._lines), sum(line is not None for line in straight_line._lines.values())
+
+
+def exact(hidden, weight, labels, transform):
+    h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logits = h.where(labels[..., None] != -100, 0.0) @ w.t()
+    logits = transform.softcap * torch.tanh(logits / transform.softcap) if transform.softcap else logits
+    return h, w, logits.log_softmax(-1)
+
+
+LOSSES = {
+    "mean": ({}, LogitTransform()),
+    "sum": ({"reduction": "sum", "label_smoothing": 0.1, "softcap": 3.0}, LogitTransform(softcap=3.0)),
+}
+SIZES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_cross_entropy(name, dtype):
+    options, transform = LOSSES[name]
+    hidden, weight, labels = problem(dtype)
+    h, w, log_p = exact(hidden, weight, labels, transform)
+    smoothing, active = options.get("label_smoothing", 0.0), labels != -100
+    at_labels = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected = -((1 - smoothing) * at_labels + smoothing * log_p.mean(-1))[active].sum()
+    expected = expected if name == "sum" else expected / active.sum()
+    (3 * expected).backward()
+    with torch.no_grad():
+        hidden[labels == -100] = float("nan")
+    loss, found = LigerFusedLinearCrossEntropyLoss(backend="triton", **options), []
+    for _ in range(2):
+        value = loss(weight, hidden, labels)
+        gradients = torch.autograd.grad(3 * value, (hidden, weight), retain_graph=True)
+        again = torch.autograd.grad(3 * value, (hidden, weight))
+        found.append((value, *gradients, *again))
+    assert lines() == (1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for ours, theirs in zip(found[0], (expected, h.grad, w.grad, h.grad, w.grad), strict=True):
+        size = SIZES[dtype] * theirs.detach().abs().max().item()
+        torch.testing.assert_close(ours.double(), theirs, rtol=SIZES[dtype], atol=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", [(), ("entropy", "lse")])
+def test_statistics(names, dtype):
+    hidden, weight, labels = problem(dtype)
+    h, w, log_p = exact(hidden, weight, labels, LogitTransform(softcap=5.0))
+    active = labels != -100
+    expected = {
+        "logp": log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": (5.0 * torch.tanh(h @ w.t() / 5.0)).logsumexp(-1),
+    }
+    upstream = torch.randn(3, *TOKENS, dtype=torch.float64, device=DEVICE)
+    wanted = [expected[name].where(active, 0.0) for name in ("logp", *names)]
+    sum((value * g).sum() for value, g in zip(wanted, upstream, strict=False)).backward()
+    with torch.no_grad():
+        hidden[~active] = float("nan")
+    options = {"backend": "triton", "softcap": 5.0, **dict.fromkeys(names, True)}
+    found = linear_logps(hidden, weight, labels, **options)
+    values = [getattr(found, name) for name in ("logp", *names)] if names else [found]
+    with torch.no_grad():
+        alone = linear_logps(hidden, weight, labels, **options)
+        alone = [getattr(alone, name) for name in ("logp", *names)] if names else [alone]
+    assert lines() == (2, 2)
+    for value, same, theirs in zip(values, alone, wanted, strict=True):
+        assert torch.equal(value, same)
+        torch.testing.assert_close(value.double(), theirs, rtol=SIZES[dtype], atol=SIZES[dtype])
+    for _ in range(2):  # the second time, the projections are computed again
+        gradients = [upstream[i].float() for i in range(len(values))]
+        ours = torch.autograd.grad(values, (hidden, weight), gradients, retain_graph=True)
+        for own, theirs in zip(ours, (h.grad, w.grad), strict=True):
+            size = SIZES[dtype] * theirs.detach().abs().max().item()
+            torch.testing.assert_close(own.double(), theirs, rtol=SIZES[dtype], atol=size)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_has_no_gradient(frozen):
+    given = problem(torch.float32)
+    given[frozen].requires_grad_(False)
+    LigerFusedLinearCrossEntropyLoss(backend="triton")(given[1], given[0], given[2]).backward()
+    linear_logps(*given, backend="triton").sum().backward()
+    assert lines() == (2, 2 - frozen)  # a gradient per token, [T, H], takes less memory
+    assert given[frozen].grad is None
+    assert given[1 - frozen].grad is not None
+
+
+def test_a_patched_models_cross_entropy():
+    hidden, weight, labels = problem(torch.float32)
+    loss = linear_cross_entropy(hidden.flatten(0, 1), Head(weight), labels.flatten())
+    expected = torch.nn.functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_labels_outside_of_the_vocabulary():
+    hidden, weight, labels = problem(torch.float32)
+    if DEVICE == "cuda":
+        pytest.skip("an assertion on the device, which ends the process's work there")
+    labels[1, 1] = VOCAB
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
+            linear_logps(hidden, weight, labels, backend="triton")
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
+            LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+    labels[1, 1] = 0
+    linear_logps(hidden, weight, labels, backend="triton")
+
+
+def test_what_was_changed_before_backward():
+    hidden, weight, labels = problem(torch.float32)
+    logps = linear_logps(hidden, weight, labels, backend="triton")
+    labels.clamp_(min=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logps.sum().backward()
+
+
+def test_which_calls_have_a_line():
+    hidden, weight, labels = problem(torch.float32)
+
+    def has(h=hidden, w=weight, y=labels, **options):
+        straight_line._lines.clear()
+        linear_logps(h, w, y, **{"backend": "triton", **options})
+        return lines()[1] == 1
+
+    assert has()
+    assert has(hidden.flatten(0, 1), weight, labels.flatten())
+    assert has(temperature=0.5)
+    assert has(workspace=2**20)
+    assert not has(hidden.transpose(0, 1).contiguous().transpose(0, 1))
+    assert not has(w=weight[:100], y=labels.clamp(max=99))
+    assert not has(chunk_size=4)
+    assert not has(backend="torch")
+    assert not has(temperature=torch.ones(TOKENS, device=DEVICE))
+    assert not has(shift=1)
+    assert not has(w=Head(weight))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert not has()
+    set_default_workspace(4000)
+    try:
+        assert not has()
+    finally:
+        set_default_workspace(None)
+
+
+def test_lines_do_not_pile_up(monkeypatch):
+    hidden, weight, labels = problem(torch.float32)
+    monkeypatch.setattr(straight_line, "_MOST_LINES", 2)
+    for i in range(1, 6):
+        linear_logps(hidden[0, :i], weight, labels[0, :i], backend="triton")
+    assert lines()[0] <= 2

@@ -38,22 +38,31 @@ from benchmarks.measure import MiB, environment
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAIRS = EXAMPLES / "data" / "preferences.jsonl"
-PROVIDERS = ("plain", "liger_losses")
+#: What trains: TRL alone, this library with all sequences in the backward, and as it is.
+PROVIDERS = {"plain": None, "all": {"skip_zero_advantages": False}, "liger_losses": {}}
 HELD_OUT = 40
 
 
 class Method(NamedTuple):
-    """How long and how fast a method trains, and what is drawn of it."""
+    """How long and how fast a method trains, what is drawn of it, and what this library is compared with."""
 
     steps: int
     learning_rate: float
     batch_size: int
     curve: str = "loss"
+    baseline: str = "plain"
+
+    @property
+    def providers(self) -> tuple[str, str]:
+        return self.baseline, "liger_losses"
 
 
+#: What is kept of every step.
+CURVES = ("loss", "reward", "grad_norm", "frac_reward_zero_std")
 #: The slowest first: they are started first.
 METHODS = {
     "grpo": Method(120, 5e-6, 32, "reward"),
+    "sparse": Method(120, 2e-5, 32, "reward", "all"),  # GRPO with rewards of 0 and 1: many groups have no advantage
     "distillation": Method(200, 2e-4, 16),
     "dpo": Method(200, 5e-6, 8),
     "sft": Method(300, 1e-5, 8),
@@ -131,8 +140,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import liger_losses
     import liger_losses.trl
 
-    if args.provider == "liger_losses":
-        liger_losses.trl.enable(kernels=True)
+    options = PROVIDERS[args.provider]
+    if options is not None:
+        liger_losses.trl.enable(kernels=True, **options)
     gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
@@ -146,7 +156,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     liger_losses.trl.disable()
     trained = trainer.accelerator.unwrap_model(trainer.model)
     liger_losses.unpatch(trained)
-    curves = {name: [float(row[name]) for row in history if name in row] for name in ("loss", "reward", "grad_norm")}
+    curves = {name: [float(row[name]) for row in history if name in row] for name in CURVES}
     return {
         "method": args.worker,
         "provider": args.provider,
@@ -163,6 +173,11 @@ def short_words(completions: list[Any], **_: Any) -> list[float]:
     texts = (completion[-1]["content"] for completion in completions)
     words = [["".join(filter(str.isalpha, word)) for word in text.split()] for text in texts]
     return [sum(0 < len(word) <= 4 for word in some) / max(1, len(some)) for some in words]
+
+
+def mostly_short_words(completions: list[Any], **_: Any) -> list[float]:
+    """1 where at least two thirds of the words are short, else 0."""
+    return [float(share >= 2 / 3) for share in short_words(completions)]
 
 
 def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool) -> Any:
@@ -201,9 +216,10 @@ def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool
         reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         rows = Dataset.from_list(pairs)
         return trl.DPOTrainer(ref_model=reference, args=trl.DPOConfig(**common), train_dataset=rows, **given)
-    if args.worker == "grpo":
-        config = trl.GRPOConfig(num_generations=8, max_completion_length=24, beta=0.04, **common)
-        return trl.GRPOTrainer(reward_funcs=short_words, args=config, train_dataset=Dataset.from_list(prompts), **given)
+    if args.worker in ("grpo", "sparse"):
+        reward, beta = (short_words, 0.04) if args.worker == "grpo" else (mostly_short_words, 0.0)
+        config = trl.GRPOConfig(num_generations=8, max_completion_length=24, beta=beta, **common)
+        return trl.GRPOTrainer(reward_funcs=reward, args=config, train_dataset=Dataset.from_list(prompts), **given)
     given["model"] = shallow_copy_of(model, max(2, len(model.model.layers) // 4))
     config = trl.DistillationConfig(beta=0.5, max_completion_length=32, **common)
     return trl.DistillationTrainer(teacher_model=model, args=config, train_dataset=Dataset.from_list(prompts), **given)
@@ -269,7 +285,9 @@ def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any])
         return json.loads((folder / name / "run.json").read_text())
 
     methods = [name for name in METHODS if name in args.methods]
-    cases = [(method, seed, provider) for seed in args.seeds for method in methods for provider in PROVIDERS]
+    cases = [
+        (method, seed, provider) for seed in args.seeds for method in methods for provider in METHODS[method].providers
+    ]
     cases = [case for case in cases if case not in ended]
     with ThreadPoolExecutor(slots.qsize()) as pool:
         for case in as_completed([pool.submit(start, case) for case in cases]):
@@ -296,9 +314,9 @@ def spread(values: list[float]) -> str:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """The evaluation of each method, and how far its curves are apart: by provider, and by seed."""
-    lines = [f"{'':14}{'':24}{'plain':>20}{'liger_losses':>20}"]
+    lines = [f"{'':14}{'':24}{'plain (sparse: all)':>20}{'liger_losses':>20}"]
     for method in METHODS:
-        plain, ours = (of(runs, method, provider) for provider in PROVIDERS)
+        plain, ours = (of(runs, method, provider) for provider in METHODS[method].providers)
         if not plain or not ours:
             continue
         for name in plain[0]["evaluation"]:
@@ -311,7 +329,13 @@ def table(runs: list[dict[str, Any]]) -> str:
         lines.append(f"{method:14}{f'mean |{key} - {key}|':24}{'of one seed':>20}{apart:>20.4f}")
         if len(plain) > 1:
             seeds = statistics.fmean(distance(a[key], b[key]) for a in plain for b in plain if a["seed"] < b["seed"])
-            lines.append(f"{'':38}{'plain, two seeds':>20}{seeds:>20.4f}")
+            lines.append(f"{'':38}{f'{METHODS[method].baseline}, two seeds':>20}{seeds:>20.4f}")
+        if METHODS[method].baseline == "all":
+            shares = [
+                statistics.fmean(share for one in some for share in one["frac_reward_zero_std"])
+                for some in (plain, ours)
+            ]
+            lines.append(f"{'':14}{'groups without advantage':24}{shares[0]:>20.4f}{shares[1]:>20.4f}")
     return "\n".join(lines)
 
 
@@ -332,12 +356,14 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    methods = [name for name in METHODS if of(runs, name, "plain") or of(runs, name, "liger_losses")]
+    methods = [name for name in METHODS if any(of(runs, name, provider) for provider in METHODS[name].providers)]
     figure = pyplot.figure(figsize=(4 * len(methods), 3.4), layout="constrained")
     panels = figure.subplots(1, len(methods), squeeze=False)[0]
     for panel, method in zip(panels, methods, strict=True):
         key = METHODS[method].curve
-        for provider, color, style in zip(PROVIDERS, ("tab:orange", "tab:blue"), ("-", "--"), strict=True):
+        for provider, color, style in zip(
+            METHODS[method].providers, ("tab:orange", "tab:blue"), ("-", "--"), strict=True
+        ):
             curves = [smooth(one[key]) for one in of(runs, method, provider)]
             if curves:
                 steps = range(1, len(curves[0]) + 1)
@@ -399,7 +425,7 @@ def main() -> int:
     if runs:
         print(f"\n{table(runs)}\n")
     print(f"{args.out}: {len(runs)} runs, {time.perf_counter() - start:.0f} s")
-    return int(len(runs) < len(args.methods) * len(args.seeds) * len(PROVIDERS))
+    return int(len(runs) < len(args.methods) * len(args.seeds) * 2)
 
 
 if __name__ == "__main__":

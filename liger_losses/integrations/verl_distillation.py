@@ -1,26 +1,50 @@
-"""verl's top-k distillation (``loss_mode=forward_kl_topk``) in its FSDP engine, installed together with its heads.
+"""verl's distillation in its FSDP engine, installed together with its heads: both need ``use_fused_kernels=True``.
 
-With ``use_fused_kernels=True``, the engine then distils without the logits: the call of the head that computes the
-log-probabilities also returns those of the teacher's columns. N tokens, K columns of a teacher.
+With ``loss_mode=forward_kl_topk``, the call of the head that computes the log-probabilities also returns the
+log-probabilities of the teacher's columns, without the logits. With one of :data:`MODES`, the teacher sends its hidden
+states, and that call returns a divergence over the whole vocabulary. N tokens, K columns of a teacher, Ht its hidden
+size.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.chunked.engine import linear_divergence
+from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.integrations.token_statistics import token_statistics
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.places import Place
 
 LOSSES, ENGINE = "verl.trainer.distillation.fsdp.losses", "verl.workers.engine.fsdp.transformer_impl"
+REGISTRY = "verl.trainer.distillation.losses"
+#: Loss modes that verl gets: ``teacher_logprobs`` are then the teacher's last hidden states ``[tokens, Ht]``.
+MODES = {
+    "forward_kl_hidden_states": Divergence.forward_kl(),
+    "reverse_kl_hidden_states": Divergence.reverse_kl(),
+    "jsd_hidden_states": Divergence.mixture(0.5, 0.5, 0.5),
+}
+#: Where checkpoints of transformers have the head; the second is tied to the embeddings.
+_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+class _Mode(NamedTuple):
+    """A step's loss mode among :data:`MODES`, and the folder of the teacher's checkpoint."""
+
+    divergence: Divergence
+    folder: str
 
 
 @dataclass
@@ -29,13 +53,16 @@ class _Distilled:
 
     Args:
         entropy: whether entropies are wanted.
-        columns, teacher: the teacher's ``[1, N, K]``, and their log-probabilities, for the tokens that the head gets.
-        student: the log-probabilities ``[1, N, K]`` that the head has found.
+        columns, teacher: the teacher's ``[1, N, K]``, and their log-probabilities, for the tokens that the head gets;
+            or anything ``[1, N, 1]``, and the teacher's hidden states ``[1, N, Ht]``.
+        mode: where they are hidden states, the loss mode.
+        student: the log-probabilities ``[1, N, K]``, or the divergences ``[1, N]``, that the head has found.
     """
 
     entropy: bool
     columns: Tensor
     teacher: Tensor
+    mode: _Mode | None = None
     student: Tensor | None = None
 
     @property
@@ -44,8 +71,33 @@ class _Distilled:
         return self.columns.shape
 
 
-#: ``batch``: the one that this thread is in, or ``None``.
+#: ``mode``: of the step that this thread is in, or ``None``; ``batch``: its micro-batch, or ``None``.
 _thread = threading.local()
+
+
+@functools.lru_cache(maxsize=1)
+def teacher_head(folder: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The head ``[V, Ht]`` of a checkpoint of transformers in safetensors, which stays on the device.
+
+    Raises:
+        ValueError: there is no such file, or no head in it.
+    """
+    from safetensors import safe_open
+
+    index = Path(folder, "model.safetensors.index.json")
+    files = (
+        json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(_HEADS, "model.safetensors")
+    )
+    for name in _HEADS:
+        path = Path(folder, files.get(name, ""))
+        if path.is_file():
+            with safe_open(path, "pt", device=str(device)) as file:
+                if name in file.keys():  # noqa: SIM118
+                    return file.get_tensor(name).to(dtype)
+    raise ValueError(
+        f"the teacher's head is read from {' or '.join(_HEADS)} in model.safetensors, or the files of its index, but "
+        f"{folder!r} has none of these; set the teacher's model_path to a folder that has."
+    )
 
 
 def head_statistics(
@@ -74,14 +126,24 @@ def head_statistics(
             f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}: they must be of the same "
             "packed sequences."
         )
-    names = ("logp", "selected_logps")
-    selected = columns.reshape(*shape, columns.shape[-1])
-    found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected)
+    if batch.mode is not None:
+        head = teacher_head(batch.mode.folder, hidden_states.device, hidden_states.dtype)
+        teacher = Teacher(batch.teacher.reshape(*shape, -1).to(hidden_states.dtype), head)
+        # As verl's logits: the student's are divided by the temperature, the teacher's are not.
+        transform = LogitTransform(logit_scale=1 / float(temperature))
+        found = linear_divergence(
+            hidden_states, weight, labels.long(), teacher, batch.mode.divergence, logp=True, transform=transform
+        )
+        logps, student = _Tie.apply(found.logp, found.divergence)
+        batch.student = student.reshape(columns.shape[:-1])
+    else:
+        names, selected = ("logp", "selected_logps"), columns.reshape(*shape, columns.shape[-1])
+        found = token_statistics(hidden_states, weight, labels, names, temperature, group, selected)
+        logps, student = _Tie.apply(found.logp, found.selected_logps)
+        batch.student = student.reshape(columns.shape)
     entropy = None
     if batch.entropy:
         entropy = token_statistics(hidden_states, weight, labels, ("entropy",), temperature, group).entropy
-    logps, student = _Tie.apply(found.logp, found.selected_logps)
-    batch.student = student.reshape(columns.shape)
     return logps, entropy
 
 
@@ -103,7 +165,8 @@ class _Tie(torch.autograd.Function):
 def _loss_of_columns(original: Callable[..., Any]) -> Callable[..., Any]:
     """verl's ``compute_forward_kl_topk``, which takes the log-probabilities of the teacher's columns too.
 
-    ``sum_k q_k (log q_k - log p_k)`` over the teacher's columns; neither distribution sums to 1.
+    ``sum_k q_k (log q_k - log p_k)`` over the teacher's columns; neither distribution sums to 1. Divergences over the
+    whole vocabulary are returned as they are, with masses of 1.
     """
 
     @functools.wraps(original)
@@ -111,6 +174,9 @@ def _loss_of_columns(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(student_logits, _Distilled):
             return original(student_logits, *args, **kwargs)
         assert student_logits.student is not None
+        if student_logits.mode is not None:
+            ones = torch.ones_like(student_logits.student)
+            return {"distillation_losses": student_logits.student, "student_mass": ones, "teacher_mass": ones}
         config = kwargs["config"] if "config" in kwargs else args[2]
         lowest = config.distillation_loss.log_prob_min_clamp
         student, teacher = student_logits.student.float(), student_logits.teacher.float()
@@ -145,10 +211,36 @@ def _inputs_with_teacher(original: Callable[..., Any]) -> Callable[..., Any]:
                 from verl.utils.ulysses import slice_input_tensor
 
                 parts = [slice_input_tensor(part, dim=1) for part in parts]
-            _thread.batch = _Distilled(asked("calculate_entropy"), parts[0].long(), parts[1])
+            mode = getattr(_thread, "mode", None)
+            _thread.batch = _Distilled(asked("calculate_entropy"), parts[0].long(), parts[1], mode)
         return inputs
 
     return prepare_model_inputs
+
+
+def _step_of_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward_step``, which notes the loss mode for the call of the head."""
+
+    @functools.wraps(original)
+    def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        config: Any = getattr(loss_function, "keywords", {}).get("distillation_config")
+        name = None if config is None else config.distillation_loss.loss_mode
+        _thread.mode = None
+        if name in MODES:
+            if not _asked(micro_batch, "use_fused_kernels"):
+                raise ValueError(f"loss_mode={name} needs use_fused_kernels=True: it takes hidden states, not logits.")
+            folders = [teacher.model_path for teacher in config.teacher_models.values()]
+            if len(folders) != 1:
+                raise ValueError(f"loss_mode={name} takes one teacher, got {len(folders)}.")
+            _thread.mode = _Mode(MODES[name], folders[0])
+        return original(self, micro_batch, loss_function, forward_only)
+
+    return forward_step
+
+
+def _with_modes(registry: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's registry of loss modes, with :data:`MODES`, whose losses also come from the engine."""
+    return {**registry, **dict.fromkeys(MODES, registry["forward_kl_topk"])}
 
 
 def _outputs_with_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +260,9 @@ def _outputs_with_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PLACES = (
+    *(Place(REGISTRY, f"DISTILLATION_{kind}_REGISTRY", _with_modes) for kind in ("LOSS", "SETTINGS")),
     Place(LOSSES, "compute_forward_kl_topk", _loss_of_columns, takes=("student_logits", "config")),
+    Place(ENGINE, "FSDPEngineWithLMHead.forward_step", _step_of_mode, takes=("micro_batch", "loss_function")),
     Place(ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", _inputs_with_teacher, takes=("micro_batch",)),
     Place(
         ENGINE,

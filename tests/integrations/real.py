@@ -6,11 +6,13 @@ whose names are empty classes: none of them computes anything that is compared h
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import logging
 import sys
+import tempfile
 import types
 from unittest import mock
 
@@ -196,6 +198,70 @@ def verl_distillation():
 
     fused = iter((False, True))
     compare(lambda: step(next(fused)), verl.install)
+
+
+def verl_hidden_states():
+    """A step of the FSDP engine whose teacher sends hidden states, to verl's loss; beside the logits of both models."""
+    stand_in(*_VERL)
+    import verl.workers.engine.fsdp.transformer_impl as engine
+    from safetensors.torch import save_file
+    from tensordict import TensorDict
+    from verl.trainer.distillation import losses
+    from verl.utils import tensordict_utils as tu
+
+    from liger_losses.integrations import verl
+
+    verl.install()
+    mode, jagged = "reverse_kl_hidden_states", torch.nested.nested_tensor_from_jagged
+    assert losses.get_distillation_loss_settings(mode).use_topk
+    hidden, weight, ids, _ = problem(n=9, masked=0.0, shape=(1, 9))
+    states, head = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)) for n in (9, len(weight)))
+    given = {"loss_mode": mode, "use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None}
+    actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
+    engine.get_device_id = engine.get_device_name = lambda: "cpu"
+    worker = object.__new__(engine.FSDPEngineWithLMHead)
+    worker.pad_to_length = worker.use_ulysses_sp = False
+    worker._autocast_dtype = torch.float32
+    worker._get_packed_pad_size = lambda size: 0
+    worker._gather_and_unpad_packed = lambda values, pad: values
+    worker.get_data_parallel_group = lambda: None
+
+    def module(shift_labels, **_):
+        logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, shift_labels, 0.7)
+        return types.SimpleNamespace(log_probs=logps, entropy=entropy)
+
+    worker.module = module
+    offsets, responses = torch.tensor([0, 4, 9]), torch.tensor([0, 2, 5])
+    batch = TensorDict(
+        {
+            "input_ids": jagged(ids[0], offsets),
+            "position_ids": jagged(torch.arange(9), offsets),
+            "prompts": jagged(ids[0, :4], torch.tensor([0, 2, 4])),
+            "responses": jagged(ids[0, :5], responses),
+            "response_mask": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "teacher_logprobs": jagged(states, offsets),
+            "teacher_ids": jagged(torch.zeros(9, 1, dtype=torch.int32), offsets),
+        },
+        batch_size=[2],
+    )
+    flags = {"use_fused_kernels": True, "distillation_use_topk": True, "temperature": 0.7, "calculate_entropy": True}
+    tu.assign_non_tensor(batch, **flags, dp_size=1, batch_num_tokens=5, global_batch_size=2)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"lm_head.weight": head}, f"{folder}/model.safetensors")
+        teachers = {"default": types.SimpleNamespace(model_path=folder)}
+        config = types.SimpleNamespace(distillation_loss=types.SimpleNamespace(**given), teacher_models=teachers)
+        of_step = functools.partial(
+            losses.distillation_ppo_loss, config=types.SimpleNamespace(**actor), distillation_config=config
+        )
+        loss, output = worker.forward_step(batch, of_step, False)
+    found = [loss, *torch.autograd.grad(loss, (hidden, weight)), output["model_output"]["log_probs"].values()]
+    log_p, log_q = (hidden[0] @ weight.T / 0.7).log_softmax(-1), (states @ head.T).log_softmax(-1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    predicting = torch.tensor([1, 2, 5, 6, 7])  # the token before each of a response's
+    loss = divergence[predicting].mean()
+    logps = log_p.gather(1, ids[0].roll(-1)[:, None])[:, 0]
+    expected = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps.detach()]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def torchtitan():

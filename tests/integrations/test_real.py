@@ -15,6 +15,7 @@ CHECKS = {
     "verl_heads": "verl",
     "verl_plugin": "verl",
     "verl_distillation": "verl",
+    "verl_hidden_states": "verl",
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
     "skyrl": "skyrl",

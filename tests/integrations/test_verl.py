@@ -1,7 +1,10 @@
 """verl's heads, without verl; real.py has them in verl itself."""
 
+import functools
 import importlib.util
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +51,35 @@ def test_the_head_of_a_batch_that_is_distilled(tokens, monkeypatch):
     logps.register_hook(lambda grad: order.append("output"))
     batch.student.sum().backward()
     assert order == ["output", "hidden states"]
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", None])
+def test_the_head_of_a_teacher_that_sends_hidden_states(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    teacher_head, given = verl_distillation.teacher_head, (str(tmp_path), torch.device("cpu"), torch.float64)
+    if name is None:
+        with pytest.raises(ValueError, match="set the teacher's model_path to a folder that has"):
+            teacher_head(*given)
+        return
+    weights = {name: torch.randn(5, 3), "model.norm.weight": torch.ones(3)}
+    safetensors.save_file(weights, tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(teacher_head(*given), weights[name].double())
+
+
+@pytest.mark.parametrize(("teachers", "fused", "message"), [(2, True, "takes one teacher, got 2"), (1, False, "needs")])
+def test_steps_that_cannot_take_hidden_states(teachers, fused, message, monkeypatch):
+    monkeypatch.setattr(verl_distillation, "_asked", lambda data, key: fused)
+    distillation = SimpleNamespace(loss_mode="jsd_hidden_states")
+    models = {str(i): SimpleNamespace(model_path="folder") for i in range(teachers)}
+    config = SimpleNamespace(distillation_loss=distillation, teacher_models=models)
+    step = verl_distillation._step_of_mode(lambda *arguments: verl_distillation._thread.mode)
+    with pytest.raises(ValueError, match=message):
+        step(None, None, functools.partial(print, distillation_config=config), False)
+    distillation.loss_mode = "k3"
+    assert step(None, None, functools.partial(print, distillation_config=config), False) is None
+    assert step(None, None, print, False) is None
 
 
 def test_a_verl_that_fails_is_left_with_a_warning(monkeypatch):

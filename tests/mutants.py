@@ -111,7 +111,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/head.py", "ours if _differ(ours, default) else theirs", "theirs"),
     ],
     "tests/chunked/engine/test_ranks.py": [
-        ("chunked/engine/ranks.py", "merge_logps(self.gather(logp))", "logp"),
+        ("chunked/engine/blocks.py", "torch.where(others, logit_here - found.lse, found.logp)", "found.logp"),
         ("chunked/engine/ranks.py", "return inside, inside != labels", "return inside, inside != inside"),
         ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
     ],

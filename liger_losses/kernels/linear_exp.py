@@ -92,8 +92,7 @@ def linear_exponentials(
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         found: the tensors to write the statistics into; new ones by default, without the mean logit and the
             entropy.
-        label_logit: ``[N]`` fp32, the labels' logits, where they are known. A label of -1 is then one of no row of the
-            weight, and the statistics are those of its rows and the label.
+        label_logit: ``[N]`` fp32, the labels' logits, where they are known.
         projections: write projections into ``out`` instead of exponentials.
         batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.

@@ -24,7 +24,6 @@ from liger_losses.kernels.logit_transform import Epilogue
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26
-_LARGEST_NLL = 20.0
 
 
 def places(names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -187,17 +186,6 @@ def merge(
     if "selected_logps" in parts:
         found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
     return found
-
-
-def merge_logps(logps: Tensor) -> Tensor:
-    """The label's log-probability ``[R]``, from its ``[W, R]`` in softmaxes over one part's columns and the label.
-
-    With ``a_r`` the negative of these, ``-logp = log(1 + sum_r (exp(a_r) - 1))``.
-    """
-    nll, ranks = -logps, len(logps)
-    top = nll.amax(0)
-    large = top + ((nll - top).exp().sum(0) - (ranks - 1) * (-top).exp()).log()
-    return -torch.where(top > _LARGEST_NLL, large, nll.expm1().sum(0).log1p())
 
 
 @jit

@@ -18,10 +18,9 @@ from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import on_device
 from liger_losses.chunked.engine.registered import registered_gradient, registered_values
 from liger_losses.chunked.engine.weights import Projection
-from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
-from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
+from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.largest import largest
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
@@ -454,7 +453,8 @@ class ExponentialBlock(Block):
     """``exp(logit - offset)`` in half precision, for losses of ``logp`` and ``lse``.
 
     The softmax is a multiple of it by row, so both products are taken with it as it is; see
-    :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added separately, in fp32.
+    :mod:`liger_losses.kernels.linear_exp`. The labels' own terms are added separately, in fp32. For a label of another
+    rank, any column of this one takes its place: as an offset, and as a term that is added separately.
     """
 
     movable = True
@@ -464,13 +464,6 @@ class ExponentialBlock(Block):
         self.exponentials = torch.empty(
             rows, padded(opened.vocab_size), dtype=opened.call.work.operand_dtype, device=opened.device
         )
-        #: Where ranks share the vocabulary, the labels' logits ``[N]``, and -1 in place of labels of other ranks; else
-        #: each block computes its own.
-        self.label_logits: Tensor | None = None
-        self.labels = opened.labels
-        if opened.others is not None:
-            self.label_logits = self._label_logits(opened.others)
-            self.labels = opened.labels.masked_fill(opened.others, -1)
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
         self.wait_for_product: Callable[[], None] | None = None
@@ -480,25 +473,27 @@ class ExponentialBlock(Block):
         size = part.rows.stop - part.rows.start, self.vocab_size
         if exponentials.shape != size:  # a view of all takes the host time before the product too
             exponentials = exponentials[: size[0], : size[1]]
-        label_logit = None if self.label_logits is None else self.label_logits[part.rows]
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            _of_part(self.labels, part),
+            _of_part(opened.labels, part),
             exponentials,
             part.epilogue,
             found=Exponentials.into(part.values),
-            label_logit=label_logit,
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
         if any(call.needs_hidden) and call.strategy != "resident":
             self._start_product(exponentials, part.hidden)
-        if label_logit is not None:
-            call.ranks.merge_logps_(self.offsets.logp)
-            torch.sub(label_logit, self.offsets.logp, out=self.offsets.lse)
-            if self.offsets.mean_logit is not None:
-                call.ranks.sum_(self.offsets.mean_logit.mul_(self.vocab_size / call.vocab_size))
+        if opened.others is not None:
+            self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
+
+    def _merged(self, found: Exponentials, part: Part, others: Tensor) -> Exponentials:
+        """The statistics of all ranks' columns; ``logp`` is that of the column which stands here for the label."""
+        logit_here = found.logp + found.lse
+        named = {name: value for name, value in found._asdict().items() if value is not None and name != "offset"}
+        self.opened.merge_(part.rows, named)
+        return found._replace(logp=torch.where(others, logit_here - found.lse, found.logp))
 
     def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
         assert self.offsets is not None
@@ -510,18 +505,6 @@ class ExponentialBlock(Block):
         assert self.offsets is not None
         super().keep(opened, count)
         self.offsets = Exponentials(*(value[:count] for value in self.offsets[:3] if value is not None))
-
-    def _label_logits(self, others: Tensor) -> Tensor:
-        """All labels' logits, each from the rank that has its row: one exchange, and none between blocks."""
-        opened, call, found = self.opened, self.call, []
-        # At once where nothing is copied: no product can start before.
-        for rows in blocks(opened.count, call.plan.rows if call.work.gathers else opened.count):
-            hidden = call.tokens.masked(call.tokens.gather(opened.flat, rows.start, rows.stop), rows)
-            hidden = hidden.to(call.work.operand_dtype)
-            hidden, labels = with_contiguous_rows(hidden), opened.labels[rows]
-            found.append(label_logits(hidden, opened.weight, labels, opened.epilogue.rows(rows), backend=call.backend))
-        mine = found[0] if len(found) == 1 else torch.cat([torch.empty(0, device=opened.device), *found])
-        return call.ranks.sum_(mine.masked_fill_(others, 0.0))
 
     def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
@@ -540,21 +523,21 @@ class ExponentialBlock(Block):
         assert self.offsets is not None
         call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
         coefficients = SoftmaxGradient.of(upstream, part.values, call.query.class_weight)
-        exponentials = self.exponentials[: len(hidden), columns]
+        exponentials, label_coef = self.exponentials[: len(hidden), columns], coefficients.label_coef
+        if opened.others is not None and label_coef is not None:
+            label_coef = label_coef.masked_fill(opened.others[part.rows], 0.0)
         if any(call.needs_hidden) and self.product is None:
             self._start_product(exponentials, hidden)
         try:
             scale, at_label, scaled = gradient_scales(
                 coefficients.p_coef,
-                coefficients.label_coef,
+                label_coef,
                 self.offsets,
                 head_grads.trained(hidden) if call.needs_weight else None,
                 head_grads.labels_out(part.rows),
                 transform=part.epilogue.transform,
                 backend=call.backend,
             )
-            if opened.others is not None:
-                at_label.masked_fill_(opened.others[part.rows], 0.0)
             if scaled is not None:
                 head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
         finally:

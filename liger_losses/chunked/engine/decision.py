@@ -256,8 +256,6 @@ def _decide(
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
-    if head.ranks is not ALONE and "entropy" in query.metrics:  # of a rank's columns and labels of other ranks
-        exponentials = False
     head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
     work = Workload(
         tokens=0,

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.checks import check_group, check_tensor, check_
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.given import Given
 from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.kernels.online_softmax import merge, merge_logps
+from liger_losses.kernels.online_softmax import merge
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,8 +70,8 @@ class Ranks:
         return slice(0, vocab_size)
 
     def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-        """Labels as numbers of this rank's columns, and which labels other ranks have, whose numbers are any; ``None``
-        stands for none."""
+        """Labels as numbers of this rank's columns, and which labels other ranks have, whose numbers are any and differ
+        from each other; ``None`` stands for none."""
         return labels, None
 
     def local(self, hidden_states: Tensor) -> Tensor:
@@ -95,9 +95,6 @@ class Ranks:
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         """Replace the statistics of this rank's columns by those of the whole vocabulary, of several softmaxes at once;
         see :func:`merge`."""
-
-    def merge_logps_(self, logp: Tensor) -> None:
-        """Replace what :func:`merge_logps` takes of this rank by what it returns."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Replace values by their sum over the ranks."""
@@ -166,7 +163,8 @@ class VocabularyRanks(Ranks):
     def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         columns = self.columns(vocab_size)
         labels = labels - columns.start
-        inside = labels.clamp(0, columns.stop - columns.start - 1)
+        # Spread over the columns: the gradients of tokens that have one label are summed one after another.
+        inside = labels.remainder(columns.stop - columns.start)
         return inside, inside != labels
 
     def local(self, hidden_states: Tensor) -> Tensor:
@@ -256,9 +254,6 @@ class VocabularyRanks(Ranks):
 
     def agreement(self, device: torch.device) -> Agreement:
         return Agreement(self.group, VOCABULARY, device)
-
-    def merge_logps_(self, logp: Tensor) -> None:
-        logp.copy_(merge_logps(self.gather(logp)))
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         # In an order that all ranks have: that of a set of names differs from process to process.

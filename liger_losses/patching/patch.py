@@ -84,8 +84,11 @@ def patch(
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
     before = _replaced_in(model)
-    entries = [entry for found in modules if (entry := _patch_module(*found, filter_fn, matches, tiles)) is not None]
-    calling_methods.cache_clear()
+    try:
+        found = [_patch_module(*module, filter_fn, matches, tiles) for module in modules]
+    finally:
+        calling_methods.cache_clear()  # it holds classes
+    entries = [entry for entry in found if entry is not None]
     if loss_head:
         left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
         lazy = patched_heads(model)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import inspect
 import io
 import pickle
@@ -338,23 +339,40 @@ def test_what_is_no_model_is_refused():
         AutoLigerModelForCausalLM()
 
 
-def test_nothing_of_the_process_outlives_a_patched_model(llama):
-    """Neither a class of the model's nor one that was made for it is kept by a table."""
+@pytest.mark.parametrize("end", ["unpatched", "patched", "failed"])
+def test_nothing_of_the_process_outlives_a_patched_model(end):
+    """No table keeps the model, its classes or those that were made for it, and no name or hook of torch changes."""
 
-    class Own(MLP):
+    class OwnMLP(MLP):
         pass
 
-    model = nn.ModuleList([Own(size=64), copy.deepcopy(llama.model.layers[0].self_attn), llama.model.norm])
-    hooks = [dict(vars(torch.nn.modules.module)[name]) for name in GLOBAL_HOOKS]
-    patch(model)
-    kinds_of = [weakref.ref(type(module)) for module in model] + [weakref.ref(Own)]
-    model[0](torch.randn(2, model[0].down_proj.out_features)).sum().backward()
-    unpatch(llama)
-    del model, Own
-    gc.collect()  # what was made of a class is deleted first
-    gc.collect()
-    assert [kind() for kind in kinds_of] == [None] * 4
-    assert [vars(torch.nn.modules.module)[name] for name in GLOBAL_HOOKS] == hooks
+    model = model_zoo.build("llama")
+
+    class OwnAttention(type(model.model.layers[0].self_attn)):
+        pass
+
+    model.model.layers[0].mlp, model.model.layers[1].self_attn.__class__ = OwnMLP(size=64), OwnAttention
+    names = [dict(vars(module)) for module in KEPT]
+    if end == "failed":
+        with pytest.raises(ZeroDivisionError):
+            patch(model, filter_fn=lambda module, path: isinstance(module, OwnAttention) and 1 / 0)
+    else:
+        patch(model)
+    model(**model_zoo.inputs_of(model)).loss.backward()
+    layers = (model.model.layers[0].mlp, model.model.layers[1].self_attn, model.model.norm, model.lm_head)
+    kept = [*map(weakref.ref, layers), *(weakref.ref(type(layer)) for layer in layers[:2]), weakref.ref(OwnMLP)]
+    if end == "unpatched":
+        unpatch(model)
+    del model, layers, OwnMLP, OwnAttention
+    for _ in range(3):  # what was made of a class is deleted first
+        gc.collect()
+    assert [reference() for reference in kept] == [None] * 7
+    assert [dict(vars(module)) for module in KEPT] == names
 
 
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+#: Modules with hooks and functions of the whole process.
+KEPT = (
+    torch.nn.modules.module,
+    torch.nn.functional,
+    importlib.import_module("transformers.models.llama.modeling_llama"),
+)

@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_losses.chunked.engine.arguments import lists_arguments
 from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
-from liger_losses.patching.mlps import GatedExperts, GatedMLP
+from liger_losses.patching.mlps import GatedExperts, GatedMLP, TokenMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
@@ -23,7 +23,6 @@ from liger_losses.patching.swap import (
     swap,
 )
 from liger_losses.patching.tiles import Tiles, tiles_of
-from liger_losses.patching.token_mlps import TokenMLP
 
 #: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]

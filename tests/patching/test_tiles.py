@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses.modules import SwiGLUMLP
-from liger_losses.patching.mlps import GatedMLP
+from liger_losses.patching.mlps import GatedMLP, TokenMLP
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
-from liger_losses.patching.token_mlps import TokenMLP
 from tests.processes import BACKENDS, start
 
 H, INNER = 16, 40

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
-from liger_losses.chunked.engine.documentation import see
 from liger_losses.patching.lazy.head_weights import HeadWeights, version_of
 from liger_losses.patching.lazy.linear_products import linear
+from liger_losses.patching.lazy.warning import cannot_compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,9 @@ class DeferredLogits:
         With ``values``, the weights' values are looked at as well.
         """
         if self.version not in (None, version_of(self.hidden_states)):
-            raise RuntimeError(
+            raise cannot_compute(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
                 "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
-                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         if self.weights is not None:
             self.weights.check(values)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.patching.lazy.warning import cannot_compute
 
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
@@ -58,12 +58,11 @@ class HeadWeights:
     def check(self, values: bool = False) -> None:
         """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
         if self.are_there and (self._changed() or (values and self._written())):
-            raise RuntimeError(
+            raise cannot_compute(
                 "the weight or bias of lazy logits has changed since the forward, by an in-place operation such as an "
                 "optimizer's step, so these logits and their gradients cannot be computed any more. Call "
                 "loss.backward() before optimizer.step(), and compute what else you need of the logits before it, "
                 "such as logits.argmax(-1); liger_losses.patching.lazy.true_values(logits) computes all of them."
-                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
 
     def _changed(self) -> bool:
@@ -94,11 +93,10 @@ class HeadWeights:
             whole = None if self.gather is None else self.gather()
             self.gathered = whole if whole is not None and self._are_samples_of(whole) else None
         if self.gathered is None:
-            raise RuntimeError(
+            raise cannot_compute(
                 "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
                 "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
                 "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
-                + see("lazy-logits-that-cannot-be-computed-any-more")
             )
         for original, found in zip(self.tensors, self.gathered, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()
@@ -113,10 +111,9 @@ class HeadWeights:
 
 def _refuse_gradient(gradient: Tensor) -> None:
     """The hook of a gathered weight, whose gradient would not reach the parameter."""
-    raise RuntimeError(
+    raise cannot_compute(
         "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
         "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
-        + see("lazy-logits-that-cannot-be-computed-any-more")
     )
 
 

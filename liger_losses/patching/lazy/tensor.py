@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
@@ -27,7 +26,7 @@ from liger_losses.patching.lazy.gradients import (
     without_subclasses,
 )
 from liger_losses.patching.lazy.head_weights import Gather, HeadWeights, version_of
-from liger_losses.patching.lazy.warning import warn_materialized
+from liger_losses.patching.lazy.warning import cannot_compute, warn_materialized
 
 #: By the name of an operation that needs no values: the function for it, and its signature.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
@@ -136,10 +135,9 @@ class LazyLogits(Tensor):
             if version_of(values) != version and values is self.materialized:
                 self.changed[:] = [True]
             elif version_of(values) != version:
-                raise RuntimeError(
+                raise cannot_compute(
                     "these logits share their memory with logits that an in-place operation has changed, which lazy "
                     "logits do not follow; use the tensor that was changed, or call logits.clone() before it."
-                    + see("lazy-logits-that-cannot-be-computed-any-more")
                 )
 
     def _connect(self) -> None:
@@ -201,9 +199,8 @@ class LazyLogits(Tensor):
                 if result is not NotImplemented:
                     return result
             if name in _RESHAPING:
-                raise RuntimeError(
+                raise cannot_compute(
                     f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
-                    + see("lazy-logits-that-cannot-be-computed-any-more")
                 )
         return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
 
@@ -260,10 +257,10 @@ def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[A
 def _check_inputs_of_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
     """Raise RuntimeError for gradients with respect to logits whose values no loss can have been computed of."""
     if any(isinstance(tensor, LazyLogits) and tensor.materialized is None for tensor in inputs):
-        raise RuntimeError(
+        raise cannot_compute(
             "torch.autograd.grad cannot give the gradient with respect to lazy logits, as losses are computed of the "
             "hidden states. Call liger_losses.patching.lazy.true_values(logits) before the loss is computed: these "
-            "logits are an ordinary tensor then." + see("lazy-logits-that-cannot-be-computed-any-more")
+            "logits are an ordinary tensor then."
         )
 
 
@@ -326,10 +323,10 @@ class _LazyLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.changed:
-            raise RuntimeError(
+            raise cannot_compute(
                 "logits that were changed in place were then used by code that does not look at their class, so their "
                 "gradient is not known; use the tensor that the in-place operation returned, or call logits.clone() "
-                "before it." + see("lazy-logits-that-cannot-be-computed-any-more")
+                "before it."
             )
         if not isinstance(gradient, LazyGradient):
             return None, *ctx.source.gradients(true_values(gradient), ctx.saved_tensors)

@@ -23,51 +23,35 @@ def _on_rows(lazy: LazyLogits, operation: Callable[[Tensor], Tensor]) -> LazyLog
     return lazy.derive(lazy.deferred.on_rows(operation), is_view=True)
 
 
-@implements("view", "reshape")
-def _reshape(lazy: LazyLogits, *shape: Any) -> Any:
-    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
-    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
-        return NotImplemented
-    if sizes[-1] == -1:
-        rows = math.prod(sizes[:-1])
-        sizes[-1] = lazy.numel() // rows if rows > 0 else -1
-    if sizes[-1] != lazy.shape[-1]:
-        return NotImplemented
-    return _on_rows(lazy, lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
-
-
-#: From an operation's arguments to the dimensions that it touches; for permute, those that must not be the last.
-_DIMS: dict[str, Callable[..., tuple[int, ...]]] = {
-    "flatten": lambda start_dim=0, end_dim=-1: (start_dim, end_dim),
-    "split": lambda size, dim=0: (dim,),
-    "chunk": lambda chunks, dim=0: (dim,),
-    "unbind": lambda dim=0: (dim,),
-    "index_select": lambda dim, index: (dim,),
-    "transpose": lambda dim0, dim1: (dim0, dim1),
-    "permute": lambda *dims: tuple(dims[0] if len(dims) == 1 else dims)[:-1],
-    "unsqueeze": lambda dim: (dim,),
-    "squeeze": lambda dim: (dim,) if isinstance(dim, int) else tuple(dim),
-}
-
-
 def _on_token_dims(name: str, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Operations that leave the vocabulary's dimension alone, on the hidden states, whose dimensions are the same."""
+    """A view whose last dimension is the vocabulary, as the strides of a tensor without memory say."""
+    hidden = lazy.deferred.hidden_states
     try:
-        dims = _DIMS[name](*args, **kwargs)
-    except TypeError:
+        views = getattr(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), name)(*args, **kwargs)
+        parts = views if isinstance(views, tuple) else (views,)
+        shaped = name in ("view", "reshape")
+        found = (
+            hidden.reshape(*views.shape[:-1], hidden.shape[-1]) if shaped else getattr(hidden, name)(*args, **kwargs)
+        )
+    except (TypeError, RuntimeError, IndexError):  # arguments that torch refuses
         return NotImplemented
-    count = lazy.dim() + (name == "unsqueeze")
-    tokens_only = all(isinstance(dim, int) and -count <= dim < count and dim % count != count - 1 for dim in dims)
-    if not tokens_only or (name == "unbind" and lazy.dim() < 3):
+    results = found if isinstance(found, tuple) else (found,)
+    last = [(part.shape[-1:], part.stride()[-1:], part.dtype) == (lazy.shape[-1:], (1,), lazy.dtype) for part in parts]
+    same = [part.shape[:-1] for part in parts] == [result.shape[:-1] for result in results]
+    if not all(last) or not same or lazy.shape[-1] == 1 or (parts[0].dim() < 2 and (shaped or name == "unbind")):
         return NotImplemented
-    result = getattr(lazy.deferred.hidden_states, name)(*args, **kwargs)
-    if isinstance(result, Tensor):
-        return _on_rows(lazy, lambda _: result)
-    return tuple(_on_rows(lazy, lambda _, part=part: part) for part in result)  # type: ignore[misc]
+    made = tuple(_on_rows(lazy, lambda _, result=result: result) for result in results)  # type: ignore[misc]
+    return made if isinstance(found, tuple) else made[0]
 
 
-for _name in _DIMS:
+for _name in "view reshape flatten split chunk unbind transpose permute unsqueeze squeeze".split():  # noqa: SIM905
     implements(_name)(partial(_on_token_dims, _name))
+
+
+@implements("index_select")
+def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
+    in_range = -lazy.dim() <= dim < lazy.dim()
+    return _getitem(lazy, (slice(None),) * (dim % lazy.dim()) + (index,)) if in_range else NotImplemented
 
 
 @implements("contiguous")
@@ -87,7 +71,7 @@ implements("detach", "data")(lambda lazy: lazy.detached())
 def _view_as(lazy: LazyLogits, other: Tensor) -> Any:
     """What autograd does to an argument that an autograd function returns, without gradients."""
     same = other.shape == lazy.shape and not torch.is_grad_enabled()
-    return lazy.detached() if same else _reshape(lazy, other.shape)
+    return lazy.detached() if same else _on_token_dims("reshape", lazy, other.shape)
 
 
 @implements("__getitem__")

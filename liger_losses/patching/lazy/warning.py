@@ -1,4 +1,4 @@
-"""The warning for operations that need the values of lazy logits."""
+"""What is said of lazy logits: the warning where their values are needed, the error where there are none any more."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def allow_materialization() -> Iterator[None]:
         yield
     finally:
         _ALLOWED.reset(token)
+
+
+def cannot_compute(message: str) -> RuntimeError:
+    """The error of lazy logits that cannot be computed any more, with where to read on."""
+    return RuntimeError(message + see("lazy-logits-that-cannot-be-computed-any-more"))
 
 
 def warn_materialized(operation: str, lazy: Any) -> None:

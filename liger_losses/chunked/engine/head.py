@@ -78,7 +78,7 @@ class Head:
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | nn.Module | QuantizedWeight,
         bias: Tensor | None = None,
         transform: LogitTransform | None = None,
         group: dist.ProcessGroup | None = None,
@@ -87,29 +87,30 @@ class Head:
         quantized: QuantizedWeight | None = None,
     ) -> None:
         ranks: Ranks = ALONE
+        matrix: Any = weight  # checked below
         if not (transform is None or isinstance(transform, LogitTransform)):
             raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
-        if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
-            quantized = find_quantized(weight)
+        if type(matrix) is not Tensor and type(matrix) is not nn.Parameter and quantized is None:
+            quantized = find_quantized(matrix)
             if quantized is not None:
-                weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+                matrix = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
         if quantized is not None:
             if group is None:
-                check_vector("bias", bias, weight)
+                check_vector("bias", bias, matrix)
             else:
-                ranks = share_vocabulary(group, weight, bias, quantized)
-        elif hasattr(weight, "full_tensor"):  # a DTensor
+                ranks = share_vocabulary(group, matrix, bias, quantized)
+        elif hasattr(matrix, "full_tensor"):  # a DTensor
             if group is not None:
                 raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
-            mesh = weight.device_mesh  # type: ignore[attr-defined]
-            rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+            mesh = matrix.device_mesh
+            rows, bias = local_rows("weight", matrix, mesh), None if bias is None else local_rows("bias", bias, mesh)
             check_weight(rows, bias)
-            weight, ranks = rows, share_mesh(weight)
+            matrix, ranks = rows, share_mesh(matrix)
         elif group is None:
-            check_weight(weight, bias)
+            check_weight(matrix, bias)
         else:
-            ranks = share_vocabulary(group, weight, bias)
-        object.__setattr__(self, "weight", weight)
+            ranks = share_vocabulary(group, matrix, bias)
+        object.__setattr__(self, "weight", matrix)
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "transform", transform or LogitTransform())
         object.__setattr__(self, "ranks", ranks)
@@ -258,7 +259,7 @@ def _of_module(module: nn.Module) -> nn.Module | Head:
         base, adapters = adapters_of(module)
         return Head.of(base).with_fields(adapters=adapters)
     quantized = find_quantized(module)
-    return module if quantized is None else Head(quantized, getattr(module, "bias", None))  # type: ignore[arg-type]
+    return module if quantized is None else Head(quantized, getattr(module, "bias", None))
 
 
 def _differ(a: object, b: object) -> bool:

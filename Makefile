@@ -8,7 +8,7 @@
 # make test-trl     TRL's trainers on several versions of TRL
 # make test-integrations  the frameworks of docs/integrations.md, with and without this library
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
-# make pyright      what pyright finds, beside mypy in `make test`
+# make pyright      pyright on examples and documentation, beside mypy in `make test`
 # make stubs        the types of losses' options and calls, after one of them changed
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
@@ -103,6 +103,7 @@ notebook: .venv/test/ready
 
 pyright: .venv/test/ready
 	$(call PIP,test) pyright
+	.venv/test/bin/python -m tests.project.docs_code
 	.venv/test/bin/python -m pyright
 
 stubs: .venv/test/ready
@@ -115,6 +116,7 @@ lint: .venv/test/ready
 	.venv/test/bin/python -m ruff check .
 	.venv/test/bin/python -m ruff format --check .
 	.venv/test/bin/python -m mypy
+	.venv/test/bin/python -m tests.project.docs_code
 
 # A source distribution, and a wheel of what is in it.
 dist:

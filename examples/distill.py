@@ -38,9 +38,10 @@ def shallow_copy_of(teacher, layers):
     student = copy.deepcopy(teacher)
     depth = len(teacher.model.layers)
     kept = [round(i * (depth - 1) / (layers - 1)) for i in range(layers)]
-    student.model.layers = nn.ModuleList(student.model.layers[i] for i in kept)
-    for i, layer in enumerate(student.model.layers):
+    layers_kept = [student.model.layers[i] for i in kept]
+    for i, layer in enumerate(layers_kept):
         layer.self_attn.layer_idx = i
+    student.model.layers = nn.ModuleList(layers_kept)
     student.config.num_hidden_layers = layers
     return student
 

@@ -301,7 +301,7 @@ def main() -> None:
     started = time.perf_counter()
     load_pairs(args.dataset, args.steps * args.batch_size, args.held_out)  # a bad file should not cost a training run
     args.model = prepare_model(args.model, output / "base")
-    del args.worker
+    del vars(args)["worker"]
     lengths = vars(args).pop("lengths")
     ours = start_worker(args, "liger_losses")
     plain = start_worker(args, "plain_trl") if args.compare_steps else None

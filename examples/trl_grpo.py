@@ -29,7 +29,7 @@ class ShowSteps(TrainerCallback):
         self.names = names
 
     def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs:
+        if logs and "loss" in logs:
             values = "  ".join(f"{name} {float(logs[name]):+.4f}" for name in self.names)
             print(f"step {state.global_step:3}  {values}", flush=True)
 

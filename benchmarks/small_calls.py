@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,17 @@ SHAPES = [
     (256, 4096, 128256),
     (512, 4096, 128256),
 ]
-#: Calls that are queued before the host waits.
-QUEUED = 12
+#: Calls that are queued before the host waits: fewer, where they take longer.
+QUEUED, QUEUED_SECONDS = 12, 0.1
 MASKED = 0.25
 
 Call = Callable[[], Any]
 
 
-def tasks(tokens: int, hidden_size: int, vocab_size: int, packages: list[str]) -> dict[str, dict[str, Call]]:
-    """By task and provider, what is timed."""
+def tasks(
+    tokens: int, hidden_size: int, vocab_size: int, packages: list[str], peers: Mapping[str, Mapping[str, Any]] = {}
+) -> dict[str, dict[str, Call]]:
+    """By task and provider, what is timed. ``peers`` are functions of hidden states, weight and labels."""
     weight = (torch.randn(vocab_size, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
     hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(vocab_size, (tokens,), device="cuda")
@@ -95,22 +97,38 @@ def tasks(tokens: int, hidden_size: int, vocab_size: int, packages: list[str]) -
         found["cross-entropy"][name] = both_ways(lambda h, w, y, loss=loss: loss(w, h, y))  # type: ignore[misc]
         found["log-probs"][name] = both_ways(logps, upstream)
         found["log-probs, forward"][name] = forward(logps)
+    for task, functions in peers.items():
+        for name, function in functions.items():
+            found[task][name] = forward(function) if task.endswith("forward") else both_ways(function)
     return found
 
 
+def _has_room(call: Call) -> bool:
+    try:
+        call()
+    except torch.cuda.OutOfMemoryError:
+        return False
+    return True
+
+
 def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """The median time of a call of each provider, in turns."""
+    """The median time of a call of each provider, in turns; of those that have room."""
+    calls = {name: call for name, call in calls.items() if _has_room(call)}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(rounds + 1):  # the first compiles
         for name in list(calls)[:: -1 if round_ % 2 else 1]:
             calls[name]()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(QUEUED):
+            calls[name]()
+            torch.cuda.synchronize()
+            queued = max(2, min(QUEUED, int(QUEUED_SECONDS / (time.perf_counter() - start))))
+            start = time.perf_counter()
+            for _ in range(queued):
                 calls[name]()
             torch.cuda.synchronize()
             if round_:
-                times[name].append((time.perf_counter() - start) / QUEUED * 1e3)
+                times[name].append((time.perf_counter() - start) / queued * 1e3)
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
-from liger_losses.kernels._triton import device_of, jit, tl
+from liger_losses.kernels._triton import Launcher, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
+from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
@@ -75,8 +76,7 @@ def write_gradients(
         inputs, outputs = (gate, up), (grad_gate, grad_up)
     if on_triton:
         gate_end, up_end = (formula.limit and _gradient_end(formula.limit, part) for part in inputs)
-        ends: dict[str, Any] = {"GATE_END": gate_end, "UP_END": up_end}
-        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, **ends)
+        _launch(_backward_kernel, (grad, *inputs, *outputs, product), formula, *_BACKWARD_BLOCK, gate_end, up_end)
     else:
         _backward_torch(grad, *inputs, *outputs, product, formula)
 
@@ -137,17 +137,44 @@ def _backward_torch(
 
 
 def _launch(
-    kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int, **ends: Any
+    kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int, *ends: float | None
 ) -> None:
     """Launch one program per block of a row. The first tensor has as many columns as the product."""
-    rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
-    if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
-        # As one long row, so that any width fills the blocks.
-        rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
-    count, columns = rows[0].shape  # type: ignore[union-attr]
-    blocks = -(-columns // block)
-    if count * blocks:
-        kernel[(count * blocks,)](*with_strides(rows), columns, blocks, *formula, **ends, BLOCK=block, num_warps=warps)
+    settings = kernel, formula, block, warps, ends
+    _launches.of(settings, tensors, lambda: _Launch(kernel, tensors, formula, block, warps, *ends))(tensors)
+
+
+class _Launch:
+    """:func:`_launch` of tensors of one kind."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        tensors: Sequence[Tensor | None],
+        formula: Formula,
+        block: int,
+        warps: int,
+        *ends: float | None,
+    ) -> None:
+        rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
+        self.copies = any(a is not None and a.data_ptr() != b.data_ptr() for a, b in zip(rows, tensors, strict=True))  # type: ignore[union-attr]
+        if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
+            # As one long row, so that any width fills the blocks.
+            rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
+        count, columns = rows[0].shape  # type: ignore[union-attr]
+        blocks = -(-columns // block)
+        self.strides, self.sizes = with_strides(rows)[1::2], (columns, blocks, *formula, *ends, block)
+        self.launch = Launcher(kernel, count * blocks, num_warps=warps) if count * blocks else None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        if self.launch is not None:
+            if self.copies:
+                tensors = [None if tensor is None else as_rows(tensor) for tensor in tensors]
+            pairs = zip(tensors, self.strides, strict=True)
+            self.launch(*[entry for pair in pairs for entry in pair], *self.sizes)
+
+
+_launches: Prepared[_Launch] = Prepared()
 
 
 @jit

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
+
+
+def _has_tangents() -> bool:
+    """Whether forward-mode differentiation may be on; torch has no public name for it."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def operator(

@@ -13,9 +13,13 @@ _LINEAR_FORWARD = nn.Linear.forward
 _has_global_hook: Callable[[], bool] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
 
 
+#: Tensors that kernels can read, and no subclasses of them.
+PLAIN = frozenset((Tensor, nn.Parameter))
+
+
 def is_plain(*tensors: Any) -> bool:
     """Whether all are tensors or parameters that kernels can read, and not DTensors or other subclasses."""
-    return all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+    return PLAIN.issuperset(map(type, tensors))
 
 
 def is_plain_linear(module: nn.Module) -> bool:

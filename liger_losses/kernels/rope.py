@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import power_of_two
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
@@ -196,24 +197,37 @@ def _rotate_triton(
 ) -> tuple[Tensor, ...]:
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     q_out, k_out = _like((q, k), dtypes)
-    heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
-    sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
-    half = power_of_two(rotated // 2)
-    if sequences * tokens * size:
-        arguments: list[Any] = []
-        for x in (q, q_out, k, k_out):
-            strides = x.stride()
-            arguments += x, strides[0], strides[token], strides[heads]
-        for x in (cos, sin):
-            arguments += x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
-        _rotate_kernel[(sequences * tokens,)](
-            *arguments, tokens, q.shape[heads], k.shape[heads], rotated, size - rotated,
-            layout.interleaved, inverse,
-            min(power_of_two(q.shape[heads]), max(1, _TILE // half)),
-            min(power_of_two(k.shape[heads]), max(1, _TILE // half)), half, power_of_two(size - rotated),
-            num_warps=_WARPS,
-        )  # fmt: skip
+    tensors = q, q_out, k, k_out, cos, sin
+    launch = _launches.of((layout, inverse), tensors, lambda: _Launch(tensors, layout, inverse))
+    launch(tensors)
     return q_out, k_out
+
+
+class _Launch:
+    """The rotation of tensors of one kind: q and k, each followed by what it becomes, cos and sin."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout, inverse: bool) -> None:
+        q, _, k, _, cos, sin = tensors
+        heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
+        sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
+        self.strides: list[tuple[int, ...]] = [(x.stride(0), x.stride(token), x.stride(heads)) for x in tensors[:4]]
+        self.strides += [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
+        half = power_of_two(rotated // 2)
+        self.sizes = (
+            *(tokens, q.shape[heads], k.shape[heads], rotated, size - rotated, layout.interleaved, inverse),
+            *(min(power_of_two(x.shape[heads]), max(1, _TILE // half)) for x in (q, k)),
+            *(half, power_of_two(size - rotated)),
+        )
+        programs = sequences * tokens if size else 0
+        self.launch = Launcher(_rotate_kernel, programs, num_warps=_WARPS) if programs else None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        if self.launch is not None:
+            pairs = zip(tensors, self.strides, strict=True)
+            self.launch(*[entry for x, strides in pairs for entry in (x, *strides)], *self.sizes)
+
+
+_launches: Prepared[_Launch] = Prepared()
 
 
 @jit

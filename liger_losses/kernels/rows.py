@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import choose_backend, jit, tl
+from liger_losses.kernels._triton import Launcher, choose_backend, jit, tl
+from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.targets import target_of
 
 _Tensors = Sequence[Tensor | None]
@@ -91,16 +92,44 @@ def launch_forward(
     Returns:
         The ``per_row`` outputs ``[R]``.
     """
-    arguments = _arguments(inputs, vectors)
-    x: Tensor = arguments[0]
-    rows, columns = x.shape
-    row_outputs = [x.new_empty(rows, dtype=torch.float32) for _ in range(per_row)]
-    if rows:
+    settings = kernel, per_thread, per_row, options
+    launch = _forwards.of(
+        settings, (*inputs, *vectors, *outputs), lambda: _Forward(kernel, per_thread, inputs, vectors, *options)
+    )
+    return launch(inputs, vectors, outputs, per_row)
+
+
+class _Forward:
+    """:func:`launch_forward` of tensors of one kind."""
+
+    def __init__(self, kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, *options: Any) -> None:
+        arguments = _arguments(inputs, vectors)
+        x: Tensor = arguments[0]
+        self.rows, columns = x.shape
+        self.strides = arguments[1 : 2 * len(inputs) : 2]
+        given, used = [*inputs, *vectors], [*arguments[: 2 * len(inputs) : 2], *arguments[2 * len(inputs) :]]
+        self.copies = any(
+            a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, used, strict=True)
+        )
         height, width = tile_of(columns, _FORWARD_ELEMENTS)
-        sizes = (rows, columns, *options, height, width)
+        self.sizes = self.rows, columns, *options, height, width
         warps = target_of(x.device).warps(height * width // per_thread)
-        kernel[(-(-rows // height),)](*arguments, *outputs, *row_outputs, *sizes, num_warps=warps)
-    return row_outputs
+        self.launch = Launcher(kernel, max(1, -(-self.rows // height)), num_warps=warps)
+
+    def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int) -> list[Tensor]:
+        x = cast(Tensor, inputs[0])
+        row_outputs = [torch.empty(self.rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
+        if self.copies:
+            arguments = _arguments(inputs, vectors)
+        else:
+            arguments = [entry for pair in zip(inputs, self.strides, strict=True) for entry in pair]
+            arguments += vectors
+        if self.rows:
+            self.launch(*arguments, *outputs, *row_outputs, *self.sizes)
+        return row_outputs
+
+
+_forwards: Prepared[_Forward] = Prepared()
 
 
 def launch_backward(

@@ -1,0 +1,52 @@
+"""What calls of one kind have in common is found once, and kept: the time of a short call is mostly that of the host.
+
+A kind is all that can be told without the values of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from liger_losses.kernels.plain import PLAIN
+
+T = TypeVar("T")
+
+
+class Prepared(Generic[T]):
+    """What was prepared for each kind of calls, for at most ``most`` of them at a time."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self.most = most
+        self.found: dict[Any, T] = {}
+
+    def of(self, settings: Hashable, tensors: Iterable[Tensor | None], prepare: Callable[[], T]) -> T:
+        """What ``prepare()`` returned for the first call of the kind.
+
+        Calls whose kind cannot be told are prepared each time: those of tensors without memory or strides, of
+        subclasses, or of settings that cannot be hashed.
+
+        Args:
+            settings: all that the call depends on beside the tensors.
+            tensors: of which shape, strides, dtype, device, alignment and ``requires_grad`` count.
+        """
+        facts = list[Any]()
+        try:
+            for t in tensors:
+                if t is None:
+                    facts.append(None)
+                elif type(t) in PLAIN:
+                    facts += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad
+                else:
+                    return prepare()
+            key = settings, *facts
+            found = self.found.get(key)
+        except (RuntimeError, TypeError):
+            return prepare()
+        if found is None:
+            if len(self.found) >= self.most:
+                self.found.clear()
+            found = self.found[key] = prepare()
+        return found

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from liger_losses.chunked.engine.head import Head
     from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
     from liger_losses.chunked.losses.base import ChunkedLoss
-    from liger_losses.chunked.losses.call_forms import Completions
+    from liger_losses.chunked.losses.completion_loss import Completions
     from liger_losses.chunked.losses.cross_entropy import (
         CrossEntropyOutput,
         LigerFusedLinearCrossEntropyLoss,
@@ -157,7 +157,7 @@ _MODULES = {
     "chunked.engine.head": "Head",
     "chunked.engine.workspace": "set_default_workspace workspace",
     "chunked.losses.base": "ChunkedLoss",
-    "chunked.losses.call_forms": "Completions",
+    "chunked.losses.completion_loss": "Completions",
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
         "DistillationLoss DistillationMetrics LigerFusedLinearAlphaBetaLoss LigerFusedLinearCosineSimilarityLoss "

@@ -17,7 +17,7 @@ from liger_losses.chunked.engine import (
 )
 from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 from liger_losses.chunked.losses.base import ChunkedLoss
-from liger_losses.chunked.losses.call_forms import Completions
+from liger_losses.chunked.losses.completion_loss import Completions
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.distillation import (
     DistillationLoss,

@@ -109,14 +109,21 @@ def check_group(group: Any, dimension: str) -> None:
         )
 
 
-def check_labels(labels: Any) -> None:
+def check_tensors(tensors: Mapping[str, Any], dtensors: Iterable[str] = ()) -> None:
+    """:func:`check_tensor` of tensors by their names, of which ``dtensors`` may be DTensors."""
+    for name, value in tensors.items():
+        check_tensor(name, value, allow_dtensor=name in dtensors)
+
+
+def check_labels(*labels: Any) -> None:
     """Raise TypeError unless these are labels."""
-    check_tensor("labels", labels)
-    if labels.dtype != torch.int64:
-        raise TypeError(
-            f"labels must be int64 token ids, got {labels.dtype} of shape {tuple(labels.shape)}; convert them with "
-            ".long(), unless these are hidden states or a mask, and the arguments are in another order."
-        )
+    for part in labels:
+        check_tensor("labels", part)
+        if part.dtype != torch.int64:
+            raise TypeError(
+                f"labels must be int64 token ids, got {part.dtype} of shape {tuple(part.shape)}; convert them with "
+                ".long(), unless these are hidden states or a mask, and the arguments are in another order."
+            )
 
 
 def check_shift(shift: Any, several: bool = True) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.engine.checks import check_device, check_names
 from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import (
@@ -346,6 +346,20 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     return (
         not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
     )
+
+
+def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, vocab_size: int | None = None) -> Any:
+    """The active tokens of labels, for several calls about them; in a graph of torch.compile the labels themselves.
+
+    Labels must be columns of the head, or be below ``vocab_size``.
+    """
+    for part in labels:
+        check_device(head.weight, labels=part)
+    if torch.compiler.is_dynamo_compiling():
+        return labels
+    compact = drops_tokens([part.shape for part in labels], head, options)
+    vocab_size = head.vocab_size if vocab_size is None else vocab_size
+    return Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend)
 
 
 def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:

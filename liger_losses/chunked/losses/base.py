@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,11 +24,11 @@ from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics, Query
 from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.losses.call_forms import FORMS, AnyHead
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
+AnyHead = Tensor | nn.Module | Head
 #: The options that say how the engine streams.
 _STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
 
@@ -61,9 +62,8 @@ class LossOptions:
         # Both check themselves; each call reads them.
         object.__setattr__(self, "_transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
         options = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
-        if self.streaming != _STREAMING:
-            options = EngineOptions(**{name: getattr(self, name) for name in self.streaming})
-        object.__setattr__(self, "_options", options)
+        others: dict[str, Any] = dict.fromkeys({*_STREAMING} - {*self.streaming})
+        object.__setattr__(self, "_options", replace(options, **others) if others else options)
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         for field in fields(self):
@@ -77,6 +77,22 @@ class LossOptions:
     def reads_order(self) -> str | None:
         """What depends on the order of a sequence's tokens, so that ``group`` cannot be given."""
         return None
+
+
+#: Types of values of which equal ones make the same options.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+def _options(kind: Any, values: Mapping[str, Any]) -> LossOptions:
+    """The options of these values, which are checked once where they are plain."""
+    plain = all(type(value) in _PLAIN for value in values.values())
+    return _kept_options(kind, **values) if plain else kind(**values)
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # True equals 1, and is no number here
+def _kept_options(kind: Any, **values: Any) -> LossOptions:
+    options: LossOptions = kind(**values)
+    return options
 
 
 class _Signature:
@@ -133,7 +149,7 @@ class ChunkedLoss(nn.Module):
     _options: EngineOptions
     _transform: LogitTransform
     #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
-    forms: ClassVar[tuple[tuple[str, ...], ...]] = FORMS["tokens"]
+    forms: ClassVar[tuple[tuple[str, ...], ...]] = (("head", "hidden_states", "labels"),)
     argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
     #: What its constructor takes: the options, and what the constructors of subclasses name.
     option_names: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(LossOptions))
@@ -149,7 +165,7 @@ class ChunkedLoss(nn.Module):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        settings = self.options_type(**named_options(type(self), arguments, options))
+        settings = _options(self.options_type, named_options(type(self), arguments, options))
         super().__init__()
         for name in {*vars(self)} & {*vars(settings)}:
             del self.__dict__[name]  # a subclass has assigned an option before it has called this
@@ -240,8 +256,13 @@ class ChunkedLoss(nn.Module):
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
-        check_labels(labels)
-        return shift_labels(labels, self.ignore_index, int(self.shift)) if self.shift else labels
+        return self.each_labels([labels])[0]
+
+    def each_labels(self, labels: Sequence[Tensor]) -> list[Tensor]:
+        """The same of several tensors."""
+        check_labels(*labels)
+        positions = int(self.shift)
+        return [shift_labels(part, self.ignore_index, positions) if positions else part for part in labels]
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""

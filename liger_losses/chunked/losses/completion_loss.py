@@ -1,26 +1,34 @@
-"""Base of losses on completions: their log-probabilities under policy and reference.
+"""Completions, and the base of losses on them: their log-probabilities under policy and reference.
 
 B completions, T tokens of the longest. A completion without tokens has log-probability 0, summed or averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import agree
-from liger_losses.chunked.engine.checks import check_alike, check_shape_of, check_tensor, checked_mask
+from liger_losses.chunked.engine.checks import (
+    check_alike,
+    check_device,
+    check_shape_of,
+    check_tensor,
+    check_tensors,
+    checked_mask,
+)
+from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
-from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.call_forms import AnyHead, CompletionBatch, Completions, naming_the_reference
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import check_call, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -60,29 +68,218 @@ def sequence_logps(
     if weights is not None:  # a mask may be one
         check_tensor("weights", weights)
         check_shape_of("weights", weights, "logps", logps)
-    return _sequence_logps(logps, mask, average, weights, group)
-
-
-def _sequence_logps(
-    logps: Tensor, mask: Tensor, average: bool, weights: Tensor | None, group: dist.ProcessGroup | None
-) -> Tensor:
-    """:func:`sequence_logps` of tensors that fit together."""
-    logps = torch.where(mask, logps, 0.0)
-    total = (logps if weights is None else logps * weights).sum(-1, dtype=wide_dtype(logps.device))
+    total, lengths = _sums_over_tokens(torch.where(mask, logps, 0.0), weights), mask.sum(-1)
     if group is not None:
-        total, lengths = sum_over_group(group, total, mask.sum(-1))
-        return total / lengths.clamp(min=1) if average else total
-    return total / mask.sum(-1).clamp(min=1) if average else total
+        total, lengths = sum_over_group(group, total, lengths)
+    return total / lengths.clamp(min=1) if average else total
+
+
+def _sums_over_tokens(values: Tensor, weights: Tensor | None) -> Tensor:
+    """``sum_t w_t v_t``, ``[B]``, in fp64."""
+    return (values if weights is None else values * weights).sum(-1, dtype=wide_dtype(values.device))
+
+
+@dataclass(frozen=True)
+class Completions:
+    """A batch of completions: one side of pairs, for example.
+
+    Args:
+        hidden_states: ``[B, T, H]``, or ``[T, H]`` for a single completion.
+        labels: ``[B, T]`` or ``[T]``; prompts and padding carry ``ignore_index``.
+        ref_hidden_states: the reference model's hidden states, in the shape of ``hidden_states``.
+        ref_logps: or the reference model's precomputed log-probabilities: per sequence ``[B]`` (summed, averaged or
+            weighted as the loss does it), or per token in the shape of ``labels``, at the position of the label that
+            is predicted (after any shift).
+        temperature: in the shape of ``labels``, what each token's logits are divided by, policy's and reference's
+            alike, for a loss whose own temperature is 1.
+    """
+
+    hidden_states: Tensor
+    labels: Tensor
+    ref_hidden_states: Tensor | None = None
+    ref_logps: Tensor | None = None
+    temperature: Tensor | None = None
+
+    def batched(self) -> Completions:
+        """The same with a batch dimension; a single completion becomes a batch of one."""
+        given = {n: v for n, v in vars(self).items() if v is not None or n in ("hidden_states", "labels")}
+        check_tensors(given, dtensors=("hidden_states", "ref_hidden_states"))
+        if self.labels.dim() != 1:
+            return self
+        of_one = {"ref_logps": self.ref_logps} if self.ref_logps is not None and self.ref_logps.shape == (1,) else {}
+        return Completions(**{name: value[None] for name, value in given.items()} | of_one)
+
+
+def as_completions(value: Any, which: str) -> Completions:
+    """``Completions`` with a batch dimension, from such or from a ``(hidden_states, labels)`` tuple."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        value = Completions(*value)
+    if not isinstance(value, Completions):
+        raise TypeError(
+            f"{which} must be Completions(hidden_states, labels, ...) or a (hidden_states, labels) tuple, "
+            f"got {type(value).__name__}."
+        )
+    value = value.batched()
+    if value.labels.dim() != 2:
+        raise ValueError(
+            f"labels of the {which} completions must be [B, T], got {tuple(value.labels.shape)}; completions are "
+            "(hidden_states, labels)."
+        )
+    return value
+
+
+def only_in_completions(what: str, reference: Sequence[Tensor | None], temperature: Tensor | None) -> None:
+    """Raise ValueError for what :class:`Completions` bring with them."""
+    for name, values, fields in (
+        ("reference", reference, "ref_hidden_states=, ref_logps="),
+        ("temperature", [temperature], "temperature="),
+    ):
+        if any(value is not None for value in values):
+            raise ValueError(f"with {what}, give the {name} in Completions(..., {fields}).")
+
+
+@contextmanager
+def naming_the_reference() -> Iterator[None]:
+    """Errors raised inside say that they are about the reference model."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"of the reference model (its hidden states, weight and bias): {error}") from None
+
+
+@dataclass(frozen=True)
+class CompletionBatch:
+    """All completions of one call, whichever form it had.
+
+    Args:
+        names: what error messages call each group: ``("chosen", "rejected")``, for example.
+        head: the policy's.
+        hidden_states, labels: one ``[B, T, H]`` and ``[B, T]`` per group; or a single tensor of each that holds two
+            groups of ``B / 2`` rows. Such stacked rows are never copied, nor are their gradients.
+        ref_hidden_states: the reference model's, one per tensor of labels, or ``None``.
+        ref_logps: precomputed log-probabilities of the reference, ``[B]`` or ``[B, T]``, one or ``None`` per group.
+        ref_head: the reference model's.
+        temperatures: one for each token, in the shape of each tensor of labels; ``None`` for the head's temperature.
+    """
+
+    names: tuple[str, ...]
+    head: Head
+    hidden_states: list[Tensor]
+    labels: list[Tensor]
+    ref_hidden_states: list[Tensor] | None
+    ref_logps: tuple[Tensor | None, ...]
+    ref_head: Head | None = None
+    temperatures: list[Tensor] | None = None
+
+    @classmethod
+    def of(cls, head: Head, **groups: Completions) -> CompletionBatch:
+        """A batch of named groups."""
+        parts = list(groups.values())
+        refs = [part.ref_hidden_states for part in parts if part.ref_hidden_states is not None]
+        temperatures = [part.temperature for part in parts if part.temperature is not None]
+        for name, found in {"ref_hidden_states": refs, "temperature": temperatures}.items():
+            if found and len(found) < len(parts):
+                each = " and ".join(f"the {name}" for name in groups)
+                raise ValueError(f"give {name} for both {each} completions, or for neither.")
+        hidden, labels = [part.hidden_states for part in parts], [part.labels for part in parts]
+        ref_logps = tuple(part.ref_logps for part in parts)
+        return cls(tuple(groups), head, hidden, labels, refs or None, ref_logps, temperatures=temperatures or None)
+
+    def at_temperatures(self, head: Head, extra: Sequence[Tensor] = ()) -> Head:
+        """A head whose logits are divided by each token's temperature, if there is one; ``extra`` ones come last."""
+        if self.temperatures is None:
+            return head
+        parts = [*self.temperatures, *extra]
+        whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+        return head.with_fields(transform=replace(head.transform, temperature=whole))
+
+    def groups(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor per group, from one per tensor of labels."""
+        if len(tensors) == len(self.names):
+            return list(tensors)
+        half = tensors[0].shape[0] // 2
+        return [tensors[0][:half], tensors[0][half:]]
+
+    def group_statistics(self, found: Sequence[Statistics]) -> list[Statistics]:
+        """The same for the engine's statistics."""
+        names = [name for name in Statistics._fields if getattr(found[0], name) is not None]
+        groups = {name: self.groups([getattr(part, name) for part in found]) for name in names}
+        return [Statistics(**{name: groups[name][i] for name in names}) for i in range(len(self.names))]
+
+    def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Any:
+        """The active tokens of all labels (and of ``extra`` ones), for policy and reference alike."""
+        labels = [*self.labels, *extra]
+        if self.ref_head is None or self.ref_head.vocab_size >= self.head.vocab_size:
+            return active_tokens(labels, self.head, options)
+        with naming_the_reference():
+            return active_tokens(labels, self.head, options, self.ref_head.vocab_size)
+
+    def reference_logps(self, tokens: Any, options: EngineOptions) -> list[Tensor | None]:
+        """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one."""
+        if self.ref_hidden_states is None or self.ref_head is None:
+            pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
+            return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
+        with torch.no_grad(), naming_the_reference():
+            tokens = tokens.first(len(self.labels)) if isinstance(tokens, Tokens) else tokens[: len(self.labels)]
+            head = self.at_temperatures(self.ref_head)
+            found = linear_statistics(self.ref_hidden_states, head, tokens, options=options)
+        return list(self.groups([part.logp for part in found]))
+
+    def check_reference(self, needed: str | None, how: str) -> None:
+        """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits.
+
+        ``how`` says how to give one, and how to do without.
+        """
+        hidden = self.ref_hidden_states
+        for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
+            if needed and hidden is None and logps is None:
+                raise ValueError(f"{needed}, but the {which} completions have none. {how}")
+            if logps is None:
+                continue
+            if hidden is not None:
+                raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
+            name = f"ref_logps of the {which} completions"
+            check_tensor(name, logps)
+            if not logps.is_floating_point():
+                raise TypeError(f"{name} must be floating point, got {logps.dtype}.")
+            if logps.shape not in (labels.shape[:1], labels.shape):
+                expected = f"[{labels.shape[0]}] (one per sequence) or {tuple(labels.shape)} (one per token)"
+                raise ValueError(f"{name} must be {expected}, got {tuple(logps.shape)}.")
+            check_device(self.head.weight, **{name: logps})
+        if hidden is not None and self.ref_head is None:
+            raise ValueError(
+                "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
+                "there if the reference model shares it."
+            )
+        for ref, part in zip(hidden or [], self.labels, strict=False):
+            check_tensor("the reference's hidden states", ref, allow_dtensor=True)
+            if ref.shape[:-1] != part.shape:
+                expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
+                raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
+
+
+def _given(ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """A reference's log-probabilities as a constant, which may be anything at tokens without loss."""
+    return torch.where(mask, ref_logps.detach(), 0.0) if ref_logps.dim() == 2 else ref_logps.detach()
 
 
 class Scored(NamedTuple):
-    """One group of completions: the policy's statistics ``[B, T]`` (0 for tokens without loss), the mask of tokens that
-    carry loss, and the completions' log-probabilities ``[B]`` under policy and reference (0 without one)."""
+    """One group of completions.
+
+    Args:
+        statistics: the policy's, ``[B, T]``; 0 for tokens without loss.
+        mask: ``[B, T]`` bool, true for tokens that carry loss.
+        logps, ref_logps: ``[B]``, the completions' log-probabilities under policy and reference (0 without one).
+        lengths: ``[B]``, how many tokens carry loss.
+        logits: ``[B]``, the sum of the tokens' mean logits; ``None`` if these were not asked for.
+    """
 
     statistics: Statistics
     mask: Tensor
     logps: Tensor
     ref_logps: Tensor
+    lengths: Tensor
+    logits: Any
 
 
 #: Without ``chunk_size``, which counts completions in liger-kernel.
@@ -145,7 +342,7 @@ class CompletionLoss(ChunkedLoss):
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with naming_the_reference():
                 ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
-        batch = replace(batch, ref_head=ref_head, labels=[self.labels(part) for part in batch.labels])
+        batch = replace(batch, ref_head=ref_head, labels=self.each_labels(batch.labels))
         if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
             name = type(self).__name__
             raise ValueError(
@@ -193,13 +390,22 @@ class CompletionLoss(ChunkedLoss):
         found = linear_statistics(hidden, head, tokens, metrics=metrics, options=options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
-        average, group = self.settings.averages, self.group
-        groups: list[Scored] = []
-        for part, mask, weights, ref_logps in zip(parts, masks, self.token_weights(masks), reference, strict=True):
-            logps = _sequence_logps(part.logp, mask, average, weights, group)
-            if ref_logps is None:
-                ref_logps = torch.zeros_like(logps)
-            elif ref_logps.dim() == 2:
-                ref_logps = _sequence_logps(ref_logps, mask, average, weights, group)
-            groups.append(Scored(part, mask, logps, ref_logps))
-        return groups, found[-1] if others else None
+        each = zip(parts, masks, self.token_weights(masks), reference, strict=True)
+        return [self._scored(*group) for group in each], found[-1] if others else None
+
+    def _scored(self, found: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
+        """The sums over each completion's tokens, over the group's ranks too."""
+        sums = [_sums_over_tokens(found.logp, weights), mask.sum(-1)]
+        if found.mean_logit is not None:
+            sums.append(found.mean_logit.sum(-1))
+        if ref_logps is not None and ref_logps.dim() == 2:
+            sums.append(_sums_over_tokens(ref_logps, weights))
+        if self.group is not None:
+            sums = [*sum_over_group(self.group, *sums)]
+        averages, lengths = self.settings.averages, sums[1]
+        logps = sums[0] / lengths.clamp(min=1) if averages else sums[0]
+        if ref_logps is None:
+            ref_logps = torch.zeros_like(logps)
+        elif ref_logps.dim() == 2:
+            ref_logps = sums[-1] / lengths.clamp(min=1) if averages else sums[-1]
+        return Scored(found, mask, logps, ref_logps, lengths, sums[2] if found.mean_logit is not None else None)

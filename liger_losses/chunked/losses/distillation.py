@@ -37,10 +37,11 @@ from liger_losses.chunked.engine.query import Comparison, Query
 from liger_losses.chunked.engine.teachers import TAILS, check_comparison
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.call_forms import FORMS, AnyTeacher, read_distillation
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd, sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+
+AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
 
 def teacher_topk(
@@ -78,6 +79,11 @@ class DistillationMetrics(NamedTuple):
     hard_loss: Tensor | None = None
 
 
+#: What constructors take by position, as in liger-kernel: what is their own comes between or before these.
+_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
+_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
@@ -103,8 +109,15 @@ class DistillationOptions(LossOptions):
         if self.entry_limit is not None:
             check_range("entry_limit", self.entry_limit, 0.0, math.inf, open_low=True)
         check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
-        for name in ("weight_hard_loss", "weight_soft_loss"):
+        for name in _WEIGHTS:
             check_range(name, getattr(self, name), 0.0, math.inf)
+        # At temperature 1: the loss's own is for the divergence, and divides both models' logits.
+        object.__setattr__(self, "_transform", LogitTransform(1.0, self.logit_scale, self.softcap))
+        object.__setattr__(self, "_divergence", self.of_options())
+
+    def of_options(self) -> Divergence | None:
+        """The divergence that the options name."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +126,8 @@ class DivergenceOptions(DistillationOptions):
 
     divergence: Divergence | None
 
-
-#: What constructors take by position, as in liger-kernel: what is their own comes between or before these.
-_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
-_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
+    def of_options(self) -> Divergence | None:
+        return self.divergence
 
 
 class DistillationLoss(ChunkedLoss):
@@ -142,7 +153,7 @@ class DistillationLoss(ChunkedLoss):
             the student's.
     """
 
-    forms = FORMS["distillation"]
+    forms = (("head", "hidden_states", "labels", "teacher"),)
     call_forms = "loss(head, hidden_states, labels, Teacher(hidden_states, weight))"
 
     options_type: ClassVar[type[LossOptions]] = DivergenceOptions
@@ -159,8 +170,13 @@ class DistillationLoss(ChunkedLoss):
 
     @property
     def transform(self) -> LogitTransform:
-        """The student's, at temperature 1: the loss's own is for the divergence, and divides both models' logits."""
-        return LogitTransform(1.0, self.logit_scale, self.softcap)
+        """The student's, at temperature 1."""
+        return replace(super().transform, temperature=1.0) if self.computes_options else self._transform
+
+    @property
+    def divergence(self) -> Divergence:
+        """What student and teacher are compared by."""
+        return self._divergence
 
     @property
     def common_options(self) -> dict[str, Any]:
@@ -209,7 +225,7 @@ class DistillationLoss(ChunkedLoss):
         """
         arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
         biases = (student_bias if bias is None else bias, teacher_bias)
-        head, hidden, labels, teacher, like_liger = read_distillation(arguments, biases, teacher, self.transform)
+        head, hidden, labels, teacher, like_liger = _read_distillation(arguments, biases, teacher, self.transform)
         labels = self.labels(labels)
         mask = labels != self.ignore_index
         if self.top_k is not None and not isinstance(teacher, (Teacher, TeacherLogits)):
@@ -439,12 +455,53 @@ def _logps_of(
     return found.selected_logps
 
 
+def _read_distillation(
+    arguments: tuple[Any, Any, Any, Any, Any],
+    biases: tuple[Tensor | None, Tensor | None],
+    teacher: AnyTeacher | None,
+    transform: LogitTransform,
+) -> tuple[Head, Tensor, Tensor, AnyTeacher, bool]:
+    """The student's head, hidden states ``[..., H]`` and labels ``[...]``, the teacher, and whether liger-kernel's form
+    was used (whose return value is another).
+
+    - ``(weight, hidden_states, labels, teacher)``, the teacher by position or by keyword;
+    - liger-kernel's ``(student hidden_states, student weight, teacher hidden_states, teacher weight, labels)``.
+
+    ``biases`` are the student's and the teacher's; ``teacher`` is the one given by keyword.
+    """
+    first, second, third, fourth, fifth = arguments
+    if teacher is not None and not isinstance(teacher, AnyTeacher):
+        fourth, fifth = teacher, None
+    if fourth is not None and fifth is None and not isinstance(fourth, AnyTeacher):
+        raise TypeError(
+            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits), TeacherTopK(logps, indices) or "
+            f"Teachers([...], which), got {type(fourth).__name__}."
+        )
+    if isinstance(fourth, AnyTeacher):
+        if teacher is not None:
+            raise ValueError("the teacher was given twice: by position, and as teacher=; leave one out.")
+        teacher, fourth = fourth, None
+    if teacher is not None:
+        if fourth is not None or fifth is not None or biases[1] is not None:
+            raise ValueError("with a teacher, the call is loss(weight, hidden_states, labels, teacher, bias=...).")
+        return Head.of(first, biases[0], transform), second, third, teacher, False
+    if fourth is None or fifth is None:
+        raise ValueError(
+            "there is no teacher: call loss(weight, hidden_states, labels, Teacher(hidden_states, weight)), or "
+            "loss(student_hidden_states, student_weight, teacher_hidden_states, teacher_weight, labels)."
+        )
+    return Head.of(second, biases[0], transform), first, fifth, Teacher(third, fourth, biases[1]), True
+
+
 @dataclass(frozen=True, kw_only=True)
 class JSDOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearJSDLoss`."""
 
     beta: float = 0.5
     convention: str = "gkd"
+
+    def of_options(self) -> Divergence:
+        return generalized_jsd(self.beta, self.convention)
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
@@ -459,10 +516,6 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     options_type = JSDOptions
     positions = (*_WEIGHTS, "beta", *_OTHERS)
 
-    @property
-    def divergence(self) -> Divergence:
-        return generalized_jsd(self.beta, self.convention)
-
 
 @dataclass(frozen=True, kw_only=True)
 class KLOptions(DistillationOptions):
@@ -470,9 +523,18 @@ class KLOptions(DistillationOptions):
 
     skew: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def of_options(self) -> Divergence:
         check_range("skew", self.skew, 0.0, 0.999999)
+        return Divergence.mixture(self.skew, 1.0, 0.0) if self.skew else Divergence.forward_kl()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseKLOptions(KLOptions):
+    """The options of :class:`LigerFusedLinearReverseKLLoss`."""
+
+    def of_options(self) -> Divergence:
+        check_range("skew", self.skew, 0.0, 0.999999)
+        return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
 
 
 class LigerFusedLinearKLLoss(DistillationLoss):
@@ -486,10 +548,6 @@ class LigerFusedLinearKLLoss(DistillationLoss):
     options_type = KLOptions
     positions = (*_WEIGHTS, *_OTHERS)
 
-    @property
-    def divergence(self) -> Divergence:
-        return Divergence.mixture(self.skew, 1.0, 0.0) if self.skew else Divergence.forward_kl()
-
 
 class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
@@ -497,9 +555,7 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     Arguments as in :class:`LigerFusedLinearKLLoss`; here ``skew`` is the student's share.
     """
 
-    @property
-    def divergence(self) -> Divergence:
-        return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
+    options_type = ReverseKLOptions
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
@@ -520,6 +576,12 @@ class AlphaBetaOptions(DistillationOptions):
     alpha: float
     beta: float | None = None
 
+    def of_options(self) -> Divergence:
+        if self.beta is not None:
+            return alpha_beta(self.alpha, self.beta)
+        check_range("alpha", self.alpha, 0.0, 1.0)
+        return alpha_beta(self.alpha, 1.0 - self.alpha)
+
 
 class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     """:func:`alpha_beta_divergence`; with ``beta=None`` the alpha divergence, ``beta = 1 - alpha``.
@@ -532,13 +594,6 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     options_type = AlphaBetaOptions
     positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
 
-    @property
-    def divergence(self) -> Divergence:
-        if self.beta is not None:
-            return alpha_beta(self.alpha, self.beta)
-        check_range("alpha", self.alpha, 0.0, 1.0)
-        return alpha_beta(self.alpha, 1.0 - self.alpha)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSimilarityOptions(DistillationOptions):
@@ -546,9 +601,9 @@ class CosineSimilarityOptions(DistillationOptions):
 
     beta: float = 0.5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def of_options(self) -> Divergence:
         check_range("beta", self.beta, 0.0, math.inf)
+        return Divergence.cosine()
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
@@ -561,10 +616,6 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     options_type = CosineSimilarityOptions
     positions = (*_WEIGHTS, "beta", *_OTHERS)
-
-    @property
-    def divergence(self) -> Divergence:
-        return Divergence.cosine()
 
     @property
     def factor(self) -> float:

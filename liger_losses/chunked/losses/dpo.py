@@ -234,13 +234,14 @@ def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
     logratios, alpha = (pairs.chosen_logratios, pairs.rejected_logratios), o.f_alpha_divergence_coef
     chosen, rejected = (F_DIVERGENCES[o.f_divergence_type](u, alpha) for u in logratios)
     terms = []
-    weights = [1.0] * len(o.loss_types) if o.loss_weights is None else o.loss_weights
-    for row, weight in zip(o.variants, weights, strict=True):
+    for row in o.variants:
         margin = chosen - rejected
         if row.per_token:
             margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
-        terms.append(weight * row.loss(pairs, margin, o))
-    return torch.stack(terms).sum(0)
+        terms.append(row.loss(pairs, margin, o))
+    if o.loss_weights is not None:
+        terms = [weight * term for weight, term in zip(o.loss_weights, terms, strict=True)]
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +301,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """LD-DPO's (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
         if self.ld_alpha is None:
-            return super().token_weights(masks)
+            return [None] * len(masks)
         dtype, device = wide_dtype(masks[0].device), masks[0].device
         alpha = torch.full((), self.ld_alpha, dtype=dtype, device=device)
         shared = torch.minimum(masks[0].sum(-1), masks[1].sum(-1))[:, None]

@@ -12,7 +12,7 @@ from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence
 from liger_losses.chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.losses.call_forms import AnyHead
+from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
 from liger_losses.kernels.divergence_forms import Divergence

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
-from liger_losses.chunked.engine.checks import check_range, meant
+from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
-from liger_losses.chunked.losses.base import LossOptions
-from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, Completions, read_pairs
-from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
-from liger_losses.chunked.losses.context_parallel import sum_over_group
+from liger_losses.chunked.losses.base import AnyHead, LossOptions
+from liger_losses.chunked.losses.completion_loss import (
+    CompletionBatch,
+    CompletionLoss,
+    CompletionOptions,
+    Completions,
+    Scored,
+    as_completions,
+    only_in_completions,
+)
 
 
 class PreferenceMetrics(NamedTuple):
@@ -41,6 +49,8 @@ class Pairs:
         ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; 0 without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of tokens that carry loss.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
+
+    ``chosen_logratios`` and ``rejected_logratios`` ``[B]`` are ``log pi(y | x) - log pi_ref(y | x)`` of each.
     """
 
     chosen_logps: Tensor
@@ -50,20 +60,16 @@ class Pairs:
     chosen_lengths: Tensor
     rejected_lengths: Tensor
     chosen_nll: Tensor
+    chosen_logratios: Tensor = field(init=False)
+    rejected_logratios: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chosen_logratios", self.chosen_logps - self.ref_chosen_logps)
+        object.__setattr__(self, "rejected_logratios", self.rejected_logps - self.ref_rejected_logps)
 
     def __getattr__(self, name: str) -> Any:
-        names = [*(field.name for field in fields(self)), "chosen_logratios", "rejected_logratios"]
+        names = [field.name for field in fields(self)]
         raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
-
-    @property
-    def chosen_logratios(self) -> Tensor:
-        """``log pi(y_w | x) - log pi_ref(y_w | x)``."""
-        return self.chosen_logps - self.ref_chosen_logps
-
-    @property
-    def rejected_logratios(self) -> Tensor:
-        """``log pi(y_l | x) - log pi_ref(y_l | x)``."""
-        return self.rejected_logps - self.ref_rejected_logps
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -100,7 +106,7 @@ class PreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
-    forms = FORMS["pairs"]
+    forms = (("head", "chosen", "rejected"), ("head", "hidden_states", "labels"))
     call_forms = (
         "loss(head, chosen, rejected), each side Completions(hidden_states, labels), or as loss(head, hidden_states, "
         "labels), chosen rows first"
@@ -165,40 +171,51 @@ class PreferenceLoss(CompletionLoss):
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
         head = Head.of(lin_weight, bias, self.transform)
-        batch = read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
+        batch = _read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)
-        nll_labels = chosen_labels = batch.groups(batch.labels)[0]
+        nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
-        if nll_target is not None:
-            note(nll_target=nll_target)
-            nll_labels = self.labels(nll_target)
-            nll_labels = nll_labels[None] if nll_labels.dim() == 1 else nll_labels[: chosen_labels.shape[0]]
-            if nll_labels.shape != chosen_labels.shape:
-                raise ValueError(
-                    f"nll_target must have the shape of the chosen labels, {tuple(chosen_labels.shape)}, "
-                    f"got {tuple(nll_target.shape)}."
-                )
-            # Tokens that only the likelihood asks for are streamed along with the others.
-            only_nll = nll_labels.masked_fill(nll_labels == chosen_labels, self.ignore_index)
+        if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
+            only_nll = nll_labels.masked_fill(nll_labels == batch.groups(batch.labels)[0], self.ignore_index)
             divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
         sides, found = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
-
-        nll_mask = nll_labels != self.ignore_index
-        # Not a product: a log-probability of -inf that does not count must not make it NaN.
-        nll_logps = sides[0].statistics.logp.where(nll_mask & (nll_labels == chosen_labels), 0.0)
-        if found is not None:
-            nll_logps = nll_logps + found.logp
         chosen, rejected = sides
-        nll, nll_tokens, lengths = -nll_logps.sum(), nll_mask.sum(), [side.mask.sum(-1) for side in sides]
-        logits = [side.statistics.mean_logit.sum() for side in sides]
-        if self.group is not None:
-            nll, nll_tokens, *sums = sum_over_group(self.group, nll, nll_tokens, *lengths, *logits)
-            lengths, logits = sums[:2], sums[2:]
-        chosen_nll = nll / nll_tokens.clamp(min=1)
-        pairs = Pairs(
-            chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, lengths[0], lengths[1], chosen_nll
-        )
+        counts = [side.lengths.sum().clamp(min=1) for side in sides]
+        nll_logps, nll_count = chosen.statistics.logp, counts[0]
+        if nll_labels is not None and found is not None:
+            # Not a product: a log-probability of -inf that does not count must not make it NaN.
+            same = (nll_labels == batch.groups(batch.labels)[0]) & (nll_labels != self.ignore_index)
+            nll_logps = nll_logps.where(same, 0.0) + found.logp
+            nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
+        chosen_nll = -self.total(nll_logps) / nll_count
+        lengths = chosen.lengths, rejected.lengths
+        pairs = Pairs(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, *lengths, chosen_nll)
+        losses = self._pair_losses(pairs, sides)
+        loss = losses.sum() / max(losses.shape[0], 1)
+        if self.compute_nll_loss:
+            loss = loss + self.alpha * chosen_nll
+        with torch.no_grad():
+            means = [side.logits.sum() / count for side, count in zip(sides, counts, strict=True)]
+            values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
+            constants = [value.to(means[0].dtype) for value in values]
+            metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
+        return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
+
+    def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
+        """The labels of the likelihood, in the shape of the chosen completions' labels."""
+        note(nll_target=nll_target)
+        labels = self.labels(nll_target)
+        labels = labels[None] if labels.dim() == 1 else labels[: chosen.shape[0]]
+        if labels.shape != chosen.shape:
+            raise ValueError(
+                f"nll_target must have the shape of the chosen labels, {tuple(chosen.shape)}, "
+                f"got {tuple(nll_target.shape)}."
+            )
+        return labels
+
+    def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
+        """:meth:`pair_loss`, checked, times the weights of both sides."""
         losses, kind, shape = self.pair_loss(pairs), type(self).__name__, pairs.chosen_logps.shape
         is_tensor = isinstance(losses, Tensor)
         if not (is_tensor and losses.shape == shape and losses.is_floating_point()):
@@ -212,10 +229,50 @@ class PreferenceLoss(CompletionLoss):
             declared: Any = DeclaredStatistics(side.statistics, reader, place)
             weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
-        loss = losses.sum() / max(losses.shape[0], 1)
-        if self.compute_nll_loss:
-            loss = loss + self.alpha * chosen_nll
-        means = [total / count.sum().clamp(min=1) for total, count in zip(logits, lengths, strict=True)]
-        values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
-        metrics = PreferenceMetrics(*(value.detach().to(means[0].dtype) for value in values))
-        return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
+        return losses
+
+
+def _read_pairs(
+    head: Head,
+    first: Any,
+    second: Any,
+    ref_input: Tensor | None,
+    ref_logps: tuple[Tensor | None, Tensor | None],
+    temperature: Tensor | None = None,
+) -> CompletionBatch:
+    """Pairs, from chosen and rejected completions, or from stacked hidden states and labels.
+
+    The stacked form is ``[2 B, T, H]`` and ``[2 B, T]``, the chosen rows first. Its reference is ``ref_input``
+    ``[2 B, T, H]`` or ``ref_logps`` of chosen and rejected completions.
+    """
+    if not isinstance(first, Tensor):
+        only_in_completions("pairs", (ref_input, *ref_logps), temperature)
+        chosen, rejected = as_completions(first, "chosen"), as_completions(second, "rejected")
+        counts = [side.labels.shape[0] for side in (chosen, rejected)]
+        if counts[0] != counts[1]:
+            raise ValueError(f"there must be as many chosen as rejected completions, got {counts[0]} and {counts[1]}.")
+        return CompletionBatch.of(head, chosen=chosen, rejected=rejected)
+
+    if not isinstance(second, Tensor):
+        raise TypeError(f"target must be a tensor of labels in the stacked form, got {type(second).__name__}.")
+    references = {"ref_input": ref_input, "ref_chosen_logps": ref_logps[0], "ref_rejected_logps": ref_logps[1]}
+    for name, value in references.items():
+        if value is not None:
+            check_tensor(name, value, allow_dtensor=name == "ref_input")
+    if second.is_floating_point() and second.dim() == 3:
+        raise TypeError(
+            "target must be labels, got hidden states: for chosen and rejected completions, call loss(head, "
+            "Completions(hidden_states, labels), Completions(hidden_states, labels))."
+        )
+    if first.dim() != 3 or second.dim() != 2:
+        raise ValueError(
+            "the stacked form takes hidden states [2 * pairs, tokens, hidden_size] and labels [2 * pairs, tokens], "
+            f"got {tuple(first.shape)} and {tuple(second.shape)}."
+        )
+    if first.shape[0] % 2:
+        raise ValueError(
+            f"the stacked form takes chosen rows, then as many rejected rows: got an odd number, {first.shape[0]}. "
+            "Pass chosen and rejected separately as Completions if they were batched otherwise."
+        )
+    refs, temperatures = (None if value is None else [value] for value in (ref_input, temperature))
+    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps, temperatures=temperatures)

@@ -19,10 +19,14 @@ from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.zero_rows import split_tokens
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.base import LossOptions
+from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
-from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch, naming_the_reference
-from liger_losses.chunked.losses.completion_loss import STREAMING_OF_COMPLETIONS, CompletionLoss
+from liger_losses.chunked.losses.completion_loss import (
+    STREAMING_OF_COMPLETIONS,
+    CompletionBatch,
+    CompletionLoss,
+    naming_the_reference,
+)
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
 from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
@@ -177,7 +181,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
         "build the loss with beta=0.0 or use_ref_model=False."
     )
-    forms = FORMS["policy"]
+    forms = (("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),)
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     options_type = GRPOOptions

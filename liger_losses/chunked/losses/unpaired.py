@@ -13,12 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.checks import (
     as_tensor,
     check_alike,
+    check_device,
     check_names,
     check_number,
     check_range,
@@ -28,11 +29,17 @@ from liger_losses.chunked.engine.checks import (
 )
 from liger_losses.chunked.engine.given import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.losses import call_forms
+from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches, sum_over_processes, with_batch
-from liger_losses.chunked.losses.call_forms import FORMS, AnyHead, CompletionBatch
-from liger_losses.chunked.losses.completion_loss import CompletionLoss, CompletionOptions
-from liger_losses.chunked.losses.context_parallel import sum_over_group
+from liger_losses.chunked.losses.completion_loss import (
+    CompletionBatch,
+    CompletionLoss,
+    CompletionOptions,
+    Completions,
+    as_completions,
+    only_in_completions,
+)
+from liger_losses.kernels.logit_transform import LogitTransform
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -189,7 +196,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
-    forms = FORMS["completions"]
+    forms = (("head", "desirable", "undesirable"), ("head", "completions"), ("hidden_states", "head", "labels"))
     call_forms = (
         "loss(head, desirable, undesirable), each Completions(hidden_states, labels), or loss(head, completions, "
         "preference_labels=...)"
@@ -249,9 +256,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
         arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
-        batch, desirable = call_forms.read_unpaired(
-            arguments, preference_labels, bias, self.transform, reference, temperature
-        )
+        batch, desirable = _read_unpaired(arguments, preference_labels, bias, self.transform, reference, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)
         head, count = batch.head, len(desirable)
         if self.loss_type == "kto" and (kl is None) == (kl_completions is None):
@@ -263,7 +268,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         if self.loss_type != "kto" and not (kl is None and kl_completions is None):
             raise ValueError(f"loss_type={self.loss_type!r} has no divergence term: leave out kl and kl_completions.")
         if sample_weights is not None:
-            call_forms.check_per_completion("sample_weights", sample_weights, count, head)
+            _check_per_completion("sample_weights", sample_weights, count, head)
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
@@ -278,9 +283,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
-        logits = torch.cat([part.statistics.mean_logit.sum(-1) for part in groups]) * head.vocab_size
-        if self.group is not None:
-            (logits,) = sum_over_group(self.group, logits)
+        logits = torch.cat([part.logits for part in groups]) * head.vocab_size
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach(), logps.detach()) if kl is None else self.beta * kl
         losses = unpaired_loss(
@@ -313,11 +316,72 @@ class UnpairedPreferenceLoss(CompletionLoss):
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
         head = Head.of(weight, bias, self.transform)
-        completions = call_forms.as_completions(kl_completions, "kl_completions")
+        completions = as_completions(kl_completions, "kl_completions")
         batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
         with torch.no_grad():
             ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
+
+
+def _read_unpaired(
+    arguments: tuple[Any, Any, Any],
+    preference_labels: Tensor | None,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    reference: tuple[Tensor | None, Tensor | None],
+    temperature: Tensor | None = None,
+) -> tuple[CompletionBatch, Tensor]:
+    """Single completions, and which of them are desirable (``[B]`` bool), in one of three forms.
+
+    - ``(weight, desirable completions, undesirable completions)``;
+    - ``(weight, completions)`` and ``preference_labels``;
+    - liger-kernel's ``(hidden_states, weight, labels)`` and ``preference_labels``.
+
+    ``reference`` are the reference's hidden states and its log-probabilities in the last form.
+    """
+    weight, given, others = arguments
+    if isinstance(given, (Tensor, nn.Module, Head)):
+        hidden, weight, labels = arguments
+        check_tensor("_input", hidden, allow_dtensor=True)
+        check_tensor("target", labels)
+        if hidden.dim() != 3 or labels.dim() != 2:
+            expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
+            form = "in the form loss(_input, weight, target)"
+            raise ValueError(f"{expected} {form}, got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
+        given, others = Completions(hidden, labels, *reference, temperature), None
+    else:
+        only_in_completions("completions", reference, temperature)
+    head = Head.of(weight, bias, transform)
+    if others is not None:
+        if preference_labels is not None:
+            raise ValueError(
+                "desirable and undesirable completions were given separately; preference_labels= would mark them again."
+            )
+        desirable, undesirable = as_completions(given, "desirable"), as_completions(others, "undesirable")
+        counts = [part.labels.shape[0] for part in (desirable, undesirable)]
+        marks = torch.arange(sum(counts), device=head.weight.device) < counts[0]
+        return CompletionBatch.of(head, desirable=desirable, undesirable=undesirable), marks
+    batch = CompletionBatch.of(head, given=as_completions(given, "given"))
+    if preference_labels is None:
+        raise ValueError(
+            "the loss needs to know which completions are desirable: give preference_labels=, a bool for each, or "
+            "desirable and undesirable completions separately."
+        )
+    _check_per_completion("preference_labels", preference_labels, batch.labels[0].shape[0], head)
+    if preference_labels.dtype != torch.bool:
+        raise TypeError(
+            f"preference_labels must be bool, true for desirable completions, got {preference_labels.dtype}; compare "
+            "them with the value that marks these."
+        )
+    return batch, preference_labels
+
+
+def _check_per_completion(name: str, value: Any, count: int, head: Head) -> None:
+    """Raise TypeError or ValueError unless this is a tensor ``[count]`` on the head's device."""
+    check_tensor(name, value)
+    if value.shape != (count,):
+        raise ValueError(f"{name} must be [{count}], one per completion, got {tuple(value.shape)}.")
+    check_device(head.weight, **{name: value})
 
 
 class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from liger_losses.chunked.engine.head import Head
     from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
     from liger_losses.chunked.losses.base import ChunkedLoss
+    from liger_losses.chunked.losses.columns import teacher_topk
     from liger_losses.chunked.losses.completion_loss import Completions
     from liger_losses.chunked.losses.cross_entropy import (
         CrossEntropyOutput,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         LigerFusedLinearKLLoss,
         LigerFusedLinearReverseKLLoss,
         LigerFusedLinearTVDLoss,
-        teacher_topk,
     )
     from liger_losses.chunked.losses.dpo import LigerFusedLinearDPOLoss
     from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
@@ -157,12 +157,12 @@ _MODULES = {
     "chunked.engine.head": "Head",
     "chunked.engine.workspace": "set_default_workspace workspace",
     "chunked.losses.base": "ChunkedLoss",
+    "chunked.losses.columns": "teacher_topk",
     "chunked.losses.completion_loss": "Completions",
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
         "DistillationLoss DistillationMetrics LigerFusedLinearAlphaBetaLoss LigerFusedLinearCosineSimilarityLoss "
-        "LigerFusedLinearJSDLoss LigerFusedLinearKLLoss LigerFusedLinearReverseKLLoss LigerFusedLinearTVDLoss "
-        "teacher_topk"
+        "LigerFusedLinearJSDLoss LigerFusedLinearKLLoss LigerFusedLinearReverseKLLoss LigerFusedLinearTVDLoss"
     ),
     "chunked.losses.dpo": "LigerFusedLinearDPOLoss",
     "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",

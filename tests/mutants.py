@@ -147,7 +147,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/losses/reference_free.py", "return logps - torch.log(-torch.expm1(logps))", "return logps"),
     ],
     "tests/chunked/losses/test_unpaired.py": [
-        ("chunked/losses/completion_loss.py", "return total / mask.sum(-1).clamp(min=1) if", "return total if"),
+        ("chunked/losses/completion_loss.py", "logps = sums[0] / lengths.clamp(min=1) if", "logps = sums[0] if"),
         ("chunked/losses/unpaired.py", "scored.ref_logps).clamp(min=0)", "scored.ref_logps)"),
         ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
     ],

@@ -14,62 +14,27 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import (
-    EngineOptions,
     Head,
     Largest,
-    Statistics,
     Teacher,
     TeacherLogits,
     Teachers,
     TeacherTopK,
-    Tokens,
-    TokenSupport,
     linear_divergence_loss,
-    linear_statistics,
-    linear_token_loss,
-    linear_topk,
 )
 from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
 from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.ops import support_statistics
-from liger_losses.chunked.engine.query import Comparison, Query
-from liger_losses.chunked.engine.teachers import TAILS, check_comparison
+from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
+from liger_losses.chunked.engine.teachers import TAILS
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.columns import largest_of, loss_over_columns, sparse_calls
+from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
-
-
-def teacher_topk(
-    teacher: Teacher, k: int, labels: Tensor | None = None, *, temperature: float = 1.0, tail: str = "bucket"
-) -> TeacherTopK:
-    """The k most likely columns of each of a teacher's tokens, with the logarithm of the rest, streamed; to be saved.
-
-    Args:
-        teacher: hidden states and head.
-        k: how many.
-        labels: ``[...]``; tokens whose label is -100 get zeros. All by default.
-        temperature: of the distillation, which divides the logits.
-        tail: as in :class:`TeacherTopK`.
-
-    Returns:
-        :class:`TeacherTopK` with ``tail_logps``, on the teacher's device.
-    """
-    if not isinstance(teacher, Teacher):
-        raise TypeError(f"teacher_topk takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
-    with torch.no_grad():
-        head = _at(teacher.head, temperature)
-        found = linear_topk(teacher.local_hidden_states, head, k, labels, rest=True)
-    return TeacherTopK(found.logps, found.ids, tail, found.rest)
-
-
-def _at(head: Head, temperature: float | Tensor) -> Head:
-    """A head whose logits are divided by the temperature."""
-    return head.with_fields(transform=replace(head.transform, temperature=temperature))
 
 
 class DistillationMetrics(NamedTuple):
@@ -225,16 +190,16 @@ class DistillationLoss(ChunkedLoss):
         """
         arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
         biases = (student_bias if bias is None else bias, teacher_bias)
-        head, hidden, labels, teacher, like_liger = _read_distillation(arguments, biases, teacher, self.transform)
+        head, hidden, labels, taught, like_liger = _read_distillation(arguments, biases, teacher, self.transform)
         labels = self.labels(labels)
         mask = labels != self.ignore_index
-        if self.top_k is not None and not isinstance(teacher, (Teacher, TeacherLogits)):
-            raise TypeError(f"top_k takes a Teacher or TeacherLogits, got {type(teacher).__name__}.")
-        if isinstance(teacher, Teachers) and self.group is not None:
+        if self.top_k is not None and not isinstance(taught, (Teacher, TeacherLogits)):
+            raise TypeError(f"top_k takes a Teacher or TeacherLogits, got {type(taught).__name__}.")
+        if isinstance(taught, Teachers) and self.group is not None:
             raise ValueError("Teachers takes whole sequences: leave out group=.")
         note(num_items_in_batch=num_items_in_batch)
-        if isinstance(teacher, TeacherTopK):
-            of_teacher = {"the teacher's columns": teacher.indices, "the teacher's logps": teacher.logps}
+        if isinstance(taught, TeacherTopK):
+            of_teacher = {"the teacher's columns": taught.indices, "the teacher's logps": taught.logps}
             note(labels, self.ignore_index, **of_teacher)
         factor: float | Tensor = self.factor
         t: float | Tensor = self.temperature
@@ -245,36 +210,45 @@ class DistillationLoss(ChunkedLoss):
             if self.temperature_squared:
                 squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
-        tokens: Tensor | Tokens = labels
-        names = ("divergence", "logp") if self.weight_hard_loss != 0 or self.return_soft_hard_loss else ("divergence",)
+        which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
+        tokens: Any = labels
         if self.group is not None:
-            assert not isinstance(teacher, Teachers)
-            if isinstance(teacher, TeacherTopK):
-                calls = self._sparse_calls(head, mask, teacher, names, t)
+            if isinstance(taught, TeacherTopK):
+                calls = sparse_calls(head, mask, taught, which, hard, t)
             else:
-                calls = [(head, Query(names, comparison=Comparison(teacher, self.which, t)))]
+                names = ("divergence", "logp") if hard else ("divergence",)
+                calls = [(head, Query(names, comparison=Comparison(taught, which, t)))]
             tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
         if num_items_in_batch is None:
-            number = (mask.sum() if self.group is None else self.total(mask)).clamp(min=1)
+            number = self.total(mask).clamp(min=1)
         else:
             number = checked_items(num_items_in_batch, labels.device)
             number = torch.where(number == 0, 1, number)
-        per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
-        weights = {"divergence": self.weight_soft_loss * factor * per_token}
-        if "logp" in names:
-            weights["logp"] = -self.weight_hard_loss * per_token
+        weights: dict[str, Any] = {"divergence": self.weight_soft_loss * factor}
+        if hard:
+            weights["logp"] = -self.weight_hard_loss
+        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
+        if columns or isinstance(taught, Teachers) or torch.compiler.is_dynamo_compiling() or t is temperature:
+            per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
+            weights = {name: weight * per_token for name, weight in weights.items()}
+        else:  # the same for every token
+            total = None if num_items_in_batch is None and self.group is None else number
+            weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
+        options = self.options
         if self.top_k is not None and self.top_k_of == "teacher":
-            teacher = self._top_k_of(teacher, labels, t)
-        if isinstance(teacher, TeacherTopK):
-            loss, found = self._sparse(hidden, head, labels, teacher, weights, t)
-        elif self.top_k is not None:
-            loss, found = self._over_students_columns(hidden, head, labels, teacher, weights, t)
+            if not isinstance(taught, Teacher):
+                message = "top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...)."
+                raise TypeError(message)
+            taught = largest_of(taught, self.top_k, labels, t, self.tail, self.tail in ("bucket", "lump"), options)
+        if columns:
+            own = {"top_k": self.top_k, "tail": self.tail}
+            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)
         else:
             loss, found = linear_divergence_loss(
-                hidden, head, tokens, teacher, self.which, weights, temperature=t, options=self.options
+                hidden, head, tokens, taught, which, weights, temperature=t, options=options
             )
-        hard_loss = -(per_token * found.logp).sum() if "logp" in weights else None
-        soft_loss = (factor * per_token * found.divergence).sum()
+        divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
+        soft_loss, hard_loss = divergences.sum() / number, -found.logp.sum() / number if hard else None
         if self.group is not None:
             loss, soft_loss = self.total(loss), self.total(soft_loss)
             hard_loss = None if hard_loss is None else self.total(hard_loss)
@@ -282,185 +256,13 @@ class DistillationLoss(ChunkedLoss):
             return loss, DistillationMetrics(soft_loss, hard_loss)
         return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss
 
-    def _sparse(
-        self,
-        hidden: Tensor,
-        head: Head,
-        labels: Tensor,
-        teacher: TeacherTopK,
-        weights: dict[str, Tensor],
-        temperature: float | Tensor,
-    ) -> tuple[Tensor, Statistics]:
-        """Loss and statistics for a teacher of which k columns are known."""
-        which, mask, options = self.which, labels != self.ignore_index, self.options
-        (soft_head, query), *others = self._sparse_calls(head, mask, teacher, tuple(weights), temperature)
-        tokens: Any = labels
-        if not torch.compiler.is_dynamo_compiling():
-            tokens = Tokens.select([labels], head.vocab_size, self.ignore_index, self.compact, self.backend)
-
-        def soft_loss(
-            s: Statistics, labels: Tensor, teacher_logps: Tensor, soft: Tensor, rest: Any = None, hard: Any = None
-        ) -> Tensor:
-            loss = soft * sparse_divergence(s.selected_logps, teacher_logps, which, teacher.tail, rest)
-            return loss if hard is None else loss + hard * s.logp
-
-        hard = {"hard": weights["logp"]} if "logp" in weights else {}
-        together = bool(hard) and not others
-        teacher_logps = teacher.logps.to(weights["divergence"].dtype)
-        inputs = {"teacher_logps": teacher_logps, "soft": weights["divergence"]}
-        rest = None if teacher.tail_logps is None else teacher.tail_logps.to(teacher_logps.dtype)
-        inputs |= {} if rest is None else {"rest": rest}
-        if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
-            found = support_statistics(
-                hidden,
-                soft_head,
-                labels,
-                TokenSupport(teacher.indices),
-                ("selected_logps",),
-                options,
-            )
-            losses = soft_loss(found, labels, teacher_logps.masked_fill(~mask[..., None], -1.0), inputs["soft"])
-            loss = torch.where(mask, losses, 0.0).sum()
-        else:
-            loss, found = linear_token_loss(
-                hidden,
-                soft_head,
-                tokens,
-                soft_loss,
-                query.statistics,
-                token_inputs=inputs | hard if together else inputs,
-                selected=teacher.indices,
-                options=options,
-            )
-        logp = found.logp
-        if others:
-            added, others = linear_token_loss(
-                hidden, head, tokens, lambda s, labels, hard: hard * s.logp, token_inputs=hard, options=options
-            )
-            loss, logp = loss + added, others.logp
-        with torch.no_grad():
-            log_p, log_q = (torch.where(mask[..., None], x, -1.0) for x in (found.selected_logps, teacher_logps))
-            own = None if rest is None else torch.where(mask, rest, -1.0)
-            divergences = sparse_divergence(log_p, log_q, which, teacher.tail, own)
-        return loss, Statistics(logp=logp, divergence=torch.where(mask, divergences, 0.0))
-
-    def _top_k_of(self, teacher: Any, labels: Tensor, temperature: float | Tensor) -> TeacherTopK:
-        """The teacher's largest columns; its logits are computed once, and not again for the student."""
-        if not isinstance(teacher, Teacher):
-            raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
-        with torch.no_grad():
-            found = linear_topk(
-                teacher.local_hidden_states,
-                _at(teacher.head, temperature),
-                self.top_k,
-                labels,
-                rest=self.tail in ("bucket", "lump"),
-                options=self.options,
-            )
-        return TeacherTopK(found.logps, found.ids, self.tail, found.rest)
-
-    def _over_students_columns(
-        self,
-        hidden: Tensor,
-        head: Head,
-        labels: Tensor,
-        teacher: Any,
-        weights: dict[str, Tensor],
-        temperature: float | Tensor,
-    ) -> tuple[Tensor, Statistics]:
-        """Loss and statistics over the student's largest columns, which its block of logits finds; the teacher's
-        log-probabilities there are then one product."""
-        check_comparison(teacher, self.which, head, labels.shape)
-        if self.divergence.form == "cosine" or teacher.vocab_size != head.vocab_size:
-            raise ValueError("top_k takes a divergence of softmaxes, and a teacher with the student's columns.")
-        which, tail, options = self.which, self.tail, self.options
-        hard = weights.get("logp")
-        together = hard is not None and not isinstance(temperature, Tensor) and temperature == 1.0
-        positions = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-        inputs = {"soft": weights["divergence"], "at": positions}
-        if hard is not None and together:
-            inputs["hard"] = hard
-        values = torch.zeros(labels.numel(), dtype=inputs["soft"].dtype, device=labels.device)
-
-        def loss(s: Statistics, labels: Tensor, soft: Tensor, at: Tensor, hard: Any = None) -> Tensor:
-            with torch.no_grad():
-                teacher_logps = _logps_of(teacher, at, s.columns, temperature, options)
-            found = sparse_divergence(s.selected_logps, teacher_logps.to(s.selected_logps.dtype), which, tail)
-            values[at] = found.detach()
-            return soft * found if hard is None else soft * found + hard * s.logp
-
-        total, found = linear_token_loss(
-            hidden,
-            _at(head, temperature),
-            labels,
-            loss,
-            ("selected_logps", "logp") if together else ("selected_logps",),
-            metrics=("columns",),
-            token_inputs=inputs,
-            selected=Largest(self.top_k),
-            options=options,
-        )
-        logp = found.logp
-        if hard is not None and not together:
-            added, others = linear_token_loss(
-                hidden,
-                head,
-                labels,
-                lambda s, labels, hard: hard * s.logp,
-                token_inputs={"hard": hard},
-                options=options,
-            )
-            total, logp = total + added, others.logp
-        values = torch.where(labels != self.ignore_index, values.view(labels.shape), 0.0)
-        return total, Statistics(logp=logp, divergence=values)
-
-    def _sparse_calls(
-        self, head: Head, mask: Tensor, teacher: TeacherTopK, names: tuple[str, ...], temperature: float | Tensor
-    ) -> list[tuple[Head, Query]]:
-        """The calls that a sparse teacher takes, once it fits: that of the divergence first."""
-        teacher.check(mask.shape, head)
-        if self.divergence.form == "cosine":
-            raise ValueError(
-                "the cosine needs all logits of the teacher, and a TeacherTopK has log-probabilities: give "
-                "Teacher(hidden_states, weight) or TeacherLogits(logits)."
-            )
-        transform = head.transform
-        if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
-            raise ValueError(
-                f"the student's head has temperature {transform.temperature}, which must be 1: give the loss's "
-                "temperature= instead, which divides both models' logits."
-            )
-        teacher.check_active(mask, head.vocab_size)
-        soft_head = head.with_fields(transform=replace(transform, temperature=temperature))
-        # The hard loss is at temperature 1: if the divergence is not, it takes another pass.
-        together = "logp" in names and not isinstance(temperature, Tensor) and temperature == 1.0
-        statistics = ("selected_logps", "logp") if together else ("selected_logps",)
-        soft = soft_head, Query(statistics, selected=teacher.indices)
-        return [soft] if together or "logp" not in names else [soft, (head, Query(("logp",)))]
-
-
-def _logps_of(
-    teacher: Teacher | TeacherLogits, at: Tensor, columns: Tensor, temperature: float | Tensor, options: EngineOptions
-) -> Tensor:
-    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
-    own = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
-    if isinstance(teacher, TeacherLogits):
-        logits = teacher.rows(at)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits / (own[:, None] if isinstance(own, Tensor) else own)
-        return logits.log_softmax(-1).gather(-1, columns)
-    states = teacher.local_hidden_states.flatten(0, -2)[at]
-    names, labels = ("selected_logps",), columns[:, 0]
-    found = linear_statistics(states, _at(teacher.head, own), labels, names, selected=columns, options=options)
-    return found.selected_logps
-
 
 def _read_distillation(
     arguments: tuple[Any, Any, Any, Any, Any],
     biases: tuple[Tensor | None, Tensor | None],
     teacher: AnyTeacher | None,
     transform: LogitTransform,
-) -> tuple[Head, Tensor, Tensor, AnyTeacher, bool]:
+) -> tuple[Head, Tensor, Tensor, Any, bool]:
     """The student's head, hidden states ``[..., H]`` and labels ``[...]``, the teacher, and whether liger-kernel's form
     was used (whose return value is another).
 

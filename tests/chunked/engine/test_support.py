@@ -19,7 +19,7 @@ from liger_losses import (
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import Tokens
-from liger_losses.chunked.losses import distillation
+from liger_losses.chunked.losses import columns
 from liger_losses.kernels import given_columns
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
@@ -168,7 +168,7 @@ def test_a_sparse_teacher_that_is_renormalized_reads_its_columns_alone(hard, mon
     loss = LigerFusedLinearKLLoss(weight_hard_loss=hard, weight_soft_loss=0.8, temperature=2.0)
     teacher = TeacherTopK(top.values.masked_fill((labels == -100)[..., None], float("nan")), top.indices, "renormalize")
     if not hard:
-        monkeypatch.setattr(distillation, "linear_token_loss", None)
+        monkeypatch.setattr(columns, "linear_token_loss", None)
     found, _ = loss(weight, hidden, labels, teacher, bias=bias)
     mask = labels != -100
     logits = plain_logits(hidden, weight, bias)[mask]

@@ -28,7 +28,6 @@ from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.straight_line import straight_loss
-from liger_losses.chunked.engine.token_losses import closed_form
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
 
@@ -71,19 +70,21 @@ class _Target:
     hidden_states: Any
     labels: Tensor
     ignore_index: int
-    items: Tensor | None
-    token_weights: Tensor | None
-    totals: tuple[Tensor, Tensor] | None = None  # what cross-entropy and z-loss are divided by, once it was asked for
+    items: Tensor | None = None
+    token_weights: Tensor | None = None
+    inputs: dict[str, Tensor] | None = None  # what tokens' losses are made of beside their statistics, once asked for
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens carry loss. (Not kept: the first product does not wait for it.)"""
+        """Which tokens carry loss."""
         return self.labels != self.ignore_index
 
     def without_tokens(self) -> _Target:
         """A target of the same head that has none of the tokens."""
         weights = None if self.token_weights is None else self.token_weights[:0]
-        return replace(self, hidden_states=self.hidden_states[:0], labels=self.labels[:0], token_weights=weights)
+        inputs = None if self.inputs is None else {name: value[:0] for name, value in self.inputs.items()}
+        given = {"hidden_states": self.hidden_states[:0], "labels": self.labels[:0]}
+        return replace(self, **given, token_weights=weights, inputs=inputs)
 
 
 def cross_entropy(
@@ -143,6 +144,8 @@ def cross_entropy(
 class TokenCrossEntropy:
     """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
 
+    closed_form: ClassVar[bool] = True  # it returns derivatives, for which no graph is recorded
+
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
     use_token_scaling: bool = False
@@ -158,21 +161,20 @@ class TokenCrossEntropy:
         label_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss ``[n]`` of tokens with these numbers, and its derivatives."""
-        totals = ce_total, ce_total if z_total is None else z_total
-        ce, z, derivatives = self.terms(values, *totals, token_weights, label_weights)
+        ce, z, derivatives = self.terms(values, ce_total, z_total, token_weights, label_weights)
         return ce + z if self.lse_square_scale else ce, derivatives
 
     def terms(
         self,
         values: Statistics,
         ce_total: Tensor,
-        z_total: Tensor,
+        z_total: Tensor | None = None,
         token_weights: Tensor | None = None,
         label_weights: Tensor | None = None,
     ) -> CrossEntropyTerms:
-        """Its parts; denominators are ``[]`` or ``[n]``."""
+        """Its parts; denominators are ``[]`` or ``[n]``, of the z-loss by default those of the cross-entropy."""
         ce_scale = ce_total.to(values.logp.dtype).reciprocal()
-        z_scale = ce_scale if z_total is ce_total else z_total.to(values.logp.dtype).reciprocal()
+        z_scale = ce_scale if z_total is None else z_total.to(values.logp.dtype).reciprocal()
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
         scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
         if self.use_token_scaling:
@@ -364,10 +366,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             note(each.labels, o.ignore_index, **{name: each.token_weights})
         note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         if self.spans_ranks:
-            query = Query(*self._names(), token_loss=self._token_loss)
-            Targets.of(hidden, heads, labels, self.options).check(query)
+            Targets.of(hidden, heads, labels, self.options).check(Query(*self._names(), token_loss=self._per_token))
             self.agree(numbers, labels[0].device)
-            _ = [self._totals(each) for each in targets]  # sums over the ranks, also of one that has no tokens
+            _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
         scales = [1.0] * count if o.head_weights is None else o.head_weights
         # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
         silent = [k for k in range(count) if scales[k] == 0]
@@ -391,7 +392,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def of_statistics(self, values: Statistics, labels: Tensor) -> Any:
         """What :meth:`forward` returns, from the statistics ``[...]`` of logits that exist already, differentiable."""
-        target = _Target(None, None, labels, self.ignore_index, None, None)
+        target = _Target(None, None, labels, self.ignore_index)
         loss, _ = self._of_tokens(values, target)
         return self._with_outputs(loss if self.reduction == "none" else loss.sum(), values, target)
 
@@ -444,14 +445,17 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if not (several or weights is None or o.return_z_loss or reads_argmax):
             labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
         statistics, metrics = self._names()
+        inputs = [self._inputs(targets[0])]
+        if several:
+            inputs = [self._weighted_inputs(*pair) for pair in zip(targets, scales, strict=True)]
         loss, found = linear_token_loss(
             hidden,
             heads,
             labels,
-            self._function(targets, several),
+            self._per_token,
             statistics,
             metrics=metrics,
-            token_inputs=self._token_inputs(targets, scales, several),
+            token_inputs={n: [each[n] for each in inputs] for n in inputs[0]} if several else inputs[0],
             class_weight=class_weight,
             options=self.options,
         )
@@ -478,46 +482,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         )
         return found if several else [found]
 
-    def _token_inputs(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> dict[str, Any]:
-        """What :meth:`_token_loss` gets of each target, one value per token."""
-        if not (several or torch.compiler.is_dynamo_compiling()):
-            weights = targets[0].token_weights
-            return {} if weights is None else {"token_weights": weights}
-        dtype = torch.promote_types(targets[0].head.weight.dtype, torch.float32)
-        each: list[Tensor] = []
-        for target, scale in zip(targets, scales, strict=True):
-            weight = torch.full((), scale, dtype=dtype, device=target.labels.device)
-            own = target.token_weights
-            each.append((weight if own is None else weight * own).expand(target.labels.shape))
-        inputs = {"token_weights": each}
-        for name, i in (("ce_total", 0), ("z_total", 1)):
-            if i == 0 or self.ce_weight is not None:  # else they are the same
-                inputs[name] = [self._totals(each)[i].to(dtype).expand(each.labels.shape) for each in targets]
-        if self.ce_weight is not None and torch.compiler.is_dynamo_compiling():
-            inputs["label_weights"] = [self.ce_weight[each.labels.where(each.mask, 0)] for each in targets]
-        return inputs if several else {name: values[0] for name, values in inputs.items()}
+    def _inputs(self, target: _Target) -> dict[str, Tensor]:
+        """What a target's tokens' losses are made of beside their statistics, a tensor in the labels' shape of each."""
+        if target.inputs is None:
+            labels, mask, token_weights = target.labels, target.mask, target.token_weights
+            inputs: dict[str, Tensor] = {} if token_weights is None else {"token_weights": token_weights}
+            if self.ce_weight is not None:
+                inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
+            totals = self._denominators(target, inputs.get("label_weights"))
+            inputs |= {n: v.expand(labels.shape) for n, v in zip(("ce_total", "z_total"), totals, strict=False)}
+            target.inputs = inputs
+        return target.inputs
 
-    @closed_form
-    def _token_loss(
-        self,
-        values: Statistics,
-        active: Tensor,
-        token_weights: Tensor | None = None,
-        ce_total: Any = None,
-        z_total: Any = None,
-        target: _Target | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Tokens' losses and their derivatives, over the denominators of each, or of the target that has them all."""
-        if target is not None:
-            ce_total, z_total = self._totals(target)
-        label_weights = None if self.ce_weight is None else self.ce_weight[active]
-        return self._per_token(values, active, ce_total, z_total, token_weights, label_weights)
-
-    def _function(self, targets: Sequence[_Target], several: bool) -> Any:
-        """The loss of tokens; in a graph of torch.compile, one that an operator computes from numbers and tensors."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._per_token
-        return self._token_loss if several else functools.partial(self._token_loss, target=targets[0])
+    def _weighted_inputs(self, target: _Target, scale: float) -> dict[str, Tensor]:
+        """The same where the target's losses are multiplied by a number."""
+        inputs, dtype = self._inputs(target), torch.promote_types(target.head.weight.dtype, torch.float32)
+        weights = torch.full((), scale, dtype=dtype, device=target.labels.device)
+        if target.token_weights is not None:
+            weights = weights * target.token_weights
+        return inputs | {"token_weights": weights.expand(target.labels.shape)}
 
     @property
     def _per_token(self) -> TokenCrossEntropy:
@@ -527,9 +510,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     def _of_tokens(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
-        labels, mask = target.labels.where(target.mask, 0), target.mask
-        ce, z, _ = self._terms(values, labels, self._totals(target), target.token_weights)
-        return torch.where(mask, ce + z, 0.0), torch.where(mask, z, 0.0)
+        ce, z, _ = self._per_token.terms(values, **self._inputs(target))
+        return torch.where(target.mask, ce + z, 0.0), torch.where(target.mask, z, 0.0)
 
     def _output(self, values: Statistics, target: _Target, per_token: bool) -> tuple[Tensor | None, ...]:
         """z-loss, token accuracy and predicted tokens of a target; ``None`` for what was not asked for."""
@@ -554,48 +536,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
         return tuple([n for n, wanted in read.items() if wanted]), tuple([n for n, wanted in also.items() if wanted])
 
-    def _terms(
-        self, values: Statistics, labels: Tensor, totals: tuple[Tensor, Tensor], token_weights: Tensor | None
-    ) -> CrossEntropyTerms:
-        """The terms of tokens with these labels."""
-        label_weights = None if self.ce_weight is None else self.ce_weight[labels]
-        return self._per_token.terms(values, *totals, token_weights, label_weights)
-
-    def _totals(self, target: _Target) -> tuple[Tensor, Tensor]:
-        """What a target's cross-entropy and z-loss are divided by, which is known before any logit.
-
-        For one head it is asked for when the first product is queued, so that the device need not wait for it.
-        """
-        if target.totals is None:
-            target.totals = self._denominators(target)
-        return target.totals
-
-    def _denominators(self, target: _Target) -> tuple[Tensor, Tensor]:
-        """:meth:`_totals`, computed."""
-        labels, mask, token_weights = target.labels, target.mask, target.token_weights
+    def _denominators(self, target: _Target, label_weights: Tensor | None) -> tuple[Tensor, ...]:
+        """What a target's cross-entropy is divided by, 0-dim; and its z-loss, if that is another number."""
+        token_weights, mask = target.token_weights, target.mask
         if self.reduction != "mean":
-            one = torch.ones((), device=labels.device)
-            return one, one
+            return (torch.ones((), device=mask.device),)
         if target.items is not None:
-            ce_total = z_total = target.items
-        else:
-            wide, weights = torch.float32, mask
-            if target.head is not None:
-                wide = torch.promote_types(target.head.weight.dtype, wide)
-            if token_weights is not None:
-                weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
-            ce_total = z_total = weights.sum(dtype=torch.promote_types(weights.dtype, wide))
-            if weights is mask and self.ce_weight is None and self.group is None:  # a count
-                return (z_total.clamp_(min=1.0),) * 2
-            if self.ce_weight is not None:
-                weights = weights.to(ce_total.dtype)
-                # The engine reports labels outside the vocabulary.
-                classes = labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)
-                ce_total = (weights * self.ce_weight.to(weights.dtype)[classes]).sum()
-            if self.group is not None:
-                ce_total, z_total = self.total(ce_total), self.total(z_total)
-        z_total = z_total.masked_fill(z_total == 0, 1.0)
-        return (z_total if self.ce_weight is None else ce_total.masked_fill(ce_total == 0, 1.0)), z_total
+            return (target.items.masked_fill(target.items == 0, 1.0),)
+        wide, weights = torch.float32, mask
+        if target.head is not None:
+            wide = torch.promote_types(target.head.weight.dtype, wide)
+        if token_weights is not None:
+            weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
+        totals = [weights.sum(dtype=torch.promote_types(weights.dtype, wide))]
+        if label_weights is not None:
+            weights = weights.to(totals[0].dtype)
+            totals.insert(0, (weights * label_weights.to(weights.dtype)).sum())
+        if self.group is not None:
+            totals = [self.total(total) for total in totals]
+        return tuple([total.masked_fill(total == 0, 1.0) for total in totals])
 
 
 def _arguments(targets: Sequence[_Target], several: bool) -> tuple[Any, Any, Any]:

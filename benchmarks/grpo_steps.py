@@ -9,6 +9,7 @@ given tokens, nothing is generated. The model has real shapes and random weights
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -89,10 +90,9 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
 
-        def step(inputs: dict[str, torch.Tensor], skip: bool, update: bool = True) -> float:
-            with enabled(skip_zero_advantages=skip):
-                loss = trainer._compute_loss(model, inputs)
-                loss.backward()
+        def step(inputs: dict[str, torch.Tensor], update: bool = True) -> float:
+            loss = trainer._compute_loss(model, inputs)
+            loss.backward()
             if update:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -102,18 +102,22 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
             inputs = batch(case, share, device)
             losses, gradients = [], []
             for skip in (False, True):  # they compile, too
-                losses.append(step(inputs, skip, update=False))
+                with enabled(skip_zero_advantages=skip):
+                    losses.append(step(inputs, update=False))
                 gradients.append([p.grad for p in model.parameters()])
                 optimizer.zero_grad()
             scale = torch.stack([g.float().norm() for g in gradients[0]]).norm()
             apart = torch.stack([(a.float() - b.float()).norm() for a, b in zip(*gradients, strict=True)]).norm()
             del gradients
+            gc.collect()
+            gc.freeze()  # to look through all that was imported takes longer than a step
             times: dict[bool, list[float]] = {False: [], True: []}
             peaks = {}
             for skip in [skip for i in range(rounds) for skip in ((True, False) if i % 2 else (False, True))]:
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                times[skip].append(timed(lambda inputs=inputs, skip=skip: step(inputs, skip), device))
+                with enabled(skip_zero_advantages=skip):
+                    times[skip].append(timed(lambda inputs=inputs: step(inputs), device))
                 if device.type == "cuda":
                     peaks[skip] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             whole, skipped = median(times[False]), median(times[True])

@@ -104,7 +104,7 @@ class Block:
         raise NotImplementedError
 
     def keep(self, opened: OpenCall, count: int) -> None:
-        """Go on with the first ``count`` tokens; ``opened`` has the tokens in their new order."""
+        """Go on with the first ``count`` tokens of ``opened``, and queue what needs nothing but this number."""
         self.opened, self.call = opened, opened.call
 
     def wait(self) -> None:
@@ -483,8 +483,8 @@ class ExponentialBlock(Block):
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
-        if any(call.needs_hidden) and call.strategy != "resident":
-            self._start_product(exponentials, part.hidden)
+        if call.strategy != "resident":
+            self._start_product(size[0])
         if opened.others is not None:
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
 
@@ -504,13 +504,18 @@ class ExponentialBlock(Block):
     def keep(self, opened: OpenCall, count: int) -> None:
         assert self.offsets is not None
         super().keep(opened, count)
+        self._start_product(count)
         self.offsets = Exponentials(*(value[:count] for value in self.offsets[:3] if value is not None))
 
-    def _start_product(self, exponentials: Tensor, hidden: Tensor) -> None:
+    def _start_product(self, count: int) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
-        self.product = hidden.new_empty(hidden.shape, dtype=torch.float32)
-        product = partial(self.opened.projection.back_into, self.product, exponentials, 0)
-        self.wait_for_product = start_beside(hidden.device, product)
+        if not any(self.call.needs_hidden):
+            return
+        exponentials, device = self.exponentials[:count, : self.vocab_size], self.opened.device
+        self.product = torch.empty(count, self.call.work.hidden_size, dtype=torch.float32, device=device)
+        self.wait_for_product = start_beside(
+            device, partial(self.opened.projection.back_into, self.product, exponentials, 0)
+        )
 
     def wait(self) -> None:
         if self.wait_for_product is not None:
@@ -526,8 +531,8 @@ class ExponentialBlock(Block):
         exponentials, label_coef = self.exponentials[: len(hidden), columns], coefficients.label_coef
         if opened.others is not None and label_coef is not None:
             label_coef = label_coef.masked_fill(opened.others[part.rows], 0.0)
-        if any(call.needs_hidden) and self.product is None:
-            self._start_product(exponentials, hidden)
+        if self.product is None:
+            self._start_product(len(hidden))
         try:
             scale, at_label, scaled = gradient_scales(
                 coefficients.p_coef,

@@ -63,21 +63,22 @@ class Stream:
             ordered, rows = opened.of_tokens(pending.call(self.call)), (pending.rows(values), pending.rows(upstream))
             grads = Gradients(ordered)
             if kept is not None:
-                kept.move(pending.order, pending.sources, pending.targets)
+                kept.move(pending.order, *pending.moves)
             found = pending.found()
             if found is None:
                 del grads  # before others are allocated
                 grads = Gradients(opened)
             else:
-                self.opened, self.call, counted, (values, upstream) = ordered, ordered.call, found, rows
-                if kept is not None:
-                    kept.keep(ordered, found)
-        block = self._block_of_gradients() if kept is None else kept
-        for part in self._parts(block.rows, values, counted):
-            wanted = _rows_of(upstream, part.rows)
-            if kept is None:
-                block.refill(part, wanted)
-            self._write_gradients(block, part, wanted, grads)
+                opened, counted, (values, upstream) = ordered, found, rows
+                self.opened, self.call = opened, opened.call
+        with self._block_of_gradients() if kept is None else kept as block:
+            if kept is not None and pending is not None:
+                kept.keep(opened, counted)
+            for part in self._parts(block.rows, values, counted):
+                wanted = _rows_of(upstream, part.rows)
+                if kept is None:
+                    block.refill(part, wanted)
+                self._write_gradients(block, part, wanted, grads)
         return grads.results()
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:

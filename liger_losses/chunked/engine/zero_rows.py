@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,35 +31,41 @@ ROUNDED = {"cuda": 64}
 
 
 class Pending:
-    """Tokens that are being counted. The device puts those that count first, while the host waits for their number.
-
-    ``order`` ``[N]`` says which of the N tokens is where. Only rows move that must: of the first M, those that do not
-    count are ``targets``, and take the rows of ``sources`` beyond. Both are ``[N // 2]``, with N for no row.
-    """
+    """Tokens that are being counted. The device puts those that count first, while the host waits for their number."""
 
     def __init__(self, counts: Tensor) -> None:
-        n, total = len(counts), counts.sum()
+        self.counts, self.total = counts, counts.sum()
         #: M, 0-dim, and on a GPU when the host has it.
-        self.number, self.copied = total.to("cpu", non_blocking=True), None  # into pinned memory
+        self.number, self.copied = self.total.to("cpu", non_blocking=True), None  # into pinned memory
         if counts.is_cuda:
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(counts.device))
-        places = torch.arange(n + 1, device=counts.device)
-        first = places[:n] < total
-        self.sources, self.targets = (
-            torch.nonzero_static(moves, size=n // 2, fill_value=n).squeeze(-1)
-            for moves in (counts & ~first, first & ~counts)
+
+    @cached_property
+    def moves(self) -> tuple[Tensor, Tensor]:
+        """``[N // 2]`` rows that move, N for none, and where to: of the first M, those that do not count are taken."""
+        n = len(self.counts)
+        first = torch.arange(n, device=self.counts.device) < self.total
+        sources, targets = (
+            torch.nonzero_static(found, size=n // 2, fill_value=n).squeeze(-1)
+            for found in (self.counts & ~first, first & ~self.counts)
         )
-        order = places.index_copy(0, self.targets, self.sources).index_copy_(0, self.sources, self.targets)
-        self.order = order[:n]
+        return sources, targets
+
+    @cached_property
+    def order(self) -> Tensor:
+        """``[N]``, which of the N tokens is where."""
+        (sources, targets), n = self.moves, len(self.counts)
+        order = torch.arange(n + 1, device=self.counts.device)
+        return order.index_copy_(0, targets, sources).index_copy_(0, sources, targets)[:n]
 
     def found(self) -> int | None:
         """M, or a few more; ``None`` where these are all N. The host waits."""
         if self.copied is not None:
             self.copied.synchronize()
-        rounded = ROUNDED.get(self.order.device.type, 1)
+        rounded = ROUNDED.get(self.counts.device.type, 1)
         found = -(-max(int(self.number), 1) // rounded) * rounded  # one row at least, which writes the gradients
-        return None if found >= len(self.order) else found
+        return None if found >= len(self.counts) else found
 
     def call(self, call: Call) -> Call:
         """The call of all tokens in this order."""
@@ -108,7 +115,7 @@ def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, To
     if not large or head.ranks is not ALONE or tokens.ignored is not None:
         return None
     pending = Pending(tokens.gather_like_labels(counts))
-    found, order = pending.found(), pending.order
+    found = pending.found()
     if found is None or found > MOST_COUNTED * tokens.count:
         return None
-    return tokens.subset(order[:found]), tokens.subset(order[found:])
+    return tokens.subset(pending.order[:found]), tokens.subset(pending.order[found:])

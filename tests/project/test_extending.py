@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import (
+    ChunkedLoss,
     Completions,
     DistillationLoss,
     Divergence,
@@ -56,6 +57,59 @@ def test_a_new_pair_loss_takes_under_ten_lines_and_equals_plain_pytorch():
     torch.testing.assert_close(
         loss(*given, ref_weight=ref_weight)[0], (0.7 * (ratios[:3] - ratios[3:]) - 1).square().mean()
     )
+
+
+class ChiPO(PreferenceLoss):
+    """arXiv:2407.13399, algorithm 1: ``- log sigmoid(clip(beta (phi_w - phi_l), -2, 2))``, ``phi = r + log r``."""
+
+    def pair_loss(self, pairs):
+        phi_w, phi_l = (r.clamp(-20, 20).exp() + r for r in (pairs.chosen_logratios, pairs.rejected_logratios))
+        return -F.logsigmoid((self.beta * (phi_w - phi_l)).clamp(-2, 2))
+
+
+class ProbabilityLoss(ChunkedLoss):
+    """arXiv:2510.00526: the mean of ``(1 - p^2) / 2``."""
+
+    statistics = ("logp",)
+
+    def loss(self, statistics, mask):
+        return ((1 - (2 * statistics.logp).exp()) / 2 * mask).sum() / mask.sum().clamp(min=1)
+
+
+def aspo(log_ratio, logps, advantages, options):
+    """arXiv:2510.06062: tokens of positive advantage are weighted by the inverse of the ratio."""
+    ratio, constant = log_ratio.clamp(max=80).exp(), log_ratio.detach().clamp(-80, 80).exp()
+    flipped = torch.where(advantages > 0, ratio / constant.square(), ratio)
+    clipped = flipped.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+    return torch.minimum(flipped * advantages, clipped * advantages)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("paper", [ChiPO, ProbabilityLoss, aspo])
+def test_a_paper_takes_ten_lines(paper):
+    """Three losses that no table has, from the page alone."""
+    code = [line for line in inspect.getsource(paper).splitlines() if line.strip() and '"""' not in line]
+    assert len(code) <= 10
+    hidden, weight, ids, _ = problem(shape=(4, 5), dtype=torch.float64, masked=0.0)
+    logps, old = plain_statistics(hidden, weight, ids)["logp"], torch.linspace(-6, -3, 20).double().view(4, 5)
+    if paper is ChiPO:
+        sides = [Completions(hidden[rows], ids[rows], ref_logps=old[rows].sum(-1)) for rows in (slice(2), slice(2, 4))]
+        value, _ = ChiPO(beta=0.1, use_ref_model=True)(weight, *sides)
+        w, l = (r.clamp(-20, 20).exp() + r for r in (logps - old).sum(-1).chunk(2))
+        exact = torch.nn.functional.softplus(-(0.1 * (w - l)).clamp(-2, 2)).mean()
+    elif paper is ProbabilityLoss:
+        value, exact = ProbabilityLoss()(weight, hidden, ids), (1 - logps.exp() ** 2).mean() / 2
+    else:
+        register_objective("aspo", aspo)
+        advantages = torch.tensor([1.0, -0.5, 2.0, 0.0])
+        loss, mask = LigerFusedLinearGRPOLoss(loss_type="aspo", beta=0.0, epsilon_high=0.4), torch.ones_like(ids)
+        value, _ = loss(hidden, weight, ids, mask, advantages, old_per_token_logps=old)
+        a, ratio = advantages[:, None], (logps - old).exp()
+        weighted = torch.where(a > 0, ratio / ratio.detach() ** 2, ratio)
+        exact = -torch.minimum(weighted * a, weighted.clamp(0.8, 1.4) * a).mean()
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
+    found, expected = (torch.autograd.grad(x, (hidden, weight)) for x in (value, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_loss_with_options_of_its_own_checks_them_when_they_are_set():

@@ -26,22 +26,24 @@ def split_by_coefficient(
     stand_in: Callable[[], T] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> T:
-    """What ``forward`` returns for the whole batch, with a gradient only through sequences whose coefficient counts.
+    """The outputs of ``forward`` for the whole batch, with a gradient only through sequences whose coefficient is not
+    0.
 
     ``logps = split_by_coefficient(lambda rows: logps_of(model, ids[rows], mask[rows]), advantages)`` equals
     ``logps_of(model, ids, mask)``, and so do the loss and all gradients where each sequence's loss is a multiple of its
     coefficient. A share f of sequences with a coefficient takes 1/3 + 2/3 f of the time of a forward and backward of
-    all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws other masks than it would for the whole batch.
+    all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws different masks than for the whole batch.
 
-    Processes of a group split alike: all of them, or none if one has no sequence to leave out, as the others would wait
-    for it. Each of them then runs one forward without a gradient and one with: DDP, FSDP and ZeRO run the same
-    collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
+    The processes of a group split together or not at all: if one has no sequence to leave out, none splits, as the
+        others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP and ZeRO run the
+        same collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
 
     Args:
         forward: from indices ``[b]`` of sequences to their outputs: tensors ``[b, ...]``, or tuples and dictionaries of
-            such tensors and of ``None``. It must treat each sequence on its own.
+            such tensors and of ``None``. It must treat sequences independently.
         coefficients: ``[B]`` or ``[B, T]``, what a sequence's loss is multiplied by: advantages, or advantages times a
-            mask. It is zero where all of a sequence's are exactly 0; NaN counts. With the process group's device.
+            mask. A sequence is left out if all its coefficients are exactly 0; NaN is not 0. On the process group's
+            device.
         stand_in: outputs for any small input, run with a gradient of zero where no sequence of this process has a
             coefficient, as other processes wait for its backward. By default the first sequence runs.
         group: processes that run the model together, by default all.

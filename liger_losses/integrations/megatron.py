@@ -50,7 +50,7 @@ def output_processor(
 
     Args:
         hidden_states: ``[S, B, H]``, or this rank's part of S with sequence parallelism.
-        output_layer, output_weight: the model's; the weight is that of tied embeddings.
+        output_layer, output_weight: the model's; the weight is set for tied embeddings.
         labels: ``[B, S]`` int64.
         loss_mask: ``[B, S]``; tokens where it is 0 have loss 0 and cost nothing.
         context: an :class:`OutputOptions`.

@@ -23,7 +23,7 @@ def announce(framework: str, package: str, tested: str, what: str) -> None:
     """Log at INFO that an integration is active, and warn where the framework's version was not tested; both once.
 
     Args:
-        framework, package: its name, and that of its distribution.
+        framework, package: the framework's name, and its distribution's name.
         tested: how the versions that were tested begin, for example ``"0.9"``.
         what: what this library computes for it.
     """

@@ -56,7 +56,7 @@ def teacher_topk(
 
     The engine is asked for at least k of them. What it returned beyond them, such as the token that was sampled, is
     left out. They must be over the whole vocabulary, and at the temperature of the distillation: vLLM's are at 1, and
-    with ``logprobs_mode="processed_logprobs"`` at that of the sampling, but then over what top-k and top-p kept.
+    with ``logprobs_mode="processed_logprobs"`` at the sampler's temperature, but then over what top-k and top-p kept.
 
     Args:
         logprobs: for each completion, for each of its tokens, a mapping from columns to log-probabilities or to what

@@ -91,5 +91,5 @@ _REPLACEMENTS = Replacements(
     Place(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature, takes=("temperature",)),
     Place(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature, takes=("temperature",)),
 )
-#: Replace SkyRL's fused head, now or when it imports it; and put its own back.
+#: Replace SkyRL's fused head, now or when SkyRL imports it; and restore SkyRL's.
 install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall

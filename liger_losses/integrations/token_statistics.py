@@ -24,7 +24,7 @@ def token_statistics(
         hidden_states: ``[..., H]``.
         weight: ``[V, H]``, or this rank's rows of it, any number of them, with ``group``.
         labels: ``[...]``, of the whole vocabulary; tokens labelled -100 get 0.
-        names, selected: those of :func:`liger_losses.linear_statistics`.
+        names, selected: as ``statistics`` and ``selected`` of :func:`liger_losses.linear_statistics`.
         temperature: what the logits are divided by: a number, or ``[...]``.
         group: the ranks that share the vocabulary. All have the same hidden states and labels, and get the same
             results. Each gets its columns' part of the hidden states' gradient, as from verl's own head: Megatron sums

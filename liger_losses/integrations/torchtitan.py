@@ -60,7 +60,7 @@ def _loss_class() -> type:
     announce("torchtitan", "torchtitan", "0.3", "cross-entropy")
 
     class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer gives heads to subclasses of it
-        """``ChunkedLossWrapper`` with this library's cross-entropy in place of chunks and their loss function."""
+        """``ChunkedLossWrapper`` with this library's cross-entropy instead of chunks and their loss function."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(ChunkedLossWrapper.Config):

@@ -74,7 +74,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
 
 def aligned(matrix: Tensor) -> bool:
     """Whether the tensor memory accelerator supports the matrix: not empty, with 16-byte aligned, contiguous rows, of
-    which none is the same memory as another (as those of ``expand`` are)."""
+    which none is the same memory as another (as elements of an ``expand`` are)."""
     stride, adjacent = matrix.stride()
     in_16_bytes = stride * matrix.dtype.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
     return in_16_bytes and adjacent == 1 and stride >= matrix.shape[1] > 0 and len(matrix) > 0

@@ -98,7 +98,7 @@ class Coefficients(NamedTuple):
         return Coefficients(*(None if v is None else v[rows] for v in self))  # type: ignore[arg-type]
 
     def contiguous(self) -> Coefficients:
-        """The coefficients as kernels read them: autograd hands on those of a plain sum with a stride of 0."""
+        """The coefficients as kernels read them: for a plain sum, autograd passes them with a stride of 0."""
         return Coefficients(*(None if v is None else v.contiguous() for v in self))  # type: ignore[arg-type]
 
 
@@ -400,7 +400,8 @@ def _divergence_kernel(
     Without a gradient, several programs may share a row: each writes the sums of its columns.
 
     Without a form, it is the cosine distance: the norms of both rows, which are there or computed first, take the place
-    of the log-sum-exps, and the sum of f that of h. Each loop then begins where the one before it ended.
+    of the log-sum-exps, and the sum of f takes the place of the sum of h. Each loop then begins where the one before it
+    ended.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -430,7 +430,7 @@ def series_of(divergence: Divergence) -> Series:
 
 
 def finite_logs(logs: Tensor) -> Tensor:
-    """Log-probabilities, with -10,000 for those of a probability of 0 (:data:`_ZERO_BELOW`); others are kept."""
+    """Log-probabilities, with -10,000 where the probability is 0 (:data:`_ZERO_BELOW`)."""
     return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
 
 

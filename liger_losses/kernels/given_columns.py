@@ -3,7 +3,7 @@
 T tokens, H hidden size, C columns that are computed here, K places for a token's columns, of which some are empty.
 
 - Projections ``x [T, K]``: ``x_tk = sum_f hidden_f[t] . rows_f[v_tk] + bias[v_tk]`` of column ``v_tk``. The factors f
-  are the head's matrix, of which parts may be dequantized one after another, and those of adapters.
+  are the head's matrix, which may be dequantized in parts, and the matrices of adapters.
 - Softmax statistics of a token's logits and their gradients ``dx``, by :mod:`~liger_losses.kernels.softmax_stats` and
   :mod:`~liger_losses.kernels.softmax_grad`.
 - ``dhidden_f[t] = sum_k dx_tk rows_f[v_tk]``, and ``drows_f[v] = sum_tk dx_tk hidden_f[t]`` over the places of a
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
 
     rows: Tensor  # [P] int32; -1 for none
     starts: Tensor  # [S + 1] int64
-    longest: int  # the most terms of a sum, or a bound; without ``sums``, those of each
+    longest: int  # the most terms of a sum, or a bound; without ``sums``, the terms of each
     sums: Tensor | None = None  # [P] int32, the number of the sum that a term is part of; below 0 for none
 
     @property
@@ -76,7 +76,7 @@ class GivenColumns:
 
     @cached_property
     def sorted(self) -> tuple[Tensor, Tensor]:
-        """``[T K]`` each: the columns in increasing order, those of empty places first, and the places they are of."""
+        """``[T K]`` each: the columns in increasing order, empty places first, and the place of each."""
         ordered, order = self.columns.view(-1).sort(stable=True)
         return ordered, order
 
@@ -148,7 +148,7 @@ class ByBlocks:
             yield slice(start, start + len(block)), block, torch.where((at >= 0) & (at < len(block)), at, len(block))
 
     def _dense(self, values: Tensor, at: Tensor, count: int) -> Tensor:
-        """``[T, C]``: the values at their columns; those of other blocks are written behind the end of a row."""
+        """``[T, C]``: the values at their columns; values of other blocks are written behind the end of a row."""
         dense = torch.zeros(len(values), count + 8, dtype=self.dtype, device=values.device)
         return dense.scatter_(1, at, values.to(self.dtype))[:, :count]
 

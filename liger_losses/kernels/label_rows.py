@@ -65,7 +65,7 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
 def masked_labels(
     labels: Tensor, ignore_index: int, vocab_size: int, *, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All labels as those of active tokens, for calls that do not drop the others.
+    """The labels of all tokens, as if all were active, for calls that drop none.
 
     Args:
         labels: ``[T]`` int64, contiguous.

@@ -1,4 +1,4 @@
-"""``exp(logit - offset)`` of ``hidden @ weight.T`` in the product's epilogue: a softmax without a pass of its own.
+"""``exp(logit - offset)`` of ``hidden @ weight.T`` in the product's epilogue: a softmax without a separate pass.
 
 N tokens, H hidden size, V vocabulary size.
 
@@ -287,7 +287,7 @@ def _row_statistics_kernel(
     column_tiles, tokens, inverse_vocab_size, limit, parts, group, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
-    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, whose rounding errors are those of ``logp``.
+    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
 
     With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
 

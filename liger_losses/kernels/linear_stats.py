@@ -117,7 +117,7 @@ def partial_sums(
 
 
 def _merged(partial: Tensor, sums: Sums) -> Tensor:
-    """The splits' sums ``[K, S, N]`` as those of one split ``[K, 1, N]``, in an order that depends on S alone.
+    """Merge the sums of S splits, ``[K, S, N]`` to ``[K, 1, N]``, in an order that depends on S alone.
 
     (Torch's sums over S would be taken in another order for each N.)
     """

@@ -155,8 +155,8 @@ class Epilogue(NamedTuple):
 class KernelTransform(NamedTuple):
     """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
 
-    Where each token has a temperature of its own, factor and cap are those at temperature 1, and what
-    :func:`inverse_temperature` loads multiplies both.
+    With a temperature per token, factor and cap are for temperature 1, and what :func:`inverse_temperature` loads
+    multiplies both.
 
     Kernels ask what is ``None`` in it: Triton 3.6 cannot compare a tuple that holds ``None``.
     """
@@ -168,7 +168,7 @@ class KernelTransform(NamedTuple):
 
 @jit
 def inverse_temperature(transform, rows, valid, AXIS: tl.constexpr):
-    """1 / temperature of the ``rows`` that are ``valid``, where each token has one of its own.
+    """1 / temperature of the ``rows`` that are ``valid``, for a temperature per token.
 
     Of one row or of a vector of rows (``AXIS`` 0), or ``[R, 1]`` of a tile's (``AXIS`` 1).
     """

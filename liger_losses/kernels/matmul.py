@@ -44,7 +44,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` as a new tensor in ``dtype``: that of ``a`` and ``b``, or fp32. See :func:`matmul_into`.
+    """``a @ b`` as a new tensor in ``dtype``: the dtype of ``a`` and ``b``, or fp32. See :func:`matmul_into`.
 
     The caller sees to it that sizes are multiples of :data:`ALIGNED`, or small.
     """
@@ -54,7 +54,7 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
-    """:func:`matmul_into` on a GPU. If a size is no multiple of :data:`ALIGNED`, the rest is a product of its own."""
+    """:func:`matmul_into` on a GPU. If a size is not a multiple of :data:`ALIGNED`, the rest is a separate product."""
     (rows, terms), columns = a.shape, b.shape[1]
     if rows % ALIGNED and rows > MIN_CUT_SIZE:
         cut = rows // ALIGNED * ALIGNED

@@ -39,7 +39,7 @@ def places(names: tuple[str, ...]) -> tuple[Any, ...]:
 
 #: What a loss may ask for. All but ``argmax`` can be differentiated.
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
-#: The rows that :func:`store_statistics` writes; ``argmax`` has a tensor of its own. ``max_logit`` is for the engine.
+#: The rows that :func:`store_statistics` writes; ``argmax`` has a separate tensor. ``max_logit`` is for the engine.
 STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit")
 _LSE, _LOGP, _ENTROPY, _MEAN_LOGP, _LOG_SUM_SQ_PROBS, _MEAN_LOGIT, _MAX_LOGIT = places(STORED)
 #: The sums of one split that :func:`store_sums` writes, with e = exp(z - top).
@@ -136,10 +136,10 @@ def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weigh
 def merge(
     parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The statistics of a softmax over all columns from those of its parts, W groups of columns.
+    """Merge the statistics of W groups of columns into the statistics of a softmax over all columns.
 
-    With ``w_r = exp(lse_r - lse)``, the probability of the columns of part r, the log-sum-exp is that of the parts'
-    log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``, and so on.
+    With ``w_r = exp(lse_r - lse)``, the probability of the columns of part r, the log-sum-exp is the log-sum-exp of the
+    parts' log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``, and so on.
 
     Args:
         parts: ``[W, R]`` each: the statistics of each part's columns, by name, ``lse`` among them. ``logp`` is read

@@ -63,7 +63,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def as_output(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor, contiguous and in ``dtype`` (its own by default), to be returned by an autograd function.
+    """The tensor, contiguous and in ``dtype`` (by default unchanged), to be returned by an autograd function.
 
     A tensor that already is both is returned as it is, without a call of ``to`` or ``contiguous``: under torch.compile,
     torch 2.11 computes a gradient of 0 for an output that such a call returned unchanged.

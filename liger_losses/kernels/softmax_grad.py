@@ -62,7 +62,7 @@ class SoftmaxGradient(NamedTuple):
             logits: ``[R, k]``.
             lse: ``[R]``, over the whole vocabulary.
             at_label: ``[R, k]`` bool, where the column is the row's label.
-            class_weight: ``[R, k]``, those of the columns.
+            class_weight: ``[R, k]``, the weights of these columns.
             vocab_size: V.
         """
         log_p = (logits - lse[:, None]).clamp(min=-1e4)  # 0 * -inf is not 0
@@ -116,8 +116,8 @@ def softmax_gradient_into(
     """Gradient of the loss with respect to a slice of the projections; see :class:`SoftmaxGradient`.
 
     Args:
-        out: ``[R, C]``, of any floating-point dtype. It may be ``projected`` itself, or lie in the memory of its
-            rows, each row of ``out`` at the beginning of its own row.
+        out: ``[R, C]``, of any floating-point dtype. It may be ``projected`` itself, or lie in the memory of its rows;
+            each row of ``out`` then begins where the row of logits does.
         projected: ``[R, C]``, fp32 or fp64, rows contiguous: columns ``first_column`` to ``first_column + C`` of the
             vocabulary.
         lse: ``[R]``, log-sum-exp over the whole vocabulary.

@@ -44,18 +44,19 @@ _HOPPER = Tiling(Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 3), row_entries
 _OTHERS = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3), row_entries=16, longest_row=16384)
 
 #: Compiled, not measured: AMD's CDNA with 64 KiB of shared memory. The fp32 projections of 128 columns take all of it
-#: on their way to memory; those of 64 columns take 32, and loads 24 beside them.
+#: on their way to memory; tiles of 64 columns take 32, and loads 24 beside them.
 _SMALL = _OTHERS._replace(by_pointers=Tile(128, 64, 32, 8, 3))
 
-#: Compiled, not measured: AMD's RDNA, whose warps of 32 have half as many registers for a tile as those of 64, and
-#: whose products (WMMA) take their operands from them. With 128 columns, up to 368 bytes are spilled.
+#: Compiled, not measured: AMD's RDNA, whose warps of 32 threads have half as many registers for a tile as warps of 64,
+#: and whose products (WMMA) take their operands from them. With 128 columns, up to 368 bytes are spilled.
 _NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=16, longest_row=16384)
 
 
 class Order(NamedTuple):
     """How the tiles of a product with exponentials are taken: by groups of warps in turn, as in
     :mod:`~liger_losses.kernels.hopper_pipeline`, or by whole programs; how many row tiles walk the vocabulary together;
-    and whether groups in turn store the sums of each tile (``True``), or, where they can, those of all their tiles."""
+    and whether groups in turn store the sums of each tile (``True``), or, where they can, of all their tiles at
+    once."""
 
     in_turn: bool
     together: int

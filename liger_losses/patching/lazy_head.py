@@ -97,8 +97,8 @@ def make_head_lazy(
 ) -> list[Entry]:
     """Make the output embedding return lazy logits.
 
-    Under an adapter (PEFT's ``lora.Linear``, say), all linear layers as wide as the vocabulary become lazy: the sum of
-    their outputs is again one product.
+    Under an adapter (PEFT's ``lora.Linear``, for example), all linear layers as wide as the vocabulary become lazy: the
+    sum of their outputs is again one product.
 
     Args:
         model: with ``get_output_embeddings``, as transformers' models have it.
@@ -135,7 +135,7 @@ def make_head_lazy(
 
 
 def _owner(model: nn.Module) -> nn.Module | None:
-    """The model that has the head; an adapter's model, say, is around it."""
+    """The model that has the head, inside wrappers such as an adapter's model."""
     return next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
 
 

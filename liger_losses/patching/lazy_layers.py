@@ -91,7 +91,7 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
 
 
 def _compute(layer: Any, product: Callable[..., Any], hidden_states: Tensor) -> Any:
-    """The layer's forward with ``product`` in place of ``F.linear``."""
+    """The layer's forward with ``product`` instead of ``F.linear``."""
     if layer.own_forward is None:
         return product(hidden_states, layer.weight, layer.bias)
     with LazyProducts(product):

@@ -22,7 +22,7 @@ from liger_losses.patching.probing import Mismatch, call_with, check_close, isol
 
 
 class LazyProducts(TorchFunctionMode):
-    """Within this context, ``product`` is called in place of ``F.linear``."""
+    """Within this context, ``product`` replaces ``F.linear``."""
 
     def __init__(self, product: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def _run(forward: Callable[..., Any], hidden_states: Tensor, product: Callable[.
 def check_forward(module: Any) -> None:
     """Raise Mismatch unless the forward on a linear layer's instance returns lazy logits where its products are lazy.
 
-    It runs with small parameters in place of the layer's own, which it must read at each call.
+    It runs with small parameters instead of the layer's, which it must read at each call.
     """
     if "_hf_hook" in vars(module):
         raise Mismatch("accelerate moves the layer's inputs or weights in it")
@@ -99,7 +99,7 @@ def match_shared(module: Any) -> VocabularyRanks:
 def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """What the forward of a linear layer's class does to its products, or Mismatch.
 
-    It runs on lazy logits in place of the products, so that nothing of their size is computed.
+    It runs on lazy logits instead of the products: nothing of their size is computed.
 
     Args:
         layer: with a weight and, where it has one, a bias.

@@ -49,7 +49,7 @@ def patch(
 
     Replacements are part of the model: copies and unpickled models have them too, and other models of the process, of
     the same classes or not, have none. A module that rotates its queries and keys runs copies of its methods, which see
-    the globals of its file as they are now: what is replaced in that file later, it does not see.
+    the globals of its file as they are now, and not what is replaced in that file later.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
@@ -110,8 +110,8 @@ def unpatch(model: nn.Module) -> None:
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: something else changed a patched module since (sharding or parametrizing it, say); nothing is
-            undone then.
+        RuntimeError: something else changed a patched module since (for example by sharding or parametrizing it);
+            nothing is undone then.
     """
     _check_model(model)
     for path, module in model.named_modules():
@@ -143,7 +143,7 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
         """Load a model and patch it.
 
         Args:
-            args, kwargs: those of ``AutoModelForCausalLM.from_pretrained``.
+            args, kwargs: arguments of ``AutoModelForCausalLM.from_pretrained``.
             patch_options: keyword arguments of :func:`patch`.
 
         Returns:

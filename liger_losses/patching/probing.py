@@ -95,7 +95,7 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
 
 
 def has_tensors(module: nn.Module) -> bool:
-    """Whether a module has parameters or buffers of its own."""
+    """Whether a module itself has parameters or buffers."""
     return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
@@ -170,7 +170,7 @@ class _Computed(nn.Module):
 def call_with(
     parameters: Mapping[str, Tensor], compute: Callable[[Any, Tensor], Tensor], module: nn.Module, x: Tensor
 ) -> Any:
-    """``compute(module, x)``, with other parameters in place of the module's of these names, and without its hooks."""
+    """``compute(module, x)``, with other parameters under these names, and without the module's hooks."""
     named = {f"module.{name}": parameter for name, parameter in parameters.items()}
     return torch.func.functional_call(_Computed(compute, module), named, x)
 
@@ -241,7 +241,7 @@ def first_match(
 ) -> _Candidate:
     """The first candidate that agrees in all cases; cases are taken from their iterator when they are needed.
 
-    If none agrees, the Mismatch is that of the one that agreed in the most cases.
+    If none agrees, the Mismatch is from the kind that agreed in the most cases.
     """
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:

@@ -109,7 +109,7 @@ _CASES = {
     "bfloat16 with float32 cos of half the head size": (8, 2, _B16, _F32),
     "float32 with bfloat16 cos": (16, 2, _F32, _B16),
 }
-#: Cases of which a function must take one: each sequence has angles of its own.
+#: A function must accept one of these cases; in each, every sequence has different angles.
 _ANGLES_PER_SEQUENCE = [name for name, case in _CASES.items() if case[1:] == (2, _F32, _F32)]
 
 
@@ -287,7 +287,8 @@ def _enclosed(cell: types.CellType) -> types.FunctionType | None:
 
 
 def _copy(function: Any, rotations: dict[tuple[str, str], Rotation], made: dict[Any, Any]) -> Any:
-    """A copy of a function that calls ``rotations`` in place of those of its file; itself if it calls none of them.
+    """A copy of a function that calls ``rotations`` instead of the functions of its file; itself if it calls none of
+    them.
 
     ``made`` are the copies so far.
     """

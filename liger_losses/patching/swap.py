@@ -29,7 +29,7 @@ class Replacement(Protocol):
         return NotImplemented
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of a method; by default :meth:`call`."""
+        """What replaces a method; by default :meth:`call`."""
         return self.call
 
     def in_tiles(self, tiles: Any) -> Any:
@@ -83,7 +83,7 @@ def restore(module: nn.Module) -> None:
 
 
 def _is_unit(changed: type) -> bool:
-    """Whether ``fully_shard`` has derived a class from that of a swapped module."""
+    """Whether ``fully_shard`` has derived a class from the class of a swapped module."""
     first, *others = changed.__bases__
     is_fsdp = hasattr(first, "set_reshard_after_forward") and not issubclass(first, nn.Module)
     return is_fsdp and len(others) == 1 and "_liger_original" in vars(others[0])
@@ -165,7 +165,7 @@ def _make_subclass(original: type[nn.Module], replacement: Any, replaced: tuple[
         # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # of a subclass of it, or of a class with a __reduce__ of its own
+            return reduced  # of a subclass of it, or of a class that defines __reduce__
         return _new, (original, replacement), *reduced[2:]
 
     members = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}

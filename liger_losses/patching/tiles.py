@@ -222,7 +222,7 @@ def _random_states(x: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _random(x: Tensor, states: list[Tensor] | None) -> Iterator[None]:
-    """The random states of the forward, if it drew numbers, for dropout; and those of before afterwards."""
+    """The random states of the forward, if it drew numbers, for dropout; the present states are restored afterwards."""
     if states is None:
         yield
         return

@@ -149,7 +149,7 @@ def chunked_jsd_loss(
         return sparse_divergence(masked(statistics.selected_logps, mask), teacher, divergence, tail)
 
     teacher = masked(teacher_target_logps.float(), valid_candidate_mask)
-    if autocast_dtype(hidden_valid.device) is None:  # autocast has a rule of its own for dtypes that differ
+    if autocast_dtype(hidden_valid.device) is None:  # autocast has a separate rule for dtypes that differ
         dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
         hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
         lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)

@@ -21,7 +21,7 @@ class LowRank:
 
     Args:
         a, b: ``[r, H]``, ``[V, r]``, both differentiable.
-        scale: lora_alpha / r, say.
+        scale: ``lora_alpha / r``, for example.
         dropout: the probability with which hidden states are dropped before A.
     """
 

@@ -217,8 +217,8 @@ def raise_on_all_ranks(
     """Make all ranks raise that compute this call together, unless they know of its error, which is to be raised next.
 
     Args:
-        error: that of a call with these arguments. Where a loss or an operation takes no such arguments, this function
-            raises a TypeError that says how it is called.
+        error: what a call with these arguments raised. Where a loss or an operation takes no such arguments, this
+            function raises a TypeError that says how it is called.
         since: how many exchanges there were before the call. If the ranks that share a head have met since, they know
             of the error, or have gone on, and cannot be told.
         function: what was called: an operation, or the ``forward`` of the ``loss``.

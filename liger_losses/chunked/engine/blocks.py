@@ -153,7 +153,7 @@ def _fused(
 
 
 class Columns(Block):
-    """Nothing: statistics come from kernels that keep no logits, gradients from logits that are computed anew.
+    """Nothing: statistics come from kernels that keep no logits, gradients from logits that are computed again.
 
     Gradients, and statistics where the head's rows must be dequantized, walk the vocabulary in tiles of all of a part's
     tokens: grad_weight is written once for each part, and a row is dequantized once for each part and pass.
@@ -179,7 +179,7 @@ class Columns(Block):
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _merged(self, part: Part) -> dict[str, Tensor]:
-        """The statistics of all columns, from those of each tile."""
+        """The statistics of all columns, merged from the statistics of each tile."""
         found, sizes = list[Mapping[str, Tensor]](), list[int]()
         for columns in blocks(self.vocab_size, self.call.plan.tile_columns):
             found.append(self._statistics(part, columns))
@@ -327,7 +327,8 @@ class LogitBlock(Block):
             yield at, finite_logs(own(projected[at]) - lse[at, None]), own
 
     def _selected(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The selected columns ``[R, k]`` among those computed here, and which are (0 stands for those of others)."""
+        """The selected columns ``[R, k]`` that this rank computes, and which they are (0 for columns of other
+        ranks)."""
         if self.opened.others is None:
             return columns, None
         columns = columns - self.opened.first_column
@@ -352,7 +353,7 @@ class LogitBlock(Block):
         columns = slice(0, self.vocab_size)
         selected = upstream.get("selected_logps")
         if selected is not None:
-            # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
+            # Every log-probability adds -g p to the whole row; what it adds at its label's column follows.
             others = {name: g for name, g in upstream.items() if name != "selected_logps"}
             upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
         registered = upstream.get("registered")
@@ -394,7 +395,7 @@ class LogitBlock(Block):
     def _add_selected(
         self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None
     ) -> None:
-        """Write the gradient at the selected columns anew, ``upstream [R, k]`` included: nothing is rounded twice."""
+        """Write the gradient at the selected columns again, with ``upstream [R, k]``: nothing is rounded twice."""
         query, lse, transform = self.call.query, part.values["lse"], part.epilogue.transform
         columns, labels = part.columns(self.call), self.call.tokens.labels[part.rows, None]
         local, owned = self._selected(columns)
@@ -431,7 +432,7 @@ def projection_gradient(
 ) -> Tensor:
     """d loss / d projection ``[R, C]`` in the operand dtype, in the memory of the projections.
 
-    A half-precision row overwrites the first half of its own fp32 row, so that no second buffer is needed.
+    A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed.
     """
     call = opened.call
     return softmax_gradient_into(
@@ -489,7 +490,7 @@ class ExponentialBlock(Block):
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
 
     def _merged(self, found: Exponentials, part: Part, others: Tensor) -> Exponentials:
-        """The statistics of all ranks' columns; ``logp`` is that of the column which stands here for the label."""
+        """The statistics of all ranks' columns; ``logp`` belongs to the column that stands here for the label."""
         logit_here = found.logp + found.lse
         named = {name: value for name, value in found._asdict().items() if value is not None and name != "offset"}
         self.opened.merge_(part.rows, named)

@@ -63,7 +63,7 @@ class Call:
         return frozenset({*self.outputs, "lse", *beside})
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
-        """From statistics ``[T]`` of all tokens to those of each tensor of labels, in its shape."""
+        """Split statistics ``[T]`` of all tokens into statistics of each tensor of labels, in its shape."""
         parts = {name: self.tokens.split(value) for name, value in values.items()}
         return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(self.tokens.shapes))]
 
@@ -111,7 +111,7 @@ class OpenCall:
         return opened
 
     def merge_(self, rows: slice, *softmaxes: Mapping[str, Tensor]) -> None:
-        """Replace statistics of the columns computed here by those of the whole vocabulary, of some tokens."""
+        """Merge statistics of this rank's columns into statistics of the whole vocabulary, for some tokens."""
         if self.others is not None:
             labels, class_weight = self.call.tokens.labels[rows], self.call.query.class_weight
             self.call.ranks.merge_(labels, *softmaxes, class_weight=class_weight)
@@ -162,7 +162,7 @@ def _make_shared_call(
         if call is None:
             call = _call(decision, head, query, counted)  # while the ranks compare what they were given
     except Exception:
-        with suppress(ValueError, RuntimeError):  # the exchanges that follow from it are those of all ranks
+        with suppress(ValueError, RuntimeError):  # all ranks make the exchanges that follow from it
             agreement.wait()
         raise
     agreement.wait()
@@ -214,7 +214,7 @@ def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query,
         of_tokens["temperatures"] = compared.temperature.float()
     if query.selected is not None:
         of_tokens["selected columns"] = query.selected
-    if not in_a_loss:  # a loss has noted these by its own names
+    if not in_a_loss:  # a loss has noted these by the names of its arguments
         of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
         of_tokens |= {f"weights[{name!r}]": value for name, value in query.weight_tensors.items()}
     for name, value in of_tokens.items():

@@ -83,7 +83,7 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
 
 
 def _what_to_do(name: str, value: Any) -> str:
-    """What to pass in place of something that is no tensor."""
+    """What to pass instead of something that is not a tensor."""
     if isinstance(value, nn.Module):
         return "; a layer such as model.lm_head goes where the weight goes"
     if getattr(value, "last_hidden_state", None) is not None:
@@ -262,8 +262,8 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     """Whether a layer's weight and bias are all that its logits are made of.
 
-    A linear layer of a subclass may have a forward of its own, which scales them, say; one of this library says
-    ``computes_linear``. An embedding's forward is not that of the head that shares its weight.
+    A subclass of a linear layer may override ``forward``, for example to scale the logits; this library's say
+    ``computes_linear``. An embedding's forward differs from the forward of a head that shares its weight.
     """
     if isinstance(layer, nn.Embedding):
         return True

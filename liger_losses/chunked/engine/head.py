@@ -40,28 +40,27 @@ class Head:
 
     With ``group``, the ranks of a process group share the vocabulary: each passes some rows of weight and bias, any
     number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
-    teacher's columns count the whole vocabulary. All ranks make the head, and every call with it, together, on
-    the same hidden states and labels. Each gets the same results, the whole gradient of the hidden states, and its own
-    rows of the gradients of weight and bias. A weight that is a DTensor with placements ``[Shard(0)]`` is shared by its
-    mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
+    teacher's columns count the whole vocabulary. All ranks make the head, and every call with it, together, on the same
+    hidden states and labels. Each rank gets the same results, the whole gradient of the hidden states, and the
+    gradients of the rows of weight and bias that it holds. A weight that is a DTensor with placements ``[Shard(0)]`` is
+    shared by its mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so
+    are gradients.
 
-    A quantized weight is frozen, and dequantized for each pass, some rows at a time where it is large:
-    ``logits = transform(hidden_states @ [quantized, weight].T + bias)``, where ``weight`` has no columns, or those of
-    adapters.
+    A quantized weight is frozen, and dequantized for each pass, some rows at a time if it is large.
 
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
         bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
         transform: temperature, scale and soft-cap of the logits.
         group: the process group whose ranks share the vocabulary.
-        batch_invariant: compute each token's forward statistics with the same bits in any batch: whatever the number of
-            tokens, their order, the mask and the workspace are. By default, whether the environment variable
+        batch_invariant: compute each token's forward statistics with the same bits in any batch, for any number and
+            order of tokens, mask and workspace. The default is True if the environment variable
             ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
         adapters: LoRA, whose products are added.
 
     Raises:
-        TypeError: not tensors, or neither floating point nor of a quantized type that is known; a group of which this
-            rank is no member.
+        TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
+            not a member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
             with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
         RuntimeError: another rank of the group has raised.
@@ -127,17 +126,17 @@ class Head:
     def of(
         cls, weight: Tensor | nn.Module | Head, bias: Tensor | None = None, transform: LogitTransform | None = None
     ) -> Head:
-        """A head from what there is: tensors, a module such as ``model.lm_head``, or a head.
+        """Make a head from tensors, from a module such as ``model.lm_head``, or from a head.
 
         Args:
             weight: ``[V, H]``; or an ``nn.Linear`` (or ``nn.Embedding``, for tied weights) that holds it and the bias;
                 or a quantized layer, or PEFT's LoRA around any of these; or a head, which is returned.
-            bias: ``[V]``, for a weight without one of its own.
-            transform: joined with the head's own: what one of the two leaves at its default comes from the other.
+            bias: ``[V]``, for a weight without a bias.
+            transform: joined with the head's transform: what one of the two leaves at its default comes from the other.
 
         Raises:
-            TypeError: a module that is no linear layer: a whole model, an adapter that is not LoRA, a quantized layer
-                that is not known, a subclass of ``nn.Linear`` with a forward of its own.
+            TypeError: a module that is not a linear layer: a whole model, an adapter that is not LoRA, an unknown
+                quantized layer, a subclass of ``nn.Linear`` that overrides ``forward``.
             ValueError: a bias, temperature, scale or soft-cap that is given twice.
         """
         if isinstance(weight, nn.Module) and type(weight) is not nn.Linear:
@@ -183,14 +182,14 @@ class Head:
         return self.weights.shape[1]
 
     def with_fields(self, **changes: Any) -> Head:
-        """This head with other fields that follow from its own, so that nothing is checked again."""
+        """This head with other fields that follow from its fields: nothing is checked again."""
         made = object.__new__(Head)
         for name in Head.__match_args__:
             object.__setattr__(made, name, changes.get(name, getattr(self, name)))
         return made
 
     def with_partial_gradients(self) -> Head:
-        """This head, of which each rank gets its own columns' part of the hidden states' gradients.
+        """This head, for which each rank gets its columns' part of the hidden states' gradients.
 
         For callers that sum these parts over the ranks in backward themselves, such as Megatron's gather of a sharded
         sequence, whose backward is a reduce-scatter. Without a group, it is the head itself.
@@ -208,7 +207,8 @@ class Head:
         return self.with_fields(weight=self.weight[columns], **changes)
 
     def expand(self, hidden_states: Any) -> tuple[Any, Head]:
-        """Hidden states (or a list of them) and a head without adapters that have the logits of these with this one."""
+        """Hidden states (or a list of them) and a head without adapters, with the same logits as ``hidden_states`` with
+        this head."""
         if isinstance(hidden_states, (list, tuple)):
             pairs = [self.expand(part) for part in hidden_states]
             return [hidden for hidden, _ in pairs], pairs[0][1]

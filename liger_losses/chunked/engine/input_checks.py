@@ -63,7 +63,7 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
 
 
 def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], head: Head) -> Tensor:
-    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; or that of the only one.
+    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels, or of the only one.
 
     Raises:
         TypeError, ValueError: not one tensor for each tensor of labels, in its shape.

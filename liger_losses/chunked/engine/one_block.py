@@ -82,7 +82,7 @@ class OneBlock:
         columns = weight.shape[0]
         if call.needs_bias:
             grad_bias = torch.zeros(columns, dtype=call.work.logits_dtype, device=device)
-        narrow = projected.view(call.work.operand_dtype)  # each row in the first half of its own fp32 row
+        narrow = projected.view(call.work.operand_dtype)  # each row in the first half of the same fp32 row
         grad = softmax_gradient_into(
             narrow if narrow.shape[1] == columns else narrow[:, :columns],
             projected,

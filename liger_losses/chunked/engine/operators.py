@@ -110,7 +110,7 @@ class Given(NamedTuple):
     dtype: torch.dtype  # of statistics
 
     def number(self, place: int) -> Any:
-        """One of the numbers; a tensor where each token has its own."""
+        """One of the numbers; a tensor for one number per token."""
         tensor: Any = self.changing[place]
         if tensor is not None:
             return tensor if tensor.dim() else tensor.item()
@@ -147,7 +147,7 @@ class Given(NamedTuple):
         return head, query, EngineOptions(*[getattr(self, field.name) for field in fields(EngineOptions)])
 
     def flat(self, found: Sequence[Statistics], names: Sequence[str]) -> list[Tensor]:
-        """Statistics ``[T]`` of all tokens, from those of each tensor of labels."""
+        """Statistics ``[T]`` of all tokens, joined from the statistics of each tensor of labels."""
         dims = [part.dim() for part in self.labels]
         pairs = list(zip(found, dims, strict=True))
         return [torch.cat([getattr(part, name).flatten(0, dim - 1) for part, dim in pairs]) for name in names]
@@ -250,7 +250,7 @@ def _given(
     shift: int = 0,
     numbers: Sequence[Any] = (),
 ) -> Given:
-    """A call that fits together; ``numbers`` are those of its token loss."""
+    """A checked call; ``numbers`` belong to its token loss."""
     if head.adapters:
         hidden_states, head = head.expand(hidden_states)
     hidden = list(hidden_states) if isinstance(hidden_states, (list, tuple)) else [hidden_states]
@@ -305,7 +305,7 @@ def _given(
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """As an operator's argument, a number that changes would be compiled anew for each value."""
+    """As an operator's argument, a number that changes would be compiled again for each value."""
     return value if isinstance(value, Tensor) else torch.ones((), dtype=torch.float64) * value
 
 
@@ -342,7 +342,7 @@ def _separate(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _leaves(given: Given, needs: Sequence[bool]) -> tuple[Given, list[Any]]:
-    """The call of leaves of a graph, and those of which gradients are needed."""
+    """The call of leaves of a graph, and the leaves that need gradients."""
     pairs = zip(given.trained, needs, strict=True)
     leaves: list[Any] = [None if tensor is None else tensor.detach().requires_grad_(need) for tensor, need in pairs]
     *hidden, weight, bias = leaves
@@ -383,7 +383,8 @@ def _(*given: Any) -> list[Tensor]:
 
 @_operator("liger_losses::gradients", ", Tensor[] values, Tensor?[] upstream, bool[] needs")
 def _gradients(*arguments: Any) -> list[Tensor]:
-    """From the gradients of statistics to those of what ``needs`` them; ``values`` are all that forward returned."""
+    """From the gradients of statistics to the gradients of what ``needs`` them; ``values`` are all that forward
+    returned."""
     *given, values, upstream, needs = arguments
     with torch.inference_mode(False), torch.enable_grad():
         call, leaves = _leaves(Given(*given), needs)

@@ -120,7 +120,7 @@ def linear_logps(
             hidden states, heads, labels and biases, some may be lists of K; what there is one of serves all.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
         labels: ``[...]`` int64; or a list of K. Or ``[..., m]``, several labels for each hidden state, as of texts that
-            share a prefix: one projection serves all of them, and what is not asked for is ``ignore_index``.
+            share a prefix: one projection serves all of them; ``ignore_index`` where a hidden state has fewer labels.
         support: the columns that a sampler kept for each token; log-softmax, entropy and log-sum-exp are then taken
             over these alone.
         bias: ``[V]``; or a list of K.
@@ -196,15 +196,15 @@ def linear_topk(
 ) -> TopK:
     """The k largest log-probabilities of each token, without the logits in memory.
 
-    The log-probabilities are over the whole vocabulary, and differentiable; which columns they are of is not.
+    The log-probabilities are over the whole vocabulary, and differentiable; the choice of columns is not.
 
     Args:
         hidden_states: ``[..., H]``.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         k: how many, at most V.
         labels: ``[...]`` int64; tokens whose label is ``ignore_index`` get zeros and cost nothing. All by default.
-        rest: also return the log-probability of all other columns together, without a gradient, from their own sum: it
-            keeps its digits where the k largest have nearly all of the probability.
+        rest: also return the log-probability of all other columns together, without a gradient, computed from their
+            sum: it is exact even where the k largest have nearly all of the probability.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
         options: how to stream.
@@ -213,7 +213,7 @@ def linear_topk(
         ``logps [..., k]``, fp32 (fp64 for fp64 inputs), ``ids [..., k]`` int64, and ``rest [...]`` or ``None``.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_statistics`; a k that is no number of columns.
+        TypeError, ValueError: as :func:`linear_statistics`; a k that is not a number of columns.
     """
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if labels is None:
@@ -264,12 +264,12 @@ def linear_labels_loss(
     """``-sum_t sum_m w_tm log p(y_tm)``: cross-entropy of hidden states that have several labels each, in one pass.
 
     One projection serves all labels of a hidden state: the hidden states of a prefix that several texts share (trees of
-    rollouts) are projected once, and the weight of a label counts in how many texts it follows.
+    rollouts) are projected once, and a label's weight says in how many texts it follows.
 
     Args:
         hidden_states: ``[..., H]``.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
-        labels: ``[..., m]`` int64; what there is not is ``ignore_index``.
+        labels: ``[..., m]`` int64; ``ignore_index`` where a hidden state has fewer labels.
         weights: ``[..., m]``, constants; advantages, for example.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
@@ -330,7 +330,7 @@ def linear_divergence(
     Args:
         hidden_states: ``[..., H]``, the student's.
         weight: the student's ``lm_head``: ``[Vs, H]``, a linear layer, or a :class:`Head`.
-        labels: ``[...]`` int64; only which are ``ignore_index`` matters, unless ``logp`` is asked for.
+        labels: ``[...]`` int64; without ``logp``, only their ``ignore_index`` counts.
         teacher: see :class:`liger_losses.Teacher`.
         divergence: see :class:`liger_losses.Divergence`.
         logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature

@@ -38,10 +38,10 @@ MEMORY_PARTS = 32
 #: fp32: on an H200, this takes as long as the product at a hidden size of 2048.
 MIN_KEPT_HIDDEN_SIZE = 2560
 
-#: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times that of plain
-#: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead.
-#: Exponential blocks add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole
-#: is that of plain PyTorch or below, and twice that on rows of the vocabulary that are no token's label.
+#: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the error of plain
+#: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead. Exponential
+#: blocks add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole is at most
+#: the error of plain PyTorch, and twice as large on rows of the vocabulary that are no token's label.
 MAX_HALF_PRECISION_BLOCKS = 8
 MAX_EXPONENTIAL_BLOCKS = 32
 #: A block whose gradient of hidden states has fewer entries leaves most processors idle in that product; a second
@@ -142,7 +142,7 @@ class Workload:
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
-    teacher_hidden_bytes: int = 0  # and those of its hidden state, where that is gathered or cast:
+    teacher_hidden_bytes: int = 0  # and of its hidden state, where that is gathered or cast:
     teacher_gathers: bool = False  # whether it is even if all tokens are active
     divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
@@ -215,7 +215,7 @@ class Plan:
     scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
     weight_chunk: int  # rows of the weight that are cast at once; V when none need it
     kept: int  # bytes for logits that stay until backward
-    resident: bool  # whether those of all tokens fit there
+    resident: bool  # whether the logits of all tokens fit there
     few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
     few_blocks: bool  # whether there are no more
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
@@ -341,7 +341,7 @@ class _Budget(NamedTuple):
 
 
 def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, memory: int) -> _Budget:
-    """Divide the call's own workspace, the user's default, or that of the workload and the device."""
+    """Divide the call's workspace, the user's default, or the default for the workload and the device."""
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
     numbers = 32 if work.fused or work.divergence_tiles else 16
@@ -379,10 +379,10 @@ def _part_rows(work: Workload, size: int) -> int:
 
 
 def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
-    """Of the gradient pass's tiles: all bytes, those of a token's hidden states, and those of one entry."""
+    """Of the gradient pass's tiles: all bytes, the bytes of a token's hidden states, and of one entry."""
     item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
     if work.fused and by_default:
-        statistics = 32 if work.ranks == 1 else 96  # numbers per token; those of other ranks are gathered
+        statistics = 32 if work.ranks == 1 else 96  # numbers per token; the other ranks' numbers are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
     if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs
         teacher = work.teacher_hidden_bytes * (work.gathers or work.teacher_gathers)

@@ -151,8 +151,8 @@ def _scales_4bit(state: Any, first: int, last: int) -> Tensor:
 def _rows_4bit_cpu(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
     """As bitsandbytes lays out 4-bit weights on CPUs with bf16 instructions when it generates.
 
-    Of 32 rows at a time there are ``[H / 2, 32]`` bytes: each line has two columns of these rows, those of rows 0 to 15
-    in the low halves and those of rows 16 to 31 in the high ones. The scales are ``[H / blocksize, V]``.
+    32 rows take ``[H / 2, 32]`` bytes: each line has two columns of these rows, rows 0 to 15 in the low halves and rows
+    16 to 31 in the high ones. The scales are ``[H / blocksize, V]``.
     """
     width, first = state.shape[1], start % 32
     part = packed.view(-1, width // 2, 32)[start // 32 : -(-stop // 32)]

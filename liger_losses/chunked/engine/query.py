@@ -25,13 +25,13 @@ _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != 
 
 
 class Statistics(NamedTuple):
-    """Per-token statistics of the logits' softmax; ``None`` for those not asked for, 0 for tokens without loss.
+    """Per-token statistics of the logits' softmax; ``None`` for statistics that were not requested, 0 for tokens
+    without loss.
 
     :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
     log-probabilities of selected columns, ``divergence`` the divergence from a teacher. ``columns [..., k]`` have the
     largest log-probabilities, ``rest`` the log-probability of all columns that are not selected together, and
-    ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the
-    order in which they were asked for.
+    ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the order of the request.
     """
 
     logp: Any = None
@@ -146,7 +146,7 @@ class Query:
 
     @property
     def separable(self) -> bool:
-        """Whether the loss is a sum over tokens, each of its own statistics."""
+        """Whether the loss is a sum over tokens, each term a function of one token's statistics."""
         return self.token_loss is not None or self.token_weights is not None
 
     @property

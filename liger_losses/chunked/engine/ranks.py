@@ -93,8 +93,8 @@ class Ranks:
         return Agreement(None)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
-        """Replace the statistics of this rank's columns by those of the whole vocabulary, of several softmaxes at once;
-        see :func:`merge`."""
+        """Merge the statistics of this rank's columns into statistics of the whole vocabulary, for several softmaxes at
+        once; see :func:`merge`."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Replace values by their sum over the ranks."""
@@ -256,7 +256,7 @@ class VocabularyRanks(Ranks):
         return Agreement(self.group, VOCABULARY, device)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
-        # In an order that all ranks have: that of a set of names differs from process to process.
+        # In an order that all ranks have: the order of a set of names differs from process to process.
         named = [(i, name, values[name]) for i, values in enumerate(softmaxes) for name in sorted(values)]
         rows = [value.t() if value.dim() == 2 else value[None] for _, _, value in named]
         gathered = self.gather(torch.cat([row.to(softmaxes[0]["lse"].dtype) for row in rows]))

@@ -29,7 +29,7 @@ from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
 from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul
 
-#: Plain tensors, which have memory and no behaviour of their own.
+#: Plain tensors, which have memory and no overridden behaviour.
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: By what tensors and options tell; ``None`` for calls that have no straight line.
 _lines: dict[Any, StraightLine | None] = {}

@@ -159,7 +159,7 @@ class Stream:
         return Columns(self.opened, -(-self.count // max(parts, 1)))
 
     def _block_of_gradients(self) -> Block:
-        """The block of a pass that computes logits anew for their gradients."""
+        """The block of a pass that computes logits again for their gradients."""
         if self.call.query.needs_logits:
             return self._block(self.call.plan.rows)
         return Columns(self.opened, min(self.call.plan.tile_rows, self.count))

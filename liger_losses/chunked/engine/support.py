@@ -54,19 +54,20 @@ _INTEGERS = (torch.int32, torch.int64)
 class TokenSupport:
     """The columns of the vocabulary that a sampler kept for each token (by top-k, top-p, min-p ...), its support.
 
-    Tokens without any have no cut, and are scored over the whole vocabulary. What tokens without loss have does not
-    matter. Only the rows of the ``lm_head`` that are kept are read: time and memory grow with their number, not with
-    the vocabulary. Tokens with so many of them that products with the whole head take less time are scored by these.
+    Tokens without kept columns have no cut, and are scored over the whole vocabulary. The columns of tokens without
+    loss do not matter. Only the kept rows of the ``lm_head`` are read: time and memory grow with their number, not with
+    the vocabulary. Tokens with so many columns that products with the whole head are faster are scored by these
+    products.
 
     Args:
         ids: int64 or int32 columns, the ``S_t`` of token t: ``[..., K]``, one row for each label (with ``shift`` too),
             padded with -1 at any place; or ``[P]`` with ``offsets``.
         offsets: ``[T + 1]`` int64 or int32: in the order of the flattened labels, token t has
             ``ids[offsets[t]:offsets[t + 1]]``.
-        add_label: add a token's label to its columns where they lack it; otherwise this is an error.
+        add_label: add a token's label to its columns where they lack it; otherwise a missing label is an error.
         sparse_grad: the gradient of the weight is a sparse tensor of the rows that some token keeps, as for
-            ``nn.Embedding(sparse=True)``, for optimizers that take one. All tokens' rows are read then, however many.
-            Tokens without a cut still make it dense.
+            ``nn.Embedding(sparse=True)``, for optimizers that take one. The kept rows of all tokens are then read,
+            however many there are. If some token has no cut, the gradient is dense.
 
     Raises:
         TypeError, ValueError: not integer tensors, or of other shapes.
@@ -93,8 +94,8 @@ class TokenSupport:
             )
 
     def check(self, labels: Tensor, weight: Tensor) -> None:
-        """Raise ValueError unless there is a row for each label, on the weight's device, and the weight may have a
-        sparse gradient where one is asked for."""
+        """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
+        requested kind of gradient."""
         for name, value in (("ids", self.ids), ("offsets", self.offsets)):
             if value is not None and value.device != weight.device:
                 raise ValueError(
@@ -134,7 +135,7 @@ def linear_support_statistics(
 
     Args:
         hidden_states: ``[..., H]``.
-        head: labels and kept columns are those of its whole vocabulary, where ranks share it.
+        head: labels and kept columns count the whole vocabulary, where ranks share it.
         labels: ``[...]`` int64, not yet shifted.
         support: the kept columns.
         names: of :data:`SUPPORT_STATISTICS`, without tokens that have no cut also ``selected_logps``: the

@@ -42,8 +42,8 @@ class Teacher:
         bias: ``[Vt]``, for a weight without a bias.
         logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
         columns_correspond: the columns that both models have are the same tokens, although their numbers differ.
-            Otherwise another number than the student's is warned of, and refused where it differs by more than padding
-            explains (1,024 columns).
+            Otherwise a number that differs from the student's is a warning, and an error if it differs by more than
+            1,024 columns, which padding does not explain.
     """
 
     hidden_states: Tensor
@@ -78,7 +78,7 @@ class Teacher:
 
     @property
     def local_hidden_states(self) -> Tensor:
-        """The hidden states; of a DTensor, those of all tokens on this rank."""
+        """The hidden states; of a DTensor, the hidden states of all tokens, on this rank."""
         return self._parts[0]
 
     @property
@@ -157,9 +157,9 @@ class Teachers:
     """Several teachers, one for each token or sequence; their hidden sizes and heads may differ.
 
     Args:
-        teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. What they hold for
-            tokens of other teachers never matters.
-        which: ``[...]`` int64, the number of each token's teacher; or ``[B]``, of each sequence's.
+        teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. Values at tokens of
+            other teachers have no influence.
+        which: ``[...]`` int64, the index of each token's teacher; or ``[B]``, of each sequence's.
     """
 
     teachers: Sequence[Teacher | TeacherLogits]
@@ -254,11 +254,11 @@ class TeacherTopK:
     Args:
         logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the distillation's temperature.
         indices: ``[..., k]`` int64, which columns; no column twice for a token that carries loss.
-        tail: what is done with the rest. ``bucket`` (or ``lump``): the remaining probability of student and teacher is
+        tail: how the other columns count. ``bucket`` (or ``lump``): the remaining probability of student and teacher is
             pooled into one extra class. ``renormalize``: both distributions are restricted to the k columns. ``none``:
-            it is left out of the sum.
-        tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``: 1 minus the sum of
-            the others, which it is by default, has no digits left where that sum is near 1.
+            the other columns are left out of the sum.
+        tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``. The default, 1
+            minus the sum of the k probabilities, is inexact where that sum is near 1.
     """
 
     logps: Tensor

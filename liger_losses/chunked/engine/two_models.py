@@ -1,7 +1,7 @@
 """A block of two models: the student's gradient from the divergence between both models' logits.
 
 N active tokens, R tokens of a block, r of them whose logits exist at a time, C columns of a tile, H and Ht the hidden
-sizes, V the columns that both vocabularies have, W those of the student that are computed: all of them where its
+sizes, V the columns that both vocabularies have, W the student's columns that are computed: all of them where its
 log-probabilities are asked for, else V.
 """
 
@@ -178,7 +178,7 @@ class TwoModels(Block):
             if self.value is not None and self.divergence.balanced:
                 self.value += value
             yield columns, grad
-        # The columns that only the student has: the gradient is that of the hard loss alone.
+        # In the columns that only the student has, the gradient comes from the hard loss alone.
         for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
             columns = slice(columns.start + self.shared, columns.stop + self.shared)
             grad = linear_softmax_gradient_into(
@@ -280,7 +280,7 @@ class TwoModels(Block):
     def _write_extra_gradient(
         self, target: Tensor, student_logits: Tensor, hard_lse: Tensor, labels: Tensor, g: Tensor | None
     ) -> None:
-        """The gradient in the columns that only the student has: that of the hard loss alone."""
+        """The gradient in the columns that only the student has, which comes from the hard loss alone."""
         extra, call = slice(self.shared, self.vocab_size), self.call
         if g is None:
             target[:, extra].zero_()

@@ -109,7 +109,8 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """``[codes, trained]``: frozen columns that are dequantized, and beside them those of adapters ``[V, r]``."""
+    """``[codes, trained]``: frozen columns that are dequantized, and beside them the columns of adapters,
+    ``[V, r]``."""
 
     codes: QuantizedWeight
     trained: Tensor

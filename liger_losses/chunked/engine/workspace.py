@@ -26,7 +26,7 @@ class _Process:
     bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE) or None
 
 
-#: Both are read directly and not through functions, as every call reads them.
+#: Every call reads both, directly and not through functions.
 process = _Process()
 #: The setting within :func:`workspace`, in a tuple; ``None`` outside.
 context: ContextVar[tuple[int | None] | None] = ContextVar("liger_losses.workspace", default=None)
@@ -55,10 +55,10 @@ def bytes_of(value: int | str, name: str = "the default workspace") -> int:
 def set_default_workspace(value: int | str | None) -> None:
     """Bound the memory of calls that give no ``workspace=``, for the whole process.
 
-    A call takes less than the bound where more would not make it faster. Without a bound, it takes what keeps the
+    A call takes less than the bound if more would not make it faster. Without a bound, it takes as much as keeps the
     device busy (at most 1.5 GiB); a loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then keep
     its logits until backward instead of computing them twice. Each such call keeps its logits until its backward, or
-    until its graph is freed. The decision does not depend on how much memory is free at the moment.
+    until its graph is freed. How much memory is free has no influence.
 
     Args:
         value: bytes, or text such as ``"300MiB"``; ``None`` for no bound. The environment variable
@@ -77,7 +77,7 @@ def workspace(value: int | str | None) -> Iterator[None]:
     A call's ``workspace=`` takes precedence. In asyncio, each task has a setting. A compiled function
     reads it when it runs: put the context around its call. Backward keeps to what forward has read, unless it
     computes forward again: under activation checkpointing, or for a compiled operation with a result per token, such as
-    :func:`liger_losses.linear_logps`. It then reads the setting anew; on a GPU it does so in a thread of autograd,
+    :func:`liger_losses.linear_logps`. It then reads the setting again; on a GPU it does so in a thread of autograd,
     where only the process's setting holds.
 
     Args:

@@ -109,26 +109,26 @@ class ChunkedLoss(nn.Module):
 
     To write one, derive from it, name the :attr:`statistics` that it reads and define :meth:`loss`.
 
-    Every option is an attribute that is read at each call. Assigning a value that does not fit raises, and leaves the
-    attribute as it was.
+    Every option is an attribute that is read at each call. Assigning a wrong value raises an error and leaves the
+    attribute unchanged.
 
     Args:
         ignore_index: label of tokens that carry no loss; they are dropped before the projection.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
-        compact: drop tokens without loss, at the cost of one host synchronization (but in calls of few tokens).
+        compact: drop tokens without loss, at the cost of one host synchronization (except in calls of few tokens).
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
             the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.
         accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
         backend: ``torch`` or ``triton``; chosen from the device by default.
-        group: a ``torch.distributed`` process group each of whose ranks passes a slice of every sequence (context
-            parallelism), with labels that were shifted before they were cut. Sums over a sequence's tokens and over
-            the batch's are taken over its ranks. All of them get the loss and the metrics of the whole sequences, and
-            the gradient of their hidden states. The gradient of the ``lm_head`` is this rank's part, and the SUM
-            over the group is the whole: where DDP or FSDP average over these ranks too, multiply the loss by the
-            group's size before ``backward()``. What is one number per sequence (advantages, a reference's sums) is the
-            whole sequence's, the same on all ranks; results per token are the slice's.
+        group: a ``torch.distributed`` process group. Each rank passes a slice of every sequence (context parallelism),
+            with labels that were shifted before they were cut. Sums over a sequence or over the batch include all
+            ranks. Each rank gets the loss and the metrics of the whole sequences, and the gradient of its hidden
+            states. The gradient of the ``lm_head`` is this rank's part; the whole gradient is the sum over the group:
+            if DDP or FSDP average over these ranks too, multiply the loss by the group's size before ``backward()``.
+            Pass arguments with one number per sequence (advantages, a reference's sums) for the whole sequence, equal
+            on all ranks; results per token are for the slice.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
@@ -196,21 +196,20 @@ class ChunkedLoss(nn.Module):
         return self
 
     def check_options(self) -> None:
-        """Raise TypeError or ValueError for attributes that do not fit, of subclasses that have some beside options.
+        """Raise TypeError or ValueError for wrong attributes, in subclasses that have attributes beside options.
 
-        The constructor calls it, and so does whoever assigns an attribute: of a copy of the loss that has the new
-        value, before the loss itself has it.
+        The constructor calls it. Assigning an attribute calls it on a copy of the loss that has the new value.
         """
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether the loss is one of all ranks of :attr:`group`, which then exchange sums, and errors."""
+        """Whether all ranks of :attr:`group` compute one loss: they then exchange sums and errors."""
         return self.group is not None
 
     @property
     def common_options(self) -> dict[str, Any]:
-        """The options that all ranks that compute this loss together have in common: those of :attr:`group`, and those
-        that share the vocabulary. How a rank streams is its own affair."""
+        """The options that must be equal on all ranks that compute this loss together: the ranks of :attr:`group`, and
+        ranks that share the vocabulary. Ranks may stream differently."""
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
@@ -220,7 +219,7 @@ class ChunkedLoss(nn.Module):
 
     @property
     def transform(self) -> LogitTransform:
-        """What is done to the logits of policy and reference."""
+        """The transform of the logits of policy and reference."""
         if self.computes_options:
             return LogitTransform(self.temperature, self.logit_scale, self.softcap)
         return self._transform
@@ -271,7 +270,7 @@ class ChunkedLoss(nn.Module):
     def agreed_tokens(
         self, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, calls: Sequence[tuple[Head, Query]]
     ) -> Tokens:
-        """The active tokens, once all ranks of :attr:`group` have inputs for these calls."""
+        """The active tokens, after all ranks of :attr:`group` have checked the inputs of these calls."""
         (head, _), options = calls[0], self.options
         compares = any(query.comparison is not None for _, query in calls)  # a teacher's may hold anything too
         compact = options.compact if compares else drops_tokens([labels.shape], head, options)

@@ -336,7 +336,7 @@ class CompletionLoss(ChunkedLoss):
     ) -> CompletionBatch:
         """The batch with the reference's head, which is checked, and with labels as the engine takes them.
 
-        ``transform`` is that of the reference's logits, if it is not :attr:`transform`.
+        ``transform`` applies to the reference's logits, if it differs from :attr:`transform`.
         """
         ref_head = None
         if batch.ref_hidden_states is not None and ref_weight is not None:

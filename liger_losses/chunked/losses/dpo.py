@@ -17,7 +17,7 @@ from liger_losses.chunked.engine.checks import check_alike, check_names, check_r
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, sequence_logps, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
-#: Losses that TRL's DPO had, or that are classes of their own.
+#: Losses that TRL's DPO had, or that are separate classes.
 _OTHERS = {
     "kto_pair": "LigerFusedLinearKTOLoss, of single completions",
     "orpo": "LigerFusedLinearORPOLoss",
@@ -122,7 +122,7 @@ class Variant(NamedTuple):
         loss: ``[B]`` losses from (pairs, the margin of their log-ratios or of another divergence's scores, options).
         of_margin: it is a function of the margin alone, for which an f-divergence other than reverse KL is defined.
         per_token: its margin is of scores divided by the completions' lengths.
-        sorts: it is a function of the batch's sorted margins, so that no loss is that of one pair.
+        sorts: it is a function of the batch's sorted margins: no loss belongs to a single pair.
     """
 
     loss: Callable[[Pairs, Tensor, DPOOptions], Tensor]

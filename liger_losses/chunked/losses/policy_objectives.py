@@ -48,8 +48,8 @@ class PolicyInputs:
     arguments as in :func:`grpo_loss`.
 
     ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
-    the loss, which all ranks of the group have in common.
-    ``lengths [B, 1]`` and ``tokens []`` are the completions' numbers of tokens and that of all of them, over the group.
+    the loss, which all ranks of the group have in common. ``lengths [B, 1]`` and ``tokens []`` are the numbers of
+    tokens of each completion and of all completions, over the group.
     """
 
     lengths: Tensor

@@ -181,8 +181,8 @@ def sparse_divergence(
 
 
 def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> Tensor:
-    """Log-probabilities that add up to 1, from those of some columns ``[..., k]``: ``[..., k + 1]`` or ``[..., k]``;
-    with the tail ``none``, those of the columns as they are."""
+    """Log-probabilities that add up to 1, from the log-probabilities of some columns ``[..., k]``: ``[..., k + 1]`` or
+    ``[..., k]``; unchanged with the tail ``none``."""
     if tail == "renormalize":
         return logps.log_softmax(-1)
     if tail == "none":

@@ -25,7 +25,7 @@ from liger_losses.places import Found, Replaced
 
 _APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _replaced = Replaced()
-#: The modules that stand in for those of liger-kernel, where it is not installed.
+#: The modules that stand in for liger-kernel's, where it is not installed.
 _made: list[str] = []
 
 

@@ -1,4 +1,4 @@
-"""liger-kernel's losses other than those of ``chunked_loss``, computed by this library.
+"""liger-kernel's losses outside ``chunked_loss``, computed by this library.
 
 N tokens, H hidden size, V vocabulary size, K columns, B completions of T tokens. As in liger-kernel, the second of two
 distributions is a constant.
@@ -30,7 +30,7 @@ def fused_linear_cross_entropy(
 
     Args:
         input, weight, target, bias: ``[N, H]``, ``[V, H]``, ``[N]``, ``[V]``.
-        options, named: those of that class's constructor; and ``chunk_mem_const``, which has no effect.
+        options, named: arguments of that class's constructor; and ``chunk_mem_const``, which has no effect.
     """
     named.pop("chunk_mem_const", None)
     loss = liger_losses.LigerFusedLinearCrossEntropyLoss(*options[: len(_OPTIONS)], **named)

@@ -1,4 +1,4 @@
-"""liger-kernel's ``apply_liger_kernel_to_...`` functions, answered by :func:`liger_losses.patch`."""
+"""liger-kernel's ``apply_liger_kernel_to_...`` functions, which call :func:`liger_losses.patch`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def apply_to(
         apply_liger_kernel(**dict(zip(names, arguments, strict=False)), **named, model_types=kinds)
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
-    apply.__doc__ = ":func:`apply_liger_kernel` to a model, or to those of this type that are loaded later."
+    apply.__doc__ = ":func:`apply_liger_kernel` to a model, or to models of this type that are loaded later."
     vars(apply)["__signature__"] = order  # which LLaMA-Factory and ms-swift read
     return apply
 

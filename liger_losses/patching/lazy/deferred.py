@@ -65,7 +65,7 @@ class DeferredLogits:
             self.weights.check(values)
 
     def current(self) -> DeferredLogits:
-        """The same logits, of weights that are still those of the forward; RuntimeError if there are none."""
+        """The same logits, if the weights have not changed since the forward; otherwise RuntimeError."""
         self.check(values=True)
         if self.weights is None or self.weights.are_there:
             return self

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits: that of the hidden states and the head, which passes through the logits' node.
+"""The gradient of lazy logits: the gradients of hidden states and head, which pass through the logits' node.
 
 The engine's gradients lead from a loss to the hidden states and the head, past the logits. Where something waits for
 the gradient of the logits themselves (a hook of fully_shard or DeepSpeed, an autograd function of DDP), the loss is
@@ -42,7 +42,7 @@ class Source:
     needs_grad: tuple[bool, ...]
 
     def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
-        """From the gradient of the logits to those of hidden states, weight and bias, which are given."""
+        """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""
         return recomputed_gradients(
             lambda *leaves: [self.deferred.with_tensors(*leaves).values()], tensors, self.needs_grad, [gradient]
         )
@@ -54,7 +54,7 @@ def recomputed_gradients(
     needs_grad: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of some ``tensors``, from those of what is computed of them once more; ``None`` for none."""
+    """The gradients of some ``tensors``, by computing the result once more; ``None`` for a tensor without one."""
     leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needs_grad, strict=True)]
     with torch.enable_grad():
         outputs = compute(*leaves)
@@ -70,7 +70,7 @@ def without_subclasses(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class LazyGradient(Tensor):
-    """The gradient of lazy logits by way of those of hidden states and head; its values are not known.
+    """The gradient of lazy logits, as gradients of hidden states and head; its values are not known.
 
     It can be scaled, added to others and passed on, as hooks and autograd functions do that only wait for it.
 

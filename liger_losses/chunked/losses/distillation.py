@@ -44,7 +44,7 @@ class DistillationMetrics(NamedTuple):
     hard_loss: Tensor | None = None
 
 
-#: What constructors take by position, as in liger-kernel: what is their own comes between or before these.
+#: What constructors take by position, as in liger-kernel: other arguments come between or before these.
 _WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
 _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
 
@@ -98,8 +98,8 @@ class DivergenceOptions(DistillationOptions):
 class DistillationLoss(ChunkedLoss):
     """``(weight_hard_loss sum_t ce_t + weight_soft_loss sum_t D_t) / n``, over tokens whose label is not ignored.
 
-    ``D`` is the divergence over the columns that both vocabularies have, ``ce`` the student's own cross-entropy, over
-    its whole vocabulary and at temperature 1, ``n`` the number of tokens.
+    ``D`` is the divergence over the columns that both vocabularies have, ``ce`` the student's cross-entropy over its
+    whole vocabulary at temperature 1, ``n`` the number of tokens.
 
     Args:
         divergence: ``None`` in subclasses that have a property of this name.
@@ -111,7 +111,7 @@ class DistillationLoss(ChunkedLoss):
             (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not.
         top_k, top_k_of, tail: take the divergence over this many columns, the student's largest or the teacher's
             (``student``, ``teacher``), and the probability outside them as a ``tail`` of :class:`TeacherTopK`. The
-            student's are found anew at each call; a gradient through which ones they are does not exist.
+            student's are found at each call; their choice has no gradient.
         entry_limit: the most that a column of the vocabulary adds to a token's divergence, in nats; see
             :meth:`liger_losses.Divergence.limited`.
         ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap`` are

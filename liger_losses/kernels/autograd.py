@@ -43,6 +43,8 @@ NO_TRANSFORMS = (
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast casts to on a device; ``None`` if it is off, or unavailable (as on the meta device)."""
     kind = device.type
+    if kind in ("cuda", "cpu"):
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     # torch.compile cannot ask whether autocast is available before torch 2.12.
     available = kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
     available = available and torch.is_autocast_enabled(kind)

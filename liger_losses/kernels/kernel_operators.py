@@ -13,9 +13,11 @@ from torch.autograd import forward_ad
 from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 
 
-def _has_tangents() -> bool:
-    """Whether forward-mode differentiation may be on; torch has no public name for it."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
+def records_nothing() -> bool:
+    """Whether neither autograd, a transform nor torch.compile records what runs now."""
+    # torch has no public name for whether forward-mode differentiation is on.
+    recorded = torch.is_grad_enabled() or within_transform() or getattr(forward_ad, "_current_level", 0) >= 0
+    return not (recorded or torch.compiler.is_dynamo_compiling())
 
 
 def operator(

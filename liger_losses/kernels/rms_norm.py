@@ -6,16 +6,20 @@ number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import device_of, jit, tl
+from liger_losses.kernels._triton import BACKEND_VARIABLE, device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator, where_needed
+from liger_losses.kernels.kernel_operators import operator, records_nothing, where_needed
+from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import (
+    Forward,
     as_output,
     choose_row_backend,
     launch_backward,
@@ -143,6 +147,38 @@ def _options(eps: float, offset: float, multiply: str, gate_first: bool = False)
 
 
 def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
+    if records_nothing():
+        settings = options, backend, os.environ.get(BACKEND_VARIABLE)
+        return _prepared.of(settings, inputs, lambda: _prepare(inputs, options, backend))(inputs)
+    return _checked(inputs, options, backend)
+
+
+def _prepare(inputs: _Inputs, options: Options, backend: str | None) -> Callable[[_Inputs], Any]:
+    """What computes the norm of inputs of one kind, without a gradient."""
+    x, residual, gate, weight = inputs
+    _checked(inputs, options, backend)  # raises for what is wrong
+    if not choose_row_backend(backend, inputs[:3], weight=weight):
+        return lambda inputs: _checked(inputs, options, backend)
+    summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
+    dtype, shape, device = _result_dtype(normalized, gate, weight, options), x.shape, x.device
+    forward = Forward(_forward_kernel, 16, inputs[:3], inputs[3:], *options)
+
+    def compute(inputs: _Inputs) -> Any:
+        x, residual, _, _ = inputs
+        y = torch.empty(shape, dtype=dtype, device=device)
+        summed = x if residual is None else torch.empty(shape, dtype=summed_dtype, device=device)
+        with device_of(x):
+            forward(inputs[:3], inputs[3:], (summed, y, None))
+        return y if residual is None else (y, summed)
+
+    return compute
+
+
+_prepared: Prepared[Callable[[_Inputs], Any]] = Prepared()
+
+
+def _checked(inputs: _Inputs, options: Options, backend: str | None) -> Any:
     x, residual, gate, weight = inputs
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:
@@ -311,7 +347,8 @@ def _forward_kernel(
     if weight is not None:
         w = load_vector(weight, c, columns)
     scale = tl.math.rsqrt(tl.sum(u * u, 1) / columns + eps)[:, None]
-    tl.store(rstd + r, scale, mask=r < rows)
+    if rstd is not None:
+        tl.store(rstd + r, scale, mask=r < rows)
     value = u * scale
     if CAST_FIRST:
         value = value.to(normalized.dtype.element_ty).to(tl.float32)

@@ -94,12 +94,12 @@ def launch_forward(
     """
     settings = kernel, per_thread, per_row, options
     launch = _forwards.of(
-        settings, (*inputs, *vectors, *outputs), lambda: _Forward(kernel, per_thread, inputs, vectors, *options)
+        settings, (*inputs, *vectors, *outputs), lambda: Forward(kernel, per_thread, inputs, vectors, *options)
     )
     return launch(inputs, vectors, outputs, per_row)
 
 
-class _Forward:
+class Forward:
     """:func:`launch_forward` of tensors of one kind."""
 
     def __init__(self, kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, *options: Any) -> None:
@@ -116,7 +116,7 @@ class _Forward:
         warps = target_of(x.device).warps(height * width // per_thread)
         self.launch = Launcher(kernel, max(1, -(-self.rows // height)), num_warps=warps)
 
-    def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int) -> list[Tensor]:
+    def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int = 0) -> list[Tensor]:
         x = cast(Tensor, inputs[0])
         row_outputs = [torch.empty(self.rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
         if self.copies:
@@ -129,7 +129,7 @@ class _Forward:
         return row_outputs
 
 
-_forwards: Prepared[_Forward] = Prepared()
+_forwards: Prepared[Forward] = Prepared()
 
 
 def launch_backward(

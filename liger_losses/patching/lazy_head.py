@@ -207,6 +207,9 @@ def keep_head_lazy(model: nn.Module) -> None:
 
 def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
     """The hook of :func:`keep_head_lazy`. If the head cannot be lazy any more, it says so and removes itself."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is LazyLinear and type(head.weight) is nn.Parameter and _is_lazy(head, only_when_forced=False):
+        return  # as in most forwards; what else may be left to do takes a while to find out
     left = [f"{entry.path} ({entry.reason})" for entry in make_head_lazy(model) if entry.reason]
     if left:
         _forget_head(model)

@@ -1,6 +1,6 @@
 """Losses of logits that exist already: cross-entropy and GRPO.
 
-Where hidden states and the ``lm_head`` are at hand, prefer this library's losses of these, which need no logits. Of
+If you have hidden states and the ``lm_head``, prefer this library's losses, which need no logits. If you have
 log-probabilities, :mod:`liger_losses.functional` has all losses. V vocabulary size, B completions of T tokens.
 """
 

@@ -25,8 +25,8 @@ def token_support(
 
     Args:
         kept: for each completion, for each of its tokens, the ids of the columns; none, or ``None``, for a token
-            without a cut. Of vLLM's outputs (``return_sampling_mask=True``) that is ``output.sampling_mask.token_ids``
-            each, of SGLang's (the same in the request) ``output["meta_info"]["output_token_sampling_mask"]``.
+            without a cut. For vLLM (``return_sampling_mask=True``), ``output.sampling_mask.token_ids`` of each output;
+            for SGLang (the same in the request), ``output["meta_info"]["output_token_sampling_mask"]``.
         length: T; by default the length of the longest completion. Shorter ones are padded on the right.
         device: where the head is.
         options: ``add_label``, ``sparse_grad`` of :class:`TokenSupport`.
@@ -54,16 +54,16 @@ def teacher_topk(
 ) -> TeacherTopK:
     """The log-probabilities of each token's k most likely columns, as a :class:`TeacherTopK` for labels ``[B, T]``.
 
-    The engine is asked for at least k of them. What it returned beyond them, such as the token that was sampled, is
-    left out. They must be over the whole vocabulary, and at the temperature of the distillation: vLLM's are at 1, and
-    with ``logprobs_mode="processed_logprobs"`` at the sampler's temperature, but then over what top-k and top-p kept.
+    Request at least k of them from the engine; others, such as the sampled token, are left out. They must be over the
+    whole vocabulary, and at the temperature of the distillation: vLLM's are at 1, and with
+    ``logprobs_mode="processed_logprobs"`` at the sampler's temperature, but then over what top-k and top-p kept.
 
     Args:
         logprobs: for each completion, for each of its tokens, a mapping from columns to log-probabilities or to what
             has them as ``logprob`` (vLLM), or a list of ``(log-probability, column, text)`` (SGLang). ``None`` for a
-            token that was not scored, as the first of a prompt: it must carry no loss (its label is -100), else that
-            is NaN. Of vLLM's outputs that is ``output.logprobs`` each, or ``request.prompt_logprobs`` where the
-            teacher scores what the student wrote; of SGLang's, ``output["meta_info"]["output_top_logprobs"]``, or
+            token that was not scored, as the first of a prompt: it must carry no loss (label -100), otherwise the loss
+            is NaN. For vLLM, ``output.logprobs`` of each output, or ``request.prompt_logprobs`` if the teacher scores
+            what the student wrote; for SGLang, ``output["meta_info"]["output_top_logprobs"]``, or
             ``input_top_logprobs``.
         k: how many columns; tokens that have fewer are an error.
         length, device: as in :func:`token_support`.

@@ -250,7 +250,7 @@ def series_argument(divergence: Divergence) -> KernelSeries:
     return KernelSeries(a, b, c, series.radius, power, coefficients)
 
 
-#: Of the cosine distance.
+#: For the cosine distance.
 _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8

@@ -68,7 +68,7 @@ class GivenColumns:
     size: int
 
     def part(self, first: int, count: int) -> GivenColumns:
-        """Of some columns after another, counted from the first of these."""
+        """The part for ``count`` consecutive columns, counted from ``first``."""
         if count == self.size:
             return self
         here = self.columns - first
@@ -207,7 +207,7 @@ class Evaluated(NamedTuple):
     values: dict[str, Tensor]  # what was asked for of logp and entropy, and lse
 
     def log_probabilities(self) -> Tensor:
-        """Of each place ``[T, K]``; 0 of empty ones."""
+        """``[T, K]``, one for each place; 0 for empty ones."""
         return (self.logits - self.values["lse"][:, None]).masked_fill_(self.logits == float("-inf"), 0.0)
 
 

@@ -208,8 +208,8 @@ def glu_mlp(
     """A gated MLP, ``down(act(gate(x)) * up(x))``, of three linear layers, or of two if the first one is gate and up.
 
     Saves the outputs of the inner layers for backward, but not their product, and ``x`` if these layers are trained.
-    Backward then writes gradients over these outputs, which nobody else has, and finds them again from ``x`` if it runs
-    once more.
+    Backward then writes gradients over these outputs, which are not visible outside, and computes them again from ``x``
+    if it runs a second time.
 
     Args:
         x: ``[..., H]``.
@@ -290,8 +290,8 @@ class _SavedFirst(torch.autograd.Function):
     Activation checkpointing recomputes a layer only up to the last tensor that it saved. In an MLP, that is one of
     these, so the product and the linear layer after it are not recomputed.
 
-    ``inner`` are gate and up, or the tensor that holds both. Of linear layers they are allocated here, and nobody else
-    gets them. The layers' input is saved if their weights need it, and inner may be overwritten then.
+    ``inner`` are gate and up, or the tensor that holds both. If they come from linear layers, they are allocated here
+    and not returned to anybody. The layers' input is saved if their weights need it, and inner may be overwritten then.
     """
 
     @staticmethod

@@ -101,7 +101,7 @@ def row_log_sum_exps_into(
 
 @jit(do_not_specialize_on_alignment=["partial"])
 def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK: tl.constexpr):
-    """Of a block of a row: the maximum of its logits, and the sum of exponentials relative to it."""
+    """The maximum of the logits of a block of a row, and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     inverse = 1.0
     if transform.temperature is not None:

@@ -33,7 +33,7 @@ class RowStatistics(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """Of a function of the statistics by each of them, ``[T]`` fp32, contiguous; ``None`` for 0.
+    """The derivatives of a function by each statistic, ``[T]`` fp32, contiguous; ``None`` for 0.
 
     For tokens without loss, they may be anything.
     """

@@ -147,7 +147,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def _orders(properties: Any) -> Orders:
-    """Of a GPU that runs groups of warps in turn."""
+    """The orders of a GPU that runs groups of warps in turn."""
     # kHz, at two transfers a clock, and bits; versions of torch that do not tell them get what is never much slower.
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     if 2e3 * clock * width / 8 > _BANDWIDTH:

@@ -20,7 +20,7 @@ from liger_losses.patching.lazy_layers import force_lazy_head
 
 #: What most batches consist of, for which no signature is looked up in every step.
 _USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
-#: Of classes that compute their own loss: whether it shifts the labels.
+#: For classes that compute their loss themselves: whether the loss shifts the labels.
 _SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -46,13 +46,13 @@ def loss_inputs(
 
         loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, **batch))
 
-    The model's own forward runs, in whatever wraps it (PEFT, DistributedDataParallel, fully_shard), so the head
-    includes its bias, its adapters and what the model does to its logits: scale and soft-cap. Losses that the model
-    adds itself, such as a router's, are not included. Under autocast, call the loss there too.
+    The model's forward runs, with all wrappers (PEFT, DistributedDataParallel, fully_shard). The head therefore
+    includes bias, adapters, and the model's scale and soft-cap of logits. Losses that the model adds itself, such as a
+    router's, are not included. Under autocast, call the loss there too.
 
     Args:
-        model: of transformers, with or without wrappers. Its head stays able to give lazy logits from then on; the
-            logits of ordinary forwards do not change.
+        model: a model of transformers, with or without wrappers. The call prepares its head for lazy logits; the logits
+            of ordinary forwards do not change.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
         shift_labels: ``[B, T]`` int64, instead of ``labels``: shifted by the caller, as it must be before sequences
             are cut for context parallelism, or the labels of a model that does not shift them; returned as they are.
@@ -64,7 +64,7 @@ def loss_inputs(
         The :class:`Head`, hidden states ``[B, T, H]`` and labels ``[B, T]``.
 
     Raises:
-        TypeError: a model whose last layer, or what it does to its logits, the head cannot express.
+        TypeError: a model whose last layer or logit transform a head cannot express.
         ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
             them, such as a masked language model; labels that are missing or do not fit the hidden states.
 

@@ -39,7 +39,7 @@ def patch(
     tile_mlps: bool | int = False,
     filter_fn: Filter | None = None,
 ) -> PatchReport:
-    """Replace the pieces of a model that kernels can compute, in place; results change by rounding only.
+    """Replace the pieces of a model that kernels can compute, in place; results change only by rounding.
 
     Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
     their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.

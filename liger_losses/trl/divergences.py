@@ -84,8 +84,8 @@ def chunked_divergence_loss(
 
     Args:
         student_hidden_states, teacher_hidden_states: ``[B, T, H]``, ``[B, T, Ht]``.
-        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``. Of a teacher
-            that has more, the first V rows are used, as by TRL, whose trainer has compared the models' ``vocab_size``.
+        student_lm_head_weight, teacher_lm_head_weight: ``[V, H]``, ``[V, Ht]``; the biases are ``[V]``. If the teacher
+            has more rows, the first V are used, as in TRL, whose trainer has compared the models' ``vocab_size``.
         completion_mask: ``[B, T]``, nonzero for active tokens.
         beta: as in :func:`mean_divergence`.
         num_items_in_batch: the divisor, instead of the number of active tokens.

@@ -20,7 +20,7 @@ from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.label_rows import add_to_label_rows_
 from liger_losses.kernels.matmul import matmul_into, start_beside
 
-#: Of a product with fewer multiplications, the host takes longer to start it on another stream than that gains.
+#: For a product with fewer multiplications, starting it on another stream takes the host longer than it saves.
 MIN_BESIDE = 1.5e11
 
 

@@ -61,7 +61,8 @@ class _Group:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
-        #: Of messages; of one type on all ranks, also on one that raises before it has seen a tensor.
+        #: The device of messages; its type is the same on all ranks, also on a rank that raises before it sees a
+        #: tensor.
         self.device = torch.device(next((device for device, backend in pairs if backend not in ("gloo", "mpi")), "cpu"))
         #: The messages of known signatures, by their texts.
         self.signatures: dict[str, Tensor] = {}

@@ -32,7 +32,7 @@ from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
-#: What is no statistic of a softmax over a row: blocks compute it from whole rows of logits.
+#: Not statistics of the softmax over a row: blocks compute them from whole rows of logits.
 OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128

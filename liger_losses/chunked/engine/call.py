@@ -1,4 +1,4 @@
-"""One call: what is asked, which tokens are active, and how it runs.
+"""One call: what it computes, which tokens are active, and how it runs.
 
 N active tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
 """

@@ -195,7 +195,7 @@ def _signature(
 def _facts(*values: Any) -> tuple[Any, ...] | None:
     """What a decision reads of tensors, and numbers as they are; ``None`` where that cannot be told.
 
-    It cannot be of DTensors, of tensors that torch traces, and of what is no tensor.
+    It does not exist for DTensors, for tensors that torch traces, and for what is not a tensor.
     """
     facts = list[Any]()
     for value in values:

@@ -20,7 +20,7 @@ _MOST_TENSORS = 28
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Of the bits of a tensor's entries and of their places, 0-dim int64; see :func:`place_weights`."""
+    """A checksum of the bits of a tensor's entries and of their places, 0-dim int64; see :func:`place_weights`."""
     flat = values.detach().reshape(-1)
     if flat.is_floating_point():
         flat = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -62,7 +62,7 @@ class Given:
         return lines_of(self.values) + self.said
 
     def checksums(self) -> list[Tensor]:
-        """Of each tensor; of many, one for the last ones together."""
+        """One for each tensor; if there are many, one for the last ones together."""
         sums = [compute() for compute in self.tensors.values()]
         if len(sums) > _MOST_TENSORS:
             sums[_MOST_TENSORS - 1 :] = [checksum(torch.stack(sums[_MOST_TENSORS - 1 :]))]
@@ -106,7 +106,7 @@ running = _Running()
 def note(labels: Tensor | None = None, ignore_index: int = -100, /, **given: Any) -> None:
     """Within a loss's call: ranks that share the vocabulary compare these numbers and tensors when it next meets them.
 
-    ``None`` is a value too. Of tensors in the shape of the labels, entries of tokens without loss do not matter.
+    ``None`` is a value too. In tensors of the labels' shape, entries of tokens without loss do not matter.
     """
     if not torch.compiler.is_dynamo_compiling() and running.loss is not None:
         running.noted = (*running.noted, (labels, ignore_index, given))

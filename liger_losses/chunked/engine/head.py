@@ -323,8 +323,8 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
 def dequantized_bytes(
     heads: Sequence[Head], tokens: int, operand: torch.dtype, workspace: int | None, memory: int | None
 ) -> int:
-    """Bytes of the quantized ones of a call's heads where they are dequantized at once; else 0."""
-    # Of the rank that has the most rows, so that all ranks decide alike.
+    """Bytes of a call's quantized heads if they are dequantized as a whole; else 0."""
+    # For the rank that has the most rows: all ranks must decide alike.
     rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
     pairs = zip(heads, rows, strict=True)
     size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])

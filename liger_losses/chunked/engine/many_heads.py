@@ -1,4 +1,4 @@
-"""Several targets in one call: lists of hidden states, of heads, of labels; what there is one of serves all of them.
+"""Several targets in one call: lists of hidden states, of heads, of labels; a single one serves all targets.
 
 Targets of the same head are one stream, so that its gradient is accumulated in one buffer; different heads run one
 after another, each within the workspace.
@@ -128,7 +128,7 @@ class HeadGroup:
         return replace(self, places=places, hidden_states=hidden_states, labels=tokens.part(targets))
 
     def parts(self, call: Call) -> list[HeadGroup]:
-        """As few parts as there can be of which each takes one pass, or has only targets of which none could."""
+        """The fewest parts such that each takes one pass, or has only targets that could not take one."""
         starts, total, most = list[int](), 0, call.plan.few_rows
         for i, count in enumerate(call.tokens.counts):
             joins = i > 0 and (total + count <= most or min(total, count) > most)
@@ -159,7 +159,7 @@ class Targets:
         inputs: Mapping[str, Any] | None = None,
         selected: Any = None,
     ) -> Targets:
-        """Targets from arguments of which each is one for all, or a list of K.
+        """Targets from arguments; each is one for all heads, or a list of K.
 
         Args:
             hidden_states: ``[..., H]``.

@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
 class DeclaredStatistics:
     """The :class:`Statistics` that a loss of a user's own reads: one that was not asked for is an AttributeError.
 
-    It is no named tuple, of which torch.compile reads all fields.
+    It is not a named tuple, since torch.compile reads all fields of a named tuple.
 
     Args:
         values: the statistics, ``None`` for those not asked for.
@@ -127,7 +127,7 @@ class EqualWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked about each token.
+    """What a call computes for each token.
 
     Per-token tensors (``selected``, ``token_inputs``, ``token_weights``, temperatures) have the labels' shape in what a
     user gives, and are ``[N]`` or ``[N, k]`` in a :class:`Call`.

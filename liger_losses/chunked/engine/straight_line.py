@@ -157,7 +157,7 @@ class StraightLine:
         self.rows = MaskedRows(tokens, self.vocab_size, ignore_index, transform, self.right, "triton")
         self.scaling = Scaling("triton")
         given = query.token_weights or {}
-        #: Of the loss: whether it is the tokens' mean, and what their log-probabilities are multiplied by.
+        #: Whether the loss is the tokens' mean, and what their log-probabilities are multiplied by.
         self.mean = any(weight.total is None for weight in given.values())
         scales = {name: scale / (1.0 if total is None else total) for name, (scale, total) in given.items()}
         self.scales = scales.get("logp", 0.0), scales.get("mean_logp")

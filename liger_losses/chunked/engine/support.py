@@ -1,7 +1,7 @@
-"""Kept columns: log-probabilities over the columns that a sampler's cut of the vocabulary has kept for each token.
+"""Kept columns: log-probabilities over the columns that a sampler kept for each token.
 
-:mod:`liger_losses.kernels.given_ids` checks the columns, and :mod:`liger_losses.kernels.given_columns` reads these rows
-of the head alone. Of tokens without a cut, the softmax is over the whole vocabulary:
+:mod:`liger_losses.kernels.given_ids` checks the columns, and :mod:`liger_losses.kernels.given_columns` reads only these
+rows of the head. For tokens without a cut, the softmax is over the whole vocabulary:
 :func:`liger_losses.linear_statistics`.
 
 T tokens, H hidden size, V vocabulary size, K kept columns of a token, P kept columns of all.
@@ -302,8 +302,8 @@ class _How:
         return _Group(given, call, factors)
 
     def check(self, numbers: Facts, groups: list[_Group], support: TokenSupport, logp: bool) -> None:
-        """Raise ValueError, which names the first token, for labels or ids that are wrong, or not beside each other
-        where ``logp`` is asked for."""
+        """Raise ValueError, which names the first token, for wrong labels or ids, or, with ``logp``, for a label that
+        is not among its token's ids."""
         size = self.head.vocab_size
 
         def first(fact: str) -> tuple[Tensor, int, str]:

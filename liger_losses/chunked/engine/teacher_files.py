@@ -44,7 +44,7 @@ class TeacherWriter:
             with the default.
 
     Raises:
-        TypeError, ValueError: another dtype; what makes no head, or one with a temperature.
+        TypeError, ValueError: another dtype; a head that :class:`liger_losses.Head` refuses, or one with a temperature.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TeacherWriter:
             hidden_states: ``[..., Ht]``, one for each of the student's.
 
         Raises:
-            TypeError, ValueError: no floating-point tensor of the head's hidden size.
+            TypeError, ValueError: not a floating-point tensor of the head's hidden size.
         """
         check_tensor("hidden_states", hidden_states)
         if not hidden_states.is_floating_point():
@@ -129,7 +129,7 @@ class TeacherFiles:
 
         Raises:
             FileNotFoundError: no such batch within that time.
-            RuntimeError: a file that cannot be read, such as one that was cut off.
+            RuntimeError: a file that cannot be read, such as a truncated one.
             ValueError: a batch that was written with another head.
         """
         path = _wait(_path(self.folder, name), self.timeout if timeout is None else timeout)

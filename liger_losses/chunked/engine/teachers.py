@@ -169,7 +169,7 @@ class Teachers:
         """The labels of each teacher's tokens, with ``ignore_index`` for the others.
 
         Raises:
-            TypeError, ValueError: teachers that are none, or numbers that do not fit the labels.
+            TypeError, ValueError: objects that are not teachers, or numbers that do not match the labels.
         """
         teachers, which = list(self.teachers), self.which
         if not teachers or not all(isinstance(teacher, (Teacher, TeacherLogits)) for teacher in teachers):
@@ -210,8 +210,7 @@ def projected_teacher(
             caller.
         weight, bias, logit_scale, softcap: the teacher's head, as in :class:`Teacher`.
         projection: ``[Vs, Vt]``, sparse (COO or CSR), the share of each of the teacher's columns that goes to each of
-            the student's. Columns that add up to less than 1 leave probability out, which is made up by dividing by
-            what is left.
+            the student's. If columns add up to less than 1, the result is divided by the remaining probability.
         temperature: the loss's.
 
     Returns:

@@ -131,7 +131,7 @@ class Tokens:
         return self.masked(self.gather_like_labels(values.detach()))
 
     def checksum(self, backend: str) -> Tensor:
-        """Of the active tokens' labels, and of which tokens these are, 0-dim: see :func:`label_facts`."""
+        """A checksum of the active tokens' labels and places, 0-dim: see :func:`label_facts`."""
         which = self.indices if self.ignored is None else ((~self.ignored).long(),)
         facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
         return facts[:, 3].sum()
@@ -328,7 +328,7 @@ class Counting:
         return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
 
     def checksum(self, backend: str) -> Tensor:
-        """Of all labels, 0-dim: see :func:`label_facts`."""
+        """A checksum of all labels, 0-dim: see :func:`label_facts`."""
         facts = label_facts(self.labels, self.ignore_index, backend=backend) if self.facts is None else self.facts
         return facts[:, 3].sum()
 

@@ -201,7 +201,7 @@ class Projection:
         return out
 
     def _into_fixed(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """Of products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
+        """The same by products of one size: BLAS chooses an algorithm, and with it the bits, by the shapes."""
         count, size = hidden.shape
         most, columns = _FIXED_PRODUCT if hidden.device.type == "cpu" else _FIXED_PRODUCT_GPU
         extra = -size % _FIXED_DEPTH

@@ -96,7 +96,7 @@ def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | Non
     tokens, work = call.tokens, call.work
     if call.one_block or not upstream or not _is_large(tokens.count, work.hidden_size, work.vocab_size, work.device):
         return None
-    # Of ranks that share a vocabulary, all would have to find the same number; tensors of one head follow each other.
+    # Ranks that share a vocabulary would all have to find the same number; tensors of one head follow each other.
     if call.ranks is not ALONE or len(tokens.shapes) > 1 or (kept is not None and not kept.movable):
         return None
     if work.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

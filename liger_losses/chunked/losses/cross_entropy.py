@@ -32,7 +32,7 @@ from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss and what else was asked for; ``None`` for the rest."""
+    """The loss and the other requested results; ``None`` for results that were not requested."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -287,7 +287,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
         head_weights: with K heads, the weight of each one's loss in the sum, such as Medusa's ``0.8**k``; 1 by default.
-            What a head of weight 0 computes, NaN too, is in the metrics alone.
+            The loss of a head of weight 0, even NaN, is only in the metrics.
         shift: how many positions labels are moved by: position ``t`` predicts the label at ``t + shift``, ``True`` is
             1. With K heads, a list has one for each: ``[1, 2, 3]`` for the next three tokens.
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
@@ -332,12 +332,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
         Args:
             lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`; or lists of K.
-            num_items_in_batch: what ``mean`` divides by, instead of this call's own tokens (gradient accumulation).
+            num_items_in_batch: what ``mean`` divides by, instead of this call's number of tokens (gradient
+                accumulation).
             token_weights: ``[...]``, weight of each token; a constant for the gradient.
 
         Returns:
-            The loss, or :class:`CrossEntropyOutput` if anything else was asked for. With K heads ``(loss, metrics)``,
-            where metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
+            The loss, or :class:`CrossEntropyOutput` if an option requests more. With K heads ``(loss, metrics)``, where
+            metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
         """
         o = self.settings
         beside = bias is not None or num_items_in_batch is not None or token_weights is not None

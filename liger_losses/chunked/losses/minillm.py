@@ -86,13 +86,14 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         """The loss of completions ``[B, T]``; arguments as in :meth:`DistillationLoss.forward`'s first form.
 
         Args:
-            old_logps: ``[B, T]``, log-probabilities under what wrote the completions; the student itself by default.
+            old_logps: ``[B, T]``, log-probabilities under the policy that wrote the completions; by default the
+                student.
 
         Returns:
             The loss, and metrics: the mean exact divergence and the mean negative log-probability.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together, or a teacher that is none.
+            TypeError, ValueError: inputs that do not fit together, or an object that is not a teacher.
         """
         labels = self.labels(labels)
         if labels.dim() != 2:

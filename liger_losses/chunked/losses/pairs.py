@@ -42,7 +42,7 @@ class PreferenceMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a preference loss is a function of.
+    """The arguments of a preference loss.
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).

@@ -235,17 +235,17 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
             lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
             selected_token_ids: ``[B, T]`` int64, the completions.
-            attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values never matter.
+            attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values have no influence.
             advantages: ``[B]``, or per token ``[B, T]``.
             ref_input, ref_weight, ref_bias: the reference's hidden states and ``lm_head``, for ``ref_per_token_logps``.
             ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
                 ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
                 :func:`grpo_loss`.
             support: the columns of the vocabulary that the sampler kept for each token. Log-probabilities and entropies
-                of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; those that
-                are given should be too.
-            temperature: ``[B, T]``, what the logits of each token are divided by, policy's and reference's alike, in
-                place of the loss's own ``temperature``, which is then 1.
+                of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; pass other
+                log-probabilities over the same columns.
+            temperature: ``[B, T]``, divides the logits of each token, of policy and reference; the loss's
+                ``temperature`` must then be 1.
             prompts: ``[B]`` integers, which prompt each completion answers; see :func:`grpo_loss`.
 
         Returns:

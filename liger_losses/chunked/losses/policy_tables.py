@@ -473,7 +473,7 @@ def covariances(logps: Tensor, inputs: Batch) -> Tensor:
 
 
 def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tensor:
-    """Of the eligible tokens, those with the largest keys: ``share`` of all tokens, and one or more; bool."""
+    """The eligible tokens with the largest keys: ``share`` of all tokens, at least one; bool."""
     flat = torch.where(eligible, keys, -math.inf).flatten()
     count = (mask.sum() * share).long().clamp(min=1)
     rank = torch.empty_like(flat, dtype=torch.int64)
@@ -483,7 +483,7 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
 
 def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
     """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
-    (arXiv:2505.22617). Which of these is drawn from the covariances' own digits: calls repeat."""
+    (arXiv:2505.22617). The choice is derived from the covariances: calls are repeatable."""
     found = covariances(logps, inputs)
     clipped = _is_clipped(ratio_of(log_ratio.detach()), advantages, o)
     eligible = inputs.mask & ~clipped & (found > o.cov_low) & (found < o.cov_high)

@@ -69,7 +69,7 @@ def sampler_weights(
     high: float = 2.0,
     normalize: bool = False,
 ) -> SamplerWeights:
-    """The importance weights ``p / p_sampler`` of sampled tokens, within bounds, and what people log of them.
+    """The importance weights ``p / p_sampler`` of sampled tokens, within bounds, and metrics to log.
 
     The weights are the ``is_ratio`` of :func:`grpo_loss` (``vllm_is_ratio=`` of losses). ``kind`` is a level and a
     bound, such as ``token_truncate`` (TIS), ``token_mask`` (IcePop, arXiv:2510.18855), ``sequence_mask`` (TRL's

@@ -402,8 +402,8 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
 
     ``shift`` is the running mean of the rewards: the mean of each training batch, this one included, over all
     processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
-    it is not updated. A batch with the same log-probabilities, bit for bit, as one of the last 64 is taken for that
-    one, which activation checkpointing runs again: it does not count, and is compared with the same mean.
+    it is not updated. A batch with the same log-probabilities, bit for bit, as one of the last 64 batches counts as
+    that batch, run again by activation checkpointing: it does not change the mean, and is compared with the same mean.
     """
 
     options_type = BCOOptions

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def signature(names: str, required: int) -> inspect.Signature:
-    """Of arguments by position or name; those after the first ``required`` are ``None`` by default."""
+    """A signature of arguments by position or name; all after the first ``required`` ones are ``None`` by default."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return inspect.Signature(
         [inspect.Parameter(n, kind, default=empty if i < required else None) for i, n in enumerate(names.split())]

@@ -242,7 +242,7 @@ def _materialize_all(arguments: Any, operation: str) -> Any:
 
 
 def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A question about the tensor, or ``requires_grad_``, which makes values of their own of detached logits."""
+    """Metadata of the tensor, or ``requires_grad_``, which gives detached logits separate values."""
     lazy = args[0] if args else None
     if isinstance(lazy, LazyLogits):
         if attribute == "grad" and name == "__get__" and lazy.materialized is not None:

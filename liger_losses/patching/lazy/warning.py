@@ -1,4 +1,5 @@
-"""What is said of lazy logits: the warning where their values are needed, the error where there are none any more."""
+"""Messages about lazy logits: the warning where their values are needed, the error where they cannot be computed any
+more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two losses of your own. Both inherit call forms, checks and memory bounds; neither materializes the logits.
+"""Two custom losses. Both inherit call forms, checks and memory bounds; neither materializes the logits.
 
 - Cal-DPO (arXiv:2412.14516), a preference loss in under 10 lines: DPO and a calibration term, which pulls the chosen
   completion's reward to 1/2 and the rejected one's to -1/2.

@@ -5,7 +5,7 @@ perplexity of held-out text before and after training.
 
     python examples/distill.py
 
-With the teacher in another process, or in an earlier run, its hidden states come from files, and its head once:
+With the teacher in another process, or in an earlier run, its head and its hidden states come from files:
 
     python examples/distill.py --save-teacher runs/teacher
     python examples/distill.py --teacher runs/teacher
@@ -50,7 +50,7 @@ def hidden_states(model, rows, device):
     """Hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
     ids = pad_sequence(rows, batch_first=True).to(device)
     labels = pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
-    # Padding is on the right, so that causal attention never looks at it.
+    # Padding is on the right, where causal attention never looks at it.
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
 
 

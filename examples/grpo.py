@@ -3,7 +3,7 @@
 The reward is the share of a completion's words that begin with the letter s. Prints the mean reward of every step.
 
     python examples/grpo.py
-    python examples/grpo.py --top-p 0.9  # the columns that sampling keeps are those that the loss is taken over
+    python examples/grpo.py --top-p 0.9  # the loss is over the columns that sampling keeps
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main():
         ids, support = sampled.sequences, kept_columns(sampled.scores) if args.top_p < 1 else None
         completions = ids[:, width:]
         ended = (completions == tokenizer.eos_token_id).cumsum(-1)
-        mask = (ended - (completions == tokenizer.eos_token_id).long()) == 0  # up to and with the end
+        mask = (ended - (completions == tokenizer.eos_token_id).long()) == 0  # up to and including the end
         rewards = torch.tensor([reward(text) for text in tokenizer.batch_decode(completions, skip_special_tokens=True)])
         groups = rewards.view(len(PROMPTS), args.group)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()

@@ -33,7 +33,7 @@ def hidden_states(model, rows, device):
     """Hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
     ids = pad_sequence([ids for ids, _ in rows], batch_first=True).to(device)
     labels = pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=-100).to(device)
-    # Padding is on the right, so that causal attention never looks at it.
+    # Padding is on the right, where causal attention never looks at it.
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
 
 

@@ -1,8 +1,8 @@
 """DPO's loss on one pair whose completions grow: peak memory and time, plain PyTorch beside this library.
 
 Plain PyTorch is ``hidden_states @ lm_head.T``, its log-softmax and the labels' log-probabilities, for policy and
-reference. Measured is what follows a model's last hidden states, forward and backward, with random numbers of the
-model's sizes (SmolLM2-135M by default). Each side runs in a process of its own. It prints a table, and draws it.
+reference. It measures everything after a model's last hidden states, forward and backward, on random tensors of the
+model's sizes (SmolLM2-135M by default). Each side runs in a separate process. It prints a table and draws a plot.
 
     python examples/longer_pairs.py
     python examples/longer_pairs.py --hidden-size 2048 --vocab-size 128256 --lengths 1024 4096 16384
@@ -51,7 +51,7 @@ def peak_mib() -> float:
     """Of the GPU where there is one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    status = pathlib.Path("/proc/self/status")  # of this program alone; ru_maxrss begins with what its parent had
+    status = pathlib.Path("/proc/self/status")  # of this process alone; ru_maxrss starts at the parent's value
     if status.exists():
         return int(status.read_text().partition("VmHWM:")[2].split()[0]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
@@ -64,7 +64,7 @@ def measure(side: str, hidden_size: int, vocab_size: int, lengths: list[int]) ->
     rows: list[dict[str, float]] = []
     torch.manual_seed(0)
     head = torch.empty(vocab_size, hidden_size, device=device, dtype=dtype).normal_(std=0.01).requires_grad_()
-    for length in [16, *sorted(lengths)]:  # the first for what only the first call does
+    for length in [16, *sorted(lengths)]:  # the first length warms up
         states, reference = torch.randn(2, 2, length, hidden_size).to(device, dtype)
         labels = torch.randint(vocab_size, (2, length)).to(device)
         states.requires_grad_()

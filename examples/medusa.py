@@ -1,10 +1,10 @@
 """Train Medusa heads on a frozen model, and count how many of their tokens it accepts: a plain loop, no trainer.
 
-Head k is a residual block on the model's last hidden states, and the model's own frozen ``lm_head`` (``--own-heads``
-gives each one of its own, which is trained). It predicts the token k + 1 positions after the one that the model itself
-predicts. All heads are one call of the loss (Medusa, arXiv:2401.10774). Prints the losses of every step, and how many
-tokens a step of greedy decoding yields before and after training: the model's own token, and the tokens of the heads,
-up to the first one that the model would not have chosen.
+Head k is a residual block on the model's last hidden states, followed by the model's frozen ``lm_head``
+(``--own-heads`` trains a separate ``lm_head`` for each). It predicts the token k + 1 positions after the token that the
+model predicts. One call of the loss computes all heads (Medusa, arXiv:2401.10774). Prints the losses of every step, and
+how many tokens a step of greedy decoding yields before and after training: the model's token, and the heads' tokens up
+to the first one that the model would not have chosen.
 
     python examples/medusa.py
 """
@@ -41,7 +41,7 @@ def hidden_states(model, rows, device):
     """The frozen model's hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
     ids = pad_sequence(rows, batch_first=True).to(device)
     labels = pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
-    # Padding is on the right, so that causal attention never looks at it.
+    # Padding is on the right, where causal attention never looks at it.
     with torch.no_grad():
         return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
 
@@ -130,7 +130,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         each = ", ".join(f"{value:.3f}" for value in metrics.losses.tolist())
-        assert metrics.token_accuracies is not None  # the loss was asked for them
+        assert metrics.token_accuracies is not None  # the loss was built with return_token_accuracy
         right = ", ".join(f"{value:.0%}" for value in metrics.token_accuracies.tolist())
         print(f"step {step + 1:3}  loss {loss.item():.4f}  of each head {each}  right {right}", flush=True)
 

@@ -1,9 +1,10 @@
-"""On-policy distillation: a small student learns from a larger teacher on texts that it samples itself. A plain loop.
+"""On-policy distillation: a small student learns from a larger teacher on text that the student samples. A plain loop.
 
 Both models are trained on the texts in data/ first (models of single bytes, half a minute on two cores), so that
-nothing is downloaded: the teacher has four layers, the student one. Step by step, the student then writes, the teacher
-reads what it wrote, and its hidden states and head are all that the loss gets of it: no logits of either model are in
-memory. Prints a line per step, the perplexity of held-out text before and after, and writes the curve of both losses.
+nothing is downloaded: the teacher has four layers, the student one. In each step, the student writes and the teacher
+reads the student's text. The loss needs only the teacher's hidden states and head: the logits of neither model are in
+memory. Prints a line per step and the perplexity of held-out text before and after training, and saves a plot of both
+losses.
 
     python examples/on_policy_distillation.py
     python examples/on_policy_distillation.py --divergence entropy        # forward KL too where the teacher is unsure
@@ -143,7 +144,7 @@ def main():
     for step in range(args.steps):
         prompts = batch_of(texts, args.batch_size, prompt, generator)[:, :prompt]
         with torch.no_grad():
-            # The student writes; ids[:, prompt:] are its own tokens.
+            # The student writes; ids[:, prompt:] are the tokens that it sampled.
             ids = student.generate(prompts, do_sample=True, max_new_tokens=args.length - prompt, eos_token_id=None)
             # The teacher reads. Its hidden states [B, T, Ht] and its head are all that the loss needs.
             taught = Teacher(hidden_states(teacher, ids[:, :-1]), teacher.lm_head)

@@ -1,7 +1,7 @@
 """TRL's DistillationTrainer with this library's loss head and kernels, which ``enable()`` installs.
 
-The student is a shallow copy of the teacher, as in ``distill.py``, and learns on completions that it samples itself.
-Prints the loss of every step, and the perplexity of held-out text before and after training.
+The student is a shallow copy of the teacher, as in ``distill.py``, and learns on completions that it samples. Prints
+the loss of every step, and the perplexity of held-out text before and after training.
 
     python examples/trl_distill.py
 """
@@ -40,8 +40,8 @@ def main():
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    # All that is needed: trainers that are built from here on have this library's head, and their models its kernels.
-    # On a CPU the kernels' reference implementations would run, which are no faster.
+    # The one change: trainers that are built from here on use this library's head, and on a GPU their models use its
+    # kernels. On a CPU the kernels' reference implementations are no faster.
     enable(kernels=gpu)
 
     path = prepare_model(args.model, pathlib.Path(args.output) / "start")

@@ -1,8 +1,8 @@
 """Fine-tune a small instruct model with TRL's DPOTrainer and this library's loss head, which ``enable()`` installs.
 
 Without arguments, it trains SmolLM2-135M-Instruct on the preference pairs in ``examples/data``, then repeats the first
-steps with plain TRL: the losses are the same. Then ``longer_pairs.py`` measures what the library is for, the memory and
-time of the loss on one pair whose completions grow. It prints tables, draws two plots, and saves the tuned model.
+steps with plain TRL: the losses are the same. Then ``longer_pairs.py`` measures the memory and time of the loss on one
+pair whose completions grow. It prints tables, draws two plots, and saves the tuned model.
 
     python examples/trl_dpo.py
     python examples/trl_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized

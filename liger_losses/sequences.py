@@ -35,8 +35,8 @@ def split_by_coefficient(
     all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws different masks than for the whole batch.
 
     The processes of a group split together or not at all: if one has no sequence to leave out, none splits, as the
-        others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP and ZeRO run the
-        same collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
+    others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP and ZeRO run the
+    same collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
 
     Args:
         forward: from indices ``[b]`` of sequences to their outputs: tensors ``[b, ...]``, or tuples and dictionaries of

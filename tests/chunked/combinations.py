@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_losses import (
     EngineOptions,
     Head,
+    Largest,
     LogitTransform,
     Teacher,
     TeacherLogits,
@@ -32,6 +33,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.chunked.engine.registered import REGISTERED
 from tests.chunked.losses.test_distillation import divergence, formula
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, plain_logits, plain_statistics, rounding, small_calls
@@ -41,10 +43,14 @@ SHAPE, HIDDEN, OTHER, VOCAB, RANK = (2, 9), 12, 10, 45, 3
 DIVERGENCES = ("forward KL", "reverse KL", "JSD", "cosine", "total variation", "alpha-beta 0.2 0.7")
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 METRICS = ("entropy", "argmax", "mean_logit")
+REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square()
 
 #: The features of a call; the first value of each is the plain one.
 COLUMNS: dict[str, tuple[Any, ...]] = {
-    "asks": ("logp", "statistics", "metrics", "token loss", "selected", "kept", "kept, ragged", *DIVERGENCES),
+    "asks": (
+        *("logp", "statistics", "metrics", "registered", "token loss", "selected", "largest"),
+        *("kept", "kept, ragged", *DIVERGENCES),
+    ),
     "weight": ("dense", "frozen", "quantized", "adapters", "quantized with adapters"),
     "bias": ("none", "trained", "frozen"),
     "transform": ("none", "soft-cap", "per token"),
@@ -54,6 +60,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "strategy": (None, "two_pass", "resident", "one_pass", "frozen_head"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "layout": ("contiguous", "strided", "frozen hidden states"),
+    "labels": ("random", "one unlikely"),
     "invariant": (False, True),
     "backend": ("torch", "triton"),
 }
@@ -77,6 +84,7 @@ class Row:
     strategy: str | None = None
     dtype: str = "float64"
     layout: str = "contiguous"
+    labels: str = "random"
     invariant: bool = False
     backend: str = "torch"
 
@@ -129,6 +137,10 @@ class Row:
             return False  # refused by its own test: one tensor of labels
         if self.strategy is not None and (self.kept or self.compares):
             return False
+        if self.asks == "largest" and self.dtype in ("bfloat16", "float16"):
+            return False  # logits that are nearly equal may change places
+        if self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none":
+            return False  # several of the largest logits are at the cap
         if self.strategy == "one_pass" and (
             self.asks != "token loss" or self.dtype == "float16" or self.blocks == "small workspace"
         ):
@@ -162,6 +174,7 @@ SAID_OF_COLUMNS = {
     "strategy": "strategy",
     "dtype": "dtype",
     "layout": "layout of tensors",
+    "labels": "labels",
     "invariant": "batch invariance",
     "backend": "backend",
 }
@@ -182,6 +195,11 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
         {"weight": ("adapters", "quantized with adapters"), "invariant": (True,)},
         ValueError,
         "batch_invariant takes a head without adapters",
+    ),
+    (
+        {"asks": ("registered",), "invariant": (True,)},
+        ValueError,
+        "a registered statistic is summed in an order that depends on the batch",
     ),
     (
         {
@@ -288,6 +306,9 @@ def inputs_of(row: Row) -> Inputs:
         y = torch.randint(VOCAB, hidden.shape[:-1], generator=g)
         y[torch.rand(y.shape, generator=g) < (1.1 if row.blocks == "no active token" else 0.3)] = -100
         labels.append(torch.stack([y, y], -1)[..., 0] if row.layout == "strided" else y)
+    if row.labels == "one unlikely" and row.blocks != "no active token":  # its probability is below all floats
+        tensors["hidden 0"][0, 0] *= 80
+        labels[0][0, 0] = (tensors["hidden 0"][0, 0].double() @ tensors["weight 0"].double().t()).argmin()
     for name in leaves:
         tensors[name].requires_grad_()
     return Inputs(tensors, labels, leaves, quantized)
@@ -356,9 +377,13 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
             logp = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
             entropy = -(log_p.exp() * log_p.where(mask, 0.0)).sum(-1)
             found += [value.where(active, 0.0) for value in (logp, entropy, logits.logsumexp(-1))]
-        elif row.asks == "selected":
+        elif row.asks in ("selected", "largest", "registered"):
             logps = logits.log_softmax(-1)
-            found += [logps.gather(-1, columns_of(labels)).where(active[..., None], 0.0)]
+            columns = logps.topk(3).indices if row.asks == "largest" else columns_of(labels)
+            of_columns = logps.gather(-1, columns)
+            if row.asks == "registered":
+                of_columns = (logps.exp() * logps.square()).sum(-1, keepdim=True)
+            found += [of_columns.where(active[..., None], 0.0)]
             found += [logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(active, 0.0)]
         else:
             values = plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
@@ -432,9 +457,11 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     if row.kept:
         ids = kept_of(labels[0])
         support = TokenSupport(ids)
-        if row.asks == "kept, ragged":
+        if row.asks == "kept, ragged":  # of half of the tokens, the label is added
+            ids = ids.masked_fill((ids == labels[0][..., None]) & (torch.arange(SHAPE[1]) % 2 == 0)[:, None], -1)
             counts = (ids.flatten(0, -2) >= 0).sum(-1)
-            support = TokenSupport(ids[ids >= 0].int(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            support = TokenSupport(ids[ids >= 0].int(), offsets, add_label=True)
         common = {name: getattr(options, name) for name in ("compact", "workspace", "chunk_size", "backend")}
         cost = (1, 1) if row.asks == "kept" else (VOCAB // 3, VOCAB // 3)
         with pytest.MonkeyPatch.context() as patched:
@@ -451,12 +478,15 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
         masks = [(y != -100).to(torch.float32) for y in labels]
         common["token_inputs"] = {"w": masks[0] if one else masks}
         return [linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
-    if row.asks == "selected":
-        columns = [columns_of(y) for y in labels]
-        found = linear_statistics(
-            *arguments, ("selected_logps", "logp"), selected=columns[0] if one else columns, **common
-        )
-        names = ("selected_logps", "logp")
+    names: tuple[str, ...] = ("selected_logps", "logp")
+    if row.asks in ("selected", "largest"):
+        columns: Any = [columns_of(y) for y in labels]
+        columns = Largest(3) if row.asks == "largest" else columns[0] if one else columns
+        metrics = ("columns",) if row.asks == "largest" else ()
+        found = linear_statistics(*arguments, names, selected=columns, metrics=metrics, **common)
+    elif row.asks == "registered":
+        names = ("registered", "logp")
+        found = linear_statistics(*arguments, ("second_moment_of_shares", "logp"), **common)
     else:
         metrics = METRICS if row.asks == "metrics" else ()
         names = (*(STATISTICS if row.asks == "statistics" else ("logp",)), *metrics)

@@ -100,8 +100,7 @@ def test_glu_linear_keeps_no_product(backend):
     assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (gate, up, weight)}
     expected = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).sum(), (gate, up))
     frozen = glu_linear(gate, up, weight.detach(), backend=backend)
-    for a, b in zip(torch.autograd.grad(frozen.sum(), (gate, up)), expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.autograd.grad(frozen.sum(), (gate, up)), expected)
     (alone,) = torch.autograd.grad(out.sum(), (weight,))
     torch.testing.assert_close(alone, (F.silu(gate) * up).sum(0).expand(3, 40))
 
@@ -127,8 +126,7 @@ def test_checkpointing_stops_before_the_linear_layer_of_a_product(whole):
         flops.append(counter.get_total_flops())
     assert flops[0] == flops[1]
     expected = torch.autograd.grad(plain(x, *weights).square().sum(), (x, *weights))
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_second_backward_of_glu_linear(backend):
@@ -238,8 +236,7 @@ def test_gradients_of_some_tensors_of_an_mlp(backend, trained, layout, monkeypat
     ours, theirs = our_mlp(x, layers, layout, backend), plain_mlp(x, layers, layout, activation="silu")
     found = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for out in (ours, ours, theirs)]
     assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
-    for a, b in zip(*found[1:], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found[1:], rtol=1e-4, atol=1e-4)
 
 
 def test_what_glu_linear_is_given_stays():
@@ -277,8 +274,9 @@ def test_glu_linear_under_autocast():
             assert out.dtype == torch.bfloat16
             expected = F.linear(F.silu(up) * up, w)
             torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
-            for a, b in zip(*(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), strict=True):
-                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(
+                *(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), rtol=0.05, atol=0.05
+            )
         x, layers = mlp_of("two")
         found = [f(x, layers, "two", activation="silu") for f in (our_mlp, plain_mlp)]
         assert found[0].dtype == torch.bfloat16

@@ -131,5 +131,4 @@ def test_losses_without_a_label_take_them(hard, monkeypatch):
         results.append((value, *torch.autograd.grad(value, (hidden, weight))))
     assert taken
     assert set(taken) == ({24} if hard else {16, 24})
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=2e-3, atol=1e-4)

@@ -2,11 +2,9 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from liger_losses.chunked.engine import linear_logps
@@ -72,38 +70,6 @@ def test_heads_that_are_left_alone():
         assert reason in change.reason
     (change,) = make_head_lazy(Model(nn.Linear(H, V)), lambda module, path: path != "lm_head")
     assert change.reason == "left out by filter_fn"
-
-
-class Adapted(nn.Module):
-    """A head with a low-rank adapter, as PEFT builds it."""
-
-    def __init__(self):
-        super().__init__()
-        self.base_layer, self.lora_A, self.lora_B = nn.Linear(H, V), nn.Linear(H, 2, False), nn.Linear(2, V, False)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 0.5
-
-
-def test_adapters_on_the_head():
-    torch.manual_seed(0)
-    model, x, labels = Model(Adapted()).double(), torch.randn(B, T, H).double(), torch.randint(V, (B * T,))
-    results = []
-    for patched in (False, True):
-        if patched:
-            assert [c.path for c in make_head_lazy(model)] == ["lm_head.base_layer", "lm_head.lora_B"]
-            assert type(model.lm_head.lora_A) is nn.Linear
-        model.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            F.cross_entropy(model(x).view(-1, V), labels).backward()
-        results.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
 
 
 def test_the_head_of_lazy_logits_is_that_of_the_engine():

@@ -1,6 +1,5 @@
 """The examples do what the README says of them."""
 
-import copy
 import importlib.util
 import json
 import os
@@ -140,64 +139,6 @@ def tiny_model():
         )
     )
     return model, tokenizer, text
-
-
-def train(dpo, output, **options):
-    """A few steps on a tiny random model; what TRL logged of each, and the trained weights."""
-    from datasets import Dataset
-
-    model, tokenizer, text = tiny_model()
-    pairs = Dataset.from_list(
-        [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(24)]
-    )
-    config = dpo.DPOConfig(
-        output_dir=str(output),
-        per_device_train_batch_size=4,
-        max_steps=6,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        **options,
-    )
-    reference = None if config.precompute_ref_log_probs else copy.deepcopy(model)
-    trainer = dpo.DPOTrainer(
-        model=model, ref_model=reference, args=config, train_dataset=pairs, processing_class=tokenizer
-    )
-    trainer.train()
-    return [row for row in trainer.state.log_history if "loss" in row], model.state_dict()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"precompute_ref_log_probs": True},
-        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
-        {"loss_type": ["ipo"], "beta": 0.5},
-        {"ld_alpha": 0.4, "f_divergence_type": "js_divergence"},
-        {"ld_alpha": 0.4, "precompute_ref_log_probs": True},
-        {"use_weighting": True, "precompute_ref_log_probs": True},
-    ],
-    ids=str,
-)
-def test_dpo_training_equals_plain_trl(dpo, tmp_path, options):
-    from liger_losses.trl import enabled
-
-    plain, plain_weights = train(dpo, tmp_path / "plain", **options)
-    with enabled():
-        ours, weights = train(dpo, tmp_path / "ours", **options)
-    assert len(ours) == len(plain) == 6
-    assert plain[0]["loss"] != plain[-1]["loss"]
-    for a, b in zip(ours, plain, strict=True):
-        for key in ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "logps/rejected"):
-            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), key
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, plain_weights[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,7 @@ def test_adapters_on_the_head_train(targets, error, parameter, tmp_path):
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in adapted.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) > 4
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tail", [True, False])
@@ -83,8 +82,7 @@ def test_asynchronous_distillation(beta, tail):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
         loss, *sums = function(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, torch.arange(11) % 2, 2, 4)
         results.append([loss.detach(), *sums, *torch.autograd.grad(loss, leaves)])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-5)
     # As with a head that is kept in fp32; TRL's product is in fp32 then.
     leaves = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
     loss, *_ = chunked_jsd_loss(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, None, 2, 4)

@@ -41,14 +41,11 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.agreement import RankError
-from liger_losses.chunked.engine.registered import REGISTERED
 from tests.processes import case_named
 from tests.reference import relative_error
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
-REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square()
 #: How many rows each rank of a group has.
 CUTS = {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
 
@@ -195,54 +192,26 @@ def support(d, **options):
     return TokenSupport(ids, **options)
 
 
-def of_kept_columns(limit, call):
-    """By reading rows for tokens with up to so many columns, by products for others."""
-
-    def limited(head, ref, d):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), 2 * (VOCAB // limit,)))
-            return call(head, ref, d)
-
-    return limited
-
-
-def kept_logps(head, ref, d, **options):
-    return linear_logps(d["h"], head, d["y"], support=support(d), entropy=True, lse=True, temperature=0.7, **options)
-
-
 OPERATIONS = {
-    "kept columns": of_kept_columns(30, kept_logps),
-    "kept columns, some by products": of_kept_columns(3, kept_logps),
     "kept columns, sparse": lambda head, ref, d: linear_logps(
         d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
     ),
-    "kept columns, GRPO": of_kept_columns(
-        30, lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d))
-    ),
-    "logps, a temperature per token": lambda head, ref, d: linear_logps(
-        d["h"], head, d["y"], entropy=True, temperature=1.0 + (d["y"] % 3)
+    "kept columns, GRPO": lambda head, ref, d: policy(
+        LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d)
     ),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
     "statistics": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
     ),
-    "mean logit": lambda head, ref, d: linear_statistics(d["h"], head, d["y"], ("mean_logit", "lse")),
     "statistics of several": lambda head, ref, d: linear_statistics(
         [d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]
     ),
     "statistics of columns": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d)
     ),
-    "statistics of columns, two passes": lambda head, ref, d: linear_statistics(
-        d["h"], head, d["y"], "selected_logps", selected=columns(d), options=EngineOptions(chunk_size=5, compact=False)
-    ),
-    "largest": lambda head, ref, d: linear_topk(d["h"], head, 5, d["y"]),
     "largest, two passes": lambda head, ref, d: linear_topk(
         d["h"], head, 5, d["y"], options=EngineOptions(chunk_size=5, compact=False)
     ),
-    "registered": lambda head, ref, d: linear_statistics(d["h"], head, d["y"], ("second_moment_of_shares", "entropy")),
-    "resident": lambda head, ref, d: linear_logps(d["h"], head, d["y"], workspace=2**24),
-    "two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], chunk_size=3),
     "not compact": lambda head, ref, d: linear_logps(d["h"], head, d["y"], compact=False, shift=True),
     "divergence": lambda head, ref, d: linear_divergence(
         d["h"], head, d["y"], Teacher(d["other"], ref), Divergence.reverse_kl(), logp=True, temperature=1.5
@@ -261,7 +230,6 @@ OPERATIONS = {
         d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
     ),
     "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
-    "no token": lambda head, ref, d: linear_logps(d["h"], head, torch.full_like(d["y"], -100)),
 }
 
 

@@ -175,9 +175,9 @@ def test_unlikely_labels():
 )
 def test_divergences(form, dtype, backend):
     """Of any part of the tokens, one alone included, in any workspace, with a gradient or without."""
-    count, columns = (POOL, 600) if backend == "torch" else (50, 200)
-    hidden, weight, labels, bias = problem(count, 40, columns, dtype=dtype, masked=0.0, bias=True)
-    teacher_hidden, teacher_weight, *_ = problem(count, 24, columns, dtype=dtype, seed=3)
+    count, columns = (POOL, 600) if backend == "torch" else (40, 70)
+    hidden, weight, labels, bias = problem(count, 16, columns, dtype=dtype, masked=0.0, bias=True)
+    teacher_hidden, teacher_weight, *_ = problem(count, 12, columns, dtype=dtype, seed=3)
     head = Head(weight.detach(), bias.detach(), batch_invariant=True)
     temperature = torch.linspace(0.5, 2.0, count)
 
@@ -192,7 +192,7 @@ def test_divergences(form, dtype, backend):
 
     expected = found(torch.arange(count))
     some = torch.randperm(count, generator=torch.Generator().manual_seed(1))[:37]
-    for tokens, workspace, gradient in ((some, None, True), (some, 60_000, False), (torch.tensor([41]), None, True)):
+    for tokens, workspace, gradient in ((some, None, True), (some, 60_000, False), (torch.tensor([31]), None, True)):
         for value, right in zip(found(tokens, workspace, gradient), expected, strict=True):
             assert torch.equal(value, right[tokens])
 

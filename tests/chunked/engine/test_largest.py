@@ -6,8 +6,6 @@ import torch
 import liger_losses
 from liger_losses import (
     ChunkedLoss,
-    EngineOptions,
-    Head,
     Largest,
     LogitTransform,
     linear_statistics,
@@ -15,54 +13,9 @@ from liger_losses import (
     linear_topk,
 )
 from liger_losses.chunked.engine import registered
-from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels.logit_transform import Epilogue
-from tests.quantized_layers import dequantized, packed_linear
 from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem
-
-TRANSFORMS = {
-    "plain": {},
-    "bias, scale and cap": {"logit_scale": 0.7, "softcap": 3.0},
-    "temperature per token": {"temperature": torch.linspace(0.5, 2.0, 13)},
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"workspace": 40_000}, {"compact": False}], ids=str)
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_topk_equals_that_of_dense_logits(dtype, name, options):
-    transform = TRANSFORMS[name]
-    hidden, weight, labels, bias = problem(v=701, dtype=dtype, bias="bias" in name)
-    mask, k = labels != -100, 2
-
-    def plain(hidden, weight, bias):
-        given = {n: x[:, None] if isinstance(x, torch.Tensor) else x for n, x in transform.items()}
-        logits = plain_logits(hidden, weight, bias, **given)
-        logps, ids = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1).topk(k, -1)
-        leaves = [x for x in (hidden, weight, bias) if x is not None]
-        return ids, logps.detach(), *torch.autograd.grad((logps.exp() * torch.tensor([1.0, -2.0]))[mask].sum(), leaves)
-
-    found = linear_topk(
-        hidden, Head(weight, bias, LogitTransform(**transform)), k, labels, options=EngineOptions(**options)
-    )
-    leaves = [x for x in (hidden, weight, bias) if x is not None]
-    grads = torch.autograd.grad((found.logps.exp() * torch.tensor([1.0, -2.0])).sum(), leaves)
-    ids, *exact = plain(*double(hidden, weight, bias))
-    _, *rounded = plain(hidden, weight, bias)
-    if dtype != torch.bfloat16:
-        assert torch.equal(found.ids[mask], ids[mask])
-    assert not found.logps[~mask].any()
-    for what, ours, near, true in zip(
-        ["logps", "hidden", "weight", "bias"], (found.logps, *grads), rounded, exact, strict=False
-    ):
-        rows = mask if what == "logps" else slice(None)
-        assert_as_exact_as_plain(
-            ours[rows], near[rows], true[rows], what, floor=1e-12 if dtype == torch.float64 else None
-        )
-    with torch.no_grad():
-        again = linear_topk(hidden, Head(weight, bias, LogitTransform(**transform)), k, labels)
-    assert torch.equal(again.ids, found.ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -81,27 +34,6 @@ def test_largest_of_rows(columns, k, backend):
     if k < 4:
         maxima = largest.group_maxima(rows, epilogue, backend)
         torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("workspace", [None, 40_000])
-def test_topk_of_quantized_heads_with_adapters(workspace, adapters):
-    hidden, _, labels, _ = problem(h=64, v=96)
-    layer = packed_linear(torch.nn.Linear(64, 96, bias=False))
-    exact = dequantized(layer).double()
-    given = layer
-    if adapters:
-        lora = [torch.randn(4, 64, generator=torch.Generator().manual_seed(1)) / 8, torch.randn(96, 4) / 4]
-        given = Head(layer, adapters=(LowRank(*lora, 0.5),))
-        exact = exact + 0.5 * lora[1].double() @ lora[0].double()
-    logps, ids, _ = linear_topk(hidden, given, 3, labels, options=EngineOptions(workspace=workspace))
-    expected = (hidden.double() @ exact.t()).log_softmax(-1).topk(3, -1)
-    mask = labels != -100
-    assert torch.equal(ids[mask], expected.indices[mask])
-    torch.testing.assert_close(logps[mask].double(), expected.values[mask], rtol=1e-4, atol=1e-5)
-    (grad,) = torch.autograd.grad(logps.exp().sum(), hidden)
-    (grad_exact,) = torch.autograd.grad(expected.values.exp()[mask].sum(), hidden)
-    torch.testing.assert_close(grad, grad_exact, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_of_the_largest_in_one_pass():

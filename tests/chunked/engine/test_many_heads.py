@@ -14,7 +14,6 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import autograd_functions, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from tests.chunked.losses.test_cross_entropy import plain_cross_entropy
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
@@ -39,21 +38,6 @@ def targets(wiring, dtype=torch.float32, bias=False):
     return [*used[0], *used[1], *used_biases], each, made[0][2]
 
 
-def plain_sum(each, labels, build, calls, reduction="mean"):
-    """The definition, and each head's part of it without ``WEIGHTS``."""
-    parts = [
-        plain_cross_entropy(hidden.flatten(0, -2), weight, part.flatten(), bias, build, call, reduction)
-        for hidden, weight, bias, part, call in zip(*each, labels, calls, strict=True)
-    ]
-    return sum(w * part for w, part in zip(WEIGHTS, parts, strict=True)), parts
-
-
-def wired(leaves, each, exact_leaves):
-    """What each target has, from other tensors in the place of ``leaves``."""
-    to = {id(a): b for a, b in zip(leaves, exact_leaves, strict=True)}
-    return [[None if t is None else to[id(t)] for t in part] for part in each]
-
-
 OPTIONS = [
     {},
     {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0},
@@ -64,38 +48,27 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("wiring", list(WIRINGS))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_equals_the_definition(dtype, wiring, options):
-    leaves, each, labels = targets(wiring, dtype, bias="ce_weight" in options)
-    shifted = [shift_labels(labels, -100, k + 1) for k in range(K)]
+def test_equals_the_sum_of_single_calls(wiring, options):
+    leaves, each, labels = targets(wiring, torch.float64, bias="ce_weight" in options)
     g = torch.Generator().manual_seed(5)
     build, call = dict(options), {}
     if build.get("ce_weight"):
-        build["ce_weight"] = (torch.rand(V, generator=g, dtype=torch.float64) + 0.5).to(dtype)
+        build["ce_weight"] = torch.rand(V, generator=g, dtype=torch.float64) + 0.5
     if build.pop("token_weights", False):
-        call["token_weights"] = [torch.rand(SHAPE, generator=g, dtype=torch.float64).to(dtype) for _ in range(K)]
+        call["token_weights"] = [torch.rand(SHAPE, generator=g, dtype=torch.float64) for _ in range(K)]
     if build.pop("num_items_in_batch", False):
         call["num_items_in_batch"] = [7, 5, 3]
-    loss_module = LigerFusedLinearCrossEntropyLoss(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
-    loss, metrics = loss_module(each[1], each[0], labels, each[2], **call)
-
-    def calls(cast):
-        flat = {n: [cast(x).flatten() if torch.is_tensor(x) else x for x in v] for n, v in call.items()}
-        return [{n: v[k] for n, v in flat.items()} for k in range(K)]
-
-    exact_leaves = double(*leaves)
-    wide = {n: x.double() if torch.is_tensor(x) else x for n, x in build.items()}
-    exact, exact_parts = plain_sum(wired(leaves, each, exact_leaves), shifted, wide, calls(lambda x: x.double()))
-    plain, plain_parts = plain_sum(each, shifted, build, calls(lambda x: x))
-    floor = 1e-12 if dtype == torch.float64 else None
-    assert_as_exact_as_plain(loss, plain, exact, "loss", floor=floor)
-    for k in range(K):
-        assert_as_exact_as_plain(metrics.losses[k], plain_parts[k], exact_parts[k], "a head's loss", floor=floor)
+    several = LigerFusedLinearCrossEntropyLoss(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
+    loss, metrics = several(each[1], each[0], labels, each[2], **call)
+    parts = []
+    for k, (hidden, weight, bias) in enumerate(zip(*each, strict=True)):
+        single = LigerFusedLinearCrossEntropyLoss(**build, shift=k + 1)
+        parts.append(single(weight, hidden, labels, bias, **{name: values[k] for name, values in call.items()}))
+    expected = sum(w * part for w, part in zip(WEIGHTS, parts, strict=True))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics.losses, torch.stack(parts).detach())
     assert not metrics.losses.requires_grad
-    found = torch.autograd.grad(loss * 0.5, leaves)
-    others = torch.autograd.grad(plain * 0.5, leaves), torch.autograd.grad(exact * 0.5, exact_leaves)
-    for a, p, e in zip(found, *others, strict=True):
-        assert_as_exact_as_plain(a, p, e, "gradient", floor=floor)
+    torch.testing.assert_close(torch.autograd.grad(loss * 0.5, leaves), torch.autograd.grad(expected * 0.5, leaves))
 
 
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
@@ -206,8 +179,7 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
         for a, w, y in zip(hidden, heads, labels, strict=True)
     ]
     plain = gradients([sum(plain_losses) if reduction == "mean" else plain_losses])
-    for a, b in zip(found, plain, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found, plain, atol=1e-3, rtol=1e-3)
 
 
 def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
@@ -371,27 +343,6 @@ def test_the_pure_function_of_lists():
         functional.cross_entropy(logps, lse=lse[:1])
 
 
-def test_in_a_compiled_function():
-    mean, none = (
-        LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, reduction=reduction)
-        for reduction in ("mean", "none")
-    )
-    leaves, _, labels = targets("one hidden state")
-
-    def function(hidden, *heads):
-        loss, metrics = mean(list(heads), torch.tanh(hidden), labels)
-        first, second, third = none(list(heads), hidden, labels)[0]
-        logps = linear_logps([hidden, hidden], heads[0], labels, shift=[1, 2])
-        return loss + (first - 2 * second + 3 * third).sum() + (logps[0] * logps[1]).sum(), metrics.losses
-
-    expected, expected_metrics = function(*leaves)
-    found, metrics = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(metrics, expected_metrics)
-    for a, b in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_a_repeated_head_in_a_compiled_function(monkeypatch):
     """It is one stream there too."""
     streams = []
@@ -409,8 +360,7 @@ def test_a_repeated_head_in_a_compiled_function(monkeypatch):
     expected = torch.autograd.grad(function(first, second, third), [layer.weight, third])
     found = torch.compile(function, fullgraph=True, backend="aot_eager")(first, second, third)
     assert [len(call.tokens.shapes) for call in streams] == [3, 3]
-    for a, b in zip(torch.autograd.grad(found, [layer.weight, third]), expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.autograd.grad(found, [layer.weight, third]), expected)
 
 
 @pytest.mark.parametrize("positions", [0, 1, 4, 11, 20])

@@ -6,14 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_losses import (
-    Divergence,
     Head,
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     QuantizedWeight,
     Teacher,
-    linear_divergence,
     linear_logps,
     linear_token_loss,
     register_quantized_weight,
@@ -87,31 +84,6 @@ def test_many_heads(base):
             assert relative_error(ours, theirs) < 2e-6
     with pytest.raises(ValueError, match="to fit the weight"):
         linear_logps([state[:, :30] for state in states], heads, labels)
-
-
-def test_preferences_and_distillation():
-    hidden, weight, labels, _ = problem(scale=0.5, shape=(4, 20), h=H, v=V, masked=0.1)
-    quantized = Int8Weight(weight)
-    rows, reference = quantized.rows(0, V), Int8Weight(torch.randn(V, H))
-    dpo = LigerFusedLinearDPOLoss(workspace=400_000)
-    states = hidden.detach() * 1.1
-    loss, _ = dpo(Head(quantized), hidden, labels, None, states, Head(reference))
-    expected, _ = LigerFusedLinearDPOLoss()(rows, hidden, labels, None, states, reference.rows(0, V))
-    assert relative_error(loss, expected) < 1e-5
-    found = torch.autograd.grad(loss, hidden) + torch.autograd.grad(expected, hidden)
-    assert relative_error(*found) < 1e-4
-    for student, teacher in ((Head(quantized), reference.rows(0, V)), (rows, Head(reference))):
-        results = []
-        for loss_function, s, t in (
-            (LigerFusedLinearJSDLoss(workspace=400_000), student, teacher),
-            (LigerFusedLinearJSDLoss(), rows, reference.rows(0, V)),
-        ):
-            loss, _ = loss_function(s, hidden, labels, Teacher(states, t))
-            results.append((loss, *torch.autograd.grad(loss, hidden)))
-        assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
-    itself = Teacher(hidden.detach(), rows)
-    found = linear_divergence(hidden, Head(quantized), labels, itself, Divergence.forward_kl())
-    assert found.divergence.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

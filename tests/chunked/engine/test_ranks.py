@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import os
-import random
 import types
 
 import pytest
@@ -15,9 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from liger_losses import (
     Divergence,
-    EngineOptions,
     Head,
-    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
@@ -33,16 +30,15 @@ from liger_losses import (
     linear_token_loss,
     workspace,
 )
-from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, RankError, known_of
 from liger_losses.chunked.engine.given import Given
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
+from tests.chunked.combinations import check, rows
 from tests.chunked.engine.shared_vocabulary import (
     CE,
     CUTS,
-    HIDDEN,
     LENGTH,
     LOSSES,
     OPERATIONS,
@@ -53,112 +49,44 @@ from tests.chunked.engine.shared_vocabulary import (
     all_cases,
     batch,
     case_of,
-    compare,
     errors_before_a_call,
     flat,
-    policy,
     run,
     support,
 )
 from tests.processes import BACKENDS, case_named, device_type, start
-from tests.quantized_layers import Int8Weight
-from tests.reference import NAMES, problem, relative_error
+from tests.reference import problem, relative_error
 
+#: Rows of the table of combinations that ranks share the vocabulary of, and those that take the Triton kernels.
+ALONE = {"strategy": (None,), "layout": ("contiguous",), "invariant": (False,), "teacher": ("model", "narrower")}
+SHARED = rows(**ALONE, targets=("one", "two heads"), dtype=("float64",), backend=("torch",))
+IN_TRITON = rows(
+    **ALONE, asks=("logp", "metrics", "token loss", "kept", "JSD"), weight=("dense", "frozen"), targets=("one",),
+    blocks=("default", "chunks"), dtype=("bfloat16",), backend=("triton",),
+)  # fmt: skip
 #: What ranks with other labels are told.
 LABELS = r"they differ in labels\. Where each rank has a batch"
 
 
-def random_shapes(parts):
-    draw = random.Random(0)
-    for i in range(12):
-        ranks = dist.get_world_size()
-        vocab = draw.randint(ranks, 90)
-        ends = sorted(draw.sample(range(1, vocab), ranks - 1))
-        sizes = [b - a for a, b in itertools.pairwise([0, *ends, vocab])]
-        d = batch(
-            rows=draw.randint(1, 4),
-            length=draw.randint(1, 30),
-            hidden_size=draw.randint(1, 40),
-            vocab_size=vocab,
-            seed=i,
-        )
-        options = EngineOptions(compact=draw.random() < 0.5, chunk_size=draw.choice([None, 1, 7]))
-        names = draw.sample(NAMES, draw.randint(1, 4))
-        variant = draw.choice(list(VARIANTS.values()))
-
-        def call(head, ref, d, names=names, options=options):
-            return linear_statistics(d["h"], head, d["y"], names, metrics=["argmax"], options=options)
-
-        with case_named(f"{names} with {options}, {variant}, {sizes}"):
-            compare(call, d, variant, Part.of(dist.group.WORLD, sizes))
+#: How many of the table's columns each rank has, of two and of four ranks.
+SIZES = {2: (33, 12), 4: (13, 1, 19, 12)}
 
 
-def triton(head, ref, d):
-    return {"backend": "triton" if d["h"].dtype == torch.bfloat16 else "torch"}
+def combinations(parts, chosen=SHARED):
+    """Rows take turns with the groups of ranks."""
+    groups = [part.group for part in parts.values()]
+    for i, row in enumerate(chosen):
+        group = groups[i % len(groups)]
+        with case_named(str(row)):
+            check(row, Part.of(group, SIZES[group.size()]))
 
 
-def of_kernels(loss, **options):
-    """A distillation loss."""
-    return lambda head, ref, d: loss(**triton(head, ref, d), **options)(head, d["h"], d["y"], Teacher(d["other"], ref))
+def in_triton(parts):
+    combinations(parts, IN_TRITON[::4])
 
 
-def from_top_k(head, ref, d):
-    """A teacher's columns, which do not depend on the dtype."""
-    logps, columns = (d["other"].double() @ d["ref_weight"].double().t()).log_softmax(-1).topk(4)
-    loss = LigerFusedLinearKLLoss(**triton(head, ref, d))
-    return loss(head, d["h"], d["y"], TeacherTopK(logps.float(), columns))[0]
-
-
-#: Calls in half precision, through the Triton kernels.
-KERNELS = {
-    "cross entropy": lambda head, ref, d: CE(**triton(head, ref, d))(head, d["h"], d["y"]),
-    "logps, entropy": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, **triton(head, ref, d)),
-    "JSD": of_kernels(LigerFusedLinearJSDLoss),
-    "cross entropy, small blocks": lambda head, ref, d: CE(**triton(head, ref, d), chunk_size=8)(
-        head, d["h"].mT.contiguous().mT, d["y"]
-    ),
-    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d)),
-    "logps, two passes": lambda head, ref, d: linear_logps(d["h"], head, d["y"], **triton(head, ref, d), chunk_size=4),
-    "argmax": lambda head, ref, d: linear_statistics(
-        d["h"],
-        head,
-        d["y"],
-        "logp",
-        metrics=("argmax", "mean_logp"),
-        options=EngineOptions(**triton(head, ref, d)),
-    ),
-    "KL": of_kernels(LigerFusedLinearKLLoss),
-    "cosine": of_kernels(LigerFusedLinearCosineSimilarityLoss),
-    "KL, top-k": from_top_k,
-    "kept columns": lambda head, ref, d: linear_logps(
-        d["h"], head, d["y"], support=support(d), entropy=True, **triton(head, ref, d)
-    ),
-    "logps, a temperature per token": lambda head, ref, d: linear_logps(
-        d["h"], head, d["y"], temperature=1.0 + d["y"] % 3, **triton(head, ref, d)
-    ),
-    "DPO": lambda head, ref, d: LigerFusedLinearDPOLoss(**triton(head, ref, d))(
-        head, d["h"], d["y"], None, d["other"], ref
-    )[0],
-    "GRPO": lambda head, ref, d: policy(LigerFusedLinearGRPOLoss(beta=0.0, **triton(head, ref, d)), head, ref, d)[0],
-}
-
-
-def half_precision(parts, names=tuple(KERNELS)[:3], kinds=("plain",)):
-    """The Triton kernels, against float64."""
-    d = batch(torch.bfloat16)
-    d["h"][0, 0] *= 80  # a label so unlikely that exponentials relative to it overflow
-    d["y"][0, 0] = int((d["h"][0, 0] @ d["weight"].t()).argmin())
-    exact = {name: value.double() if value.dtype == torch.bfloat16 else value for name, value in d.items()}
-    for cut, kind, name in itertools.product(parts, kinds, names):
-        with case_named(f"{name}, {kind}, {cut}, bf16"):
-            part = parts[cut]
-            found, grads = run(KERNELS[name], d, VARIANTS[kind], part)
-            expected, expected_grads = run(KERNELS[name], exact, VARIANTS[kind])
-            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-                if a.is_floating_point():
-                    assert relative_error(a, b) < 1e-3, f"result {i}"
-            for i, (a, b) in enumerate(zip(grads, expected_grads, strict=True)):
-                assert relative_error(a if i == 0 else gathered(a, part.group), b) < 1e-2, f"gradient {i}"
+def all_in_triton(parts):
+    combinations(parts, IN_TRITON)
 
 
 def gathered(rows, group):
@@ -173,7 +101,7 @@ def dtensors(parts):
     mesh = init_device_mesh(device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     d, variant = batch(), VARIANTS["bias"]
     for name, placement in itertools.product(
-        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns"), (Replicate(), Shard(1))
+        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns, GRPO"), (Replicate(), Shard(1))
     ):
         call = case_of(name)
         expected, expected_grads = run(call, d, variant)
@@ -184,8 +112,7 @@ def dtensors(parts):
             leaf.requires_grad_()
         with case_named(f"{name}, DTensors, {placement}"):
             found = flat(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(found, expected)
             outputs = [tensor for tensor in found if tensor.requires_grad]
             upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
             grads = torch.autograd.grad(outputs, (hidden, weight, bias), upstream)
@@ -409,10 +336,6 @@ def errors_of_labels(parts):
     torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
 
 
-def one_part(parts):
-    half_precision(dict(list(parts.items())[:1]))
-
-
 def agreements(parts):
     """Calls of a new signature are compared; those of a known one by their text alone, and not read on a GPU."""
     rank, d = dist.get_rank(), batch()
@@ -491,10 +414,6 @@ def devices(parts):
             linear_logps(d["h"], head, d["y"], workspace=9000)
 
 
-def all_kernels(parts):
-    half_precision(parts, KERNELS, VARIANTS)
-
-
 def partial_gradients(parts):
     """What verl and Megatron sum themselves: each rank's part of the hidden states' gradients."""
     d = batch()
@@ -532,37 +451,6 @@ def partial_gradients(parts):
                 torch.testing.assert_close(own, whole)
 
 
-def quantized(parts):
-    """Quantized heads with adapters, and of a teacher: dequantized as a whole, and for each block of tokens."""
-    d = batch(torch.float32)
-    hidden, low = d["h"].requires_grad_(), torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
-    high = torch.randn(VOCAB, 2, generator=torch.Generator().manual_seed(2)) / 4
-    whole, whole_teacher = Int8Weight(d["weight"]), Int8Weight(d["ref_weight"])
-
-    def compute(rows, group):
-        a, b = low.clone().requires_grad_(), high[rows].clone().requires_grad_()
-        weight, other = (one.part(*rows.indices(VOCAB)[:2]) for one in (whole, whole_teacher))
-        found = linear_statistics(
-            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], ("logp", "entropy")
-        )
-        teacher = Teacher(d["other"], Head(other, group=group))
-        divergence = linear_divergence(hidden, Head(weight, group=group), d["y"], teacher, Divergence.reverse_kl())
-        kept = linear_logps(
-            hidden, Head(weight, group=group, adapters=(LowRank(a, b),)), d["y"], support=support(d), workspace=3000
-        )
-        value = found.logp.sum() + 0.3 * found.entropy.sum() + divergence.divergence.sum() + kept.sum()
-        return value.detach(), *torch.autograd.grad(value, (hidden, a, b))
-
-    for name, part in parts.items():
-        *expected, grad_b = compute(slice(None), None)
-        for at_once in (True, False):
-            with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {at_once}"):
-                if not at_once:
-                    patched.setattr("liger_losses.chunked.engine.head.fits_dequantized", lambda *size: False)
-                for ours, theirs in zip(compute(part.rows, part.group), (*expected, grad_b[part.rows]), strict=True):
-                    assert relative_error(ours, theirs) < 1e-5
-
-
 def heads_of_frameworks(parts):
     """SkyRL's, whose ranks have parts of the vocabulary, against the whole head."""
     for part in parts.values():
@@ -586,8 +474,8 @@ def heads_of_frameworks(parts):
 
 CHECKS = (
     all_cases,
-    random_shapes,
-    one_part,
+    combinations,
+    in_triton,
     dtensors,
     errors,
     errors_of_losses,
@@ -597,7 +485,6 @@ CHECKS = (
     agreements,
     partial_gradients,
     heads_of_frameworks,
-    quantized,
 )
 
 
@@ -606,9 +493,9 @@ def work(rank, checks):
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     cut = ("two even", "two uneven")[rank // 2]
     parts = {"four": Part.of(dist.group.WORLD, CUTS["four"]), cut: Part.of(pairs[rank // 2], CUTS[cut])}
-    for check in checks:
-        with case_named(check.__name__):
-            check(parts)
+    for run_check in checks:
+        with case_named(run_check.__name__):
+            run_check(parts)
 
 
 @pytest.mark.distributed
@@ -619,8 +506,9 @@ def test_a_shared_vocabulary_on_four_processes(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_all_kernels_on_four_processes(tmp_path):
-    start(work, WORLD, tmp_path, (all_kernels, order_of_names), method="spawn")
+def test_spawned_processes(tmp_path):
+    """Each of which has its own order of the names in a set."""
+    start(work, WORLD, tmp_path, (all_in_triton, order_of_names), method="spawn")
 
 
 def single_precision(parts):
@@ -674,7 +562,8 @@ def messages_without_a_wait(parts):
 
 CHECKS_OF_GPUS = (
     all_cases,
-    random_shapes,
+    combinations,
+    all_in_triton,
     messages_without_a_wait,
     dtensors,
     errors_of_losses,
@@ -682,26 +571,19 @@ CHECKS_OF_GPUS = (
     order_of_names,
     partial_gradients,
     heads_of_frameworks,
-    quantized,
 )
-
-
-def some_kernels(parts):
-    """Compiling all variants takes minutes."""
-    for (cut, part), kind in zip(parts.items(), ("plain", "soft-cap and scale"), strict=True):
-        half_precision({cut: part}, KERNELS, (kind,))
 
 
 def work_on_gpus(rank, checks):
     parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
-    for check in checks:
-        with case_named(check.__name__):
-            check(parts)
+    for run_check in checks:
+        with case_named(run_check.__name__):
+            run_check(parts)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("checks", [CHECKS_OF_GPUS, (single_precision,), (some_kernels,)], ids=lambda c: c[0].__name__)
+@pytest.mark.parametrize("checks", [CHECKS_OF_GPUS, (single_precision,)], ids=lambda c: c[0].__name__)
 def test_a_shared_vocabulary_on_two_gpus(tmp_path, checks, backend):
     """In several tests, which may run at the same time."""
     start(work_on_gpus, 2, tmp_path, checks, backend=backend)

@@ -1,7 +1,5 @@
 """A teacher from files: exactly the teacher beside the student, in the dtype that was written."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -72,20 +70,6 @@ def test_a_reader_waits_for_the_writer(tmp_path):
     files = TeacherFiles(tmp_path / "later", timeout=60)
     assert torch.equal(files.teacher(7).hidden_states, states)
     thread.join()
-
-
-@pytest.mark.slow
-def test_another_process(tmp_path):
-    program = (
-        "import torch; from liger_losses import TeacherWriter;"
-        f"writer = TeacherWriter({str(tmp_path)!r}, torch.ones({V}, {WIDE}));"
-        f"[writer.write(i, torch.full(({T}, {WIDE}), float(i))) for i in range(3)]"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program])
-    files = TeacherFiles(tmp_path, timeout=60)
-    for i in range(3):
-        assert torch.equal(files.teacher(i).hidden_states, torch.full((T, WIDE), float(i), dtype=torch.bfloat16))
-    assert process.wait() == 0
 
 
 def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
@@ -190,5 +174,4 @@ def test_heads_of_any_kind(kind, tmp_path):
     expected = loss_and_gradients(hidden, weight, labels, Teacher(states, Head(merged, head.bias, head.transform)))
     TeacherWriter(tmp_path, given, dtype=torch.float32).write(0, states)
     for teacher in (Teacher(states, given), TeacherFiles(tmp_path).teacher(0)):
-        for found, right in zip(loss_and_gradients(hidden, weight, labels, teacher), expected, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(loss_and_gradients(hidden, weight, labels, teacher), expected, rtol=1e-4, atol=1e-6)

@@ -240,8 +240,7 @@ def test_setting_an_option_equals_building_with_it(build, call, given, name, val
     setattr(loss, name, value)
     after, built = tuple_of(call(loss)), tuple_of(call(build(**{**given, name: value})))
     assert len(after) == len(built)
-    for a, b in zip(after, built, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(after, built, rtol=0, atol=0)
     changed = len(before) != len(after) or any(
         a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, after, strict=True)
     )
@@ -383,11 +382,9 @@ def test_weights_may_be_tensors_modules_and_heads(loss, call):
     expected = tuple_of(call(loss, WEIGHT, BIAS, REF_WEIGHT, BIAS))
     for make in (module, Head):
         found = tuple_of(call(loss, make(WEIGHT, BIAS), None, make(REF_WEIGHT, BIAS), None))
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(found, expected)
     with_its_own = Head(WEIGHT, BIAS, LogitTransform(softcap=4.0))
-    for a, b in zip(tuple_of(call(loss, with_its_own, None, REF_WEIGHT, BIAS)), expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(tuple_of(call(loss, with_its_own, None, REF_WEIGHT, BIAS)), expected)
     with pytest.raises(ValueError, match="given twice"):
         call(loss, Head(WEIGHT, BIAS), BIAS)
     with pytest.raises(ValueError, match="softcap was given twice"):
@@ -454,8 +451,7 @@ def test_a_copy_has_options_of_its_own(build, call, copied):
     assert other.state_dict().keys() == loss.state_dict().keys()
     other.temperature = 2.0
     assert (loss.temperature, other.temperature) == (0.7, 2.0)
-    for a, b in zip(tuple_of(call(other)), tuple_of(call(build(temperature=2.0))), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(tuple_of(call(other)), tuple_of(call(build(temperature=2.0))), rtol=0, atol=0)
 
 
 def test_options_are_frozen_and_read_by_name():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import liger_losses
+from liger_losses.chunked.losses.dpo import DPO_LOSSES
 
 chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
 pytestmark = pytest.mark.peers
@@ -41,7 +42,8 @@ def compare(losses, call, inputs, skip=()):
     found = []
     for loss_function in losses:
         result = call(loss_function)
-        loss, metrics = result if isinstance(result, tuple) else (result, ())
+        loss, *metrics = result if isinstance(result, tuple) else (result,)
+        metrics = metrics[0] if metrics and isinstance(metrics[0], (tuple, list)) else metrics
         found.append((loss.detach(), list(metrics), torch.autograd.grad(loss, trained)))
     (ours, our_metrics, our_gradients), (theirs, their_metrics, their_gradients) = found
     assert ours.shape == theirs.shape
@@ -53,9 +55,13 @@ def compare(losses, call, inputs, skip=()):
             torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), rtol=1e-4, atol=1e-4, msg=f"metric {i}")
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "apo_zero", "sppo_hard"])
-def test_dpo_by_position(loss_type, bias):
+#: Loss types that mean something else there, or that there are not.
+OTHERS = {"ipo", "aot", "aot_unpaired", "sft", "sigmoid_norm"}
+
+
+@pytest.mark.parametrize("loss_type", sorted(set(DPO_LOSSES) - OTHERS))
+def test_dpo_by_position(loss_type):
+    bias = loss_type in ("sigmoid", "hinge")
     hidden, weight, lm_head_bias = problem(0, bias)
     ref_hidden, ref_weight, ref_bias = (None if t is None else t.detach() for t in problem(1, bias))
     target = labels()
@@ -78,17 +84,29 @@ def test_dpo_by_position(loss_type, bias):
             assert isinstance(metric, torch.Tensor)
         return loss, metrics
 
-    losses = both("LigerFusedLinearDPOLoss", beta=0.3, loss_type=loss_type)
-    # Their mean logits are over prompts and padding too, and the negative log-likelihood is no part of the loss.
-    compare(losses, call, (hidden, weight, lm_head_bias), skip=(2, 3, 4))
+    # There, sigmoid ignores label smoothing. The negative log-likelihood is no part of one loss, and is of the others.
+    options = {"loss_type": loss_type, "label_smoothing": 0.0 if loss_type == "sigmoid" else 0.1}
+    losses = both("LigerFusedLinearDPOLoss", beta=0.3, compute_nll_loss=loss_type != "hinge", **options)
+    # Their mean logits are over prompts and padding too.
+    compare(losses, call, (hidden, weight, lm_head_bias), skip=(2, 3, *([4] if loss_type == "hinge" else [])))
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["CPO", "SimPO", "ORPO"])
+def test_losses_without_a_reference(name):
+    hidden, weight, bias = problem(0)
+    hidden = hidden.contiguous().detach().requires_grad_()
+    losses = both(f"LigerFusedLinear{name}Loss")
+    compare(losses, lambda loss: loss(weight, hidden, labels(), bias), (hidden, weight, bias), skip=(2, 3))
+
+
+@pytest.mark.parametrize(("bias", "average"), [(True, False), (False, True)])
 @pytest.mark.parametrize("kl", [torch.zeros(1), torch.tensor(0.7)], ids=["no kl", "kl"])
-def test_kto_by_keyword(kl, bias):
+@pytest.mark.parametrize("use_ref_model", [False, True])
+def test_kto_by_keyword(use_ref_model, kl, bias, average):
     hidden, weight, lm_head_bias = problem(0, bias)
-    ref_hidden, ref_weight, ref_bias = (None if t is None else t.detach() for t in problem(1, bias))
+    ref = [None if t is None or not use_ref_model else t.detach() for t in problem(1, bias)]
     target = labels()
+    target[:, 0] = 3  # theirs divides by the number of tokens
 
     def call(loss_function):
         loss, metrics = loss_function(
@@ -97,9 +115,9 @@ def test_kto_by_keyword(kl, bias):
             target=target,
             bias=lm_head_bias,
             preference_labels=torch.tensor([True, False, False, True]),
-            ref_input=ref_hidden,
-            ref_weight=ref_weight,
-            ref_bias=ref_bias,
+            ref_input=ref[0],
+            ref_weight=ref[1],
+            ref_bias=ref[2],
             kl=kl,
         )
         assert len(metrics) == 6  # sums of log-probabilities, logits, rewards: chosen and rejected
@@ -107,7 +125,7 @@ def test_kto_by_keyword(kl, bias):
             assert torch.isfinite(metric.nansum())
         return loss.squeeze(), metrics
 
-    losses = both("LigerFusedLinearKTOLoss", beta=0.2, use_ref_model=True)
+    losses = both("LigerFusedLinearKTOLoss", beta=0.2, use_ref_model=use_ref_model, average_log_prob=average)
     compare(losses, call, (hidden, weight, lm_head_bias), skip=(2, 3))  # their logits are of prompts and padding too
 
 
@@ -124,6 +142,8 @@ def test_kto_by_keyword(kl, bias):
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss_type": "sapo"},
         {"loss_type": "vespo"},
+        {"loss_type": "bnpo", "importance_sampling_level": "sequence", "epsilon_high": 0.28, "epsilon_low": 0.1},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "temperature": 0.7},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -161,8 +181,14 @@ def test_grpo_by_keyword(options, beta, items):
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.5, 0.9), (1.0, 1.0)])
-def test_jsd_by_keyword(beta, temperature, flat):
+@pytest.mark.parametrize(
+    ("kind", "beta", "temperature", "soft_hard"),
+    [
+        *(("JSD", beta, t, False) for beta, t in ((0.0, 1.0), (0.5, 0.9), (1.0, 1.0))),
+        *((kind, beta, 2.0, True) for kind, beta in (("JSD", 0.1), ("JSD", 0.9), ("CosineSimilarity", 0.5))),
+    ],
+)
+def test_distillation_by_keyword(kind, beta, temperature, soft_hard, flat):
     hidden, weight, bias = problem(3)
     teacher, teacher_weight, teacher_bias = (t.detach() for t in problem(4, hidden=2 * HIDDEN))
     target = labels()
@@ -181,8 +207,11 @@ def test_jsd_by_keyword(beta, temperature, flat):
         )
 
     options = {"ignore_index": -100, "temperature": temperature, "weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
-    compare(both("LigerFusedLinearJSDLoss", beta=beta, **options), call, (hidden, weight, bias))
-    assert liger_losses.LigerFusedLinearJSDLoss(beta=beta, compiled=False, **options).compiled is False
+    if soft_hard:
+        options |= {"weight_hard_loss": 0.3, "weight_soft_loss": 0.7, "return_soft_hard_loss": True}
+    losses = both(f"LigerFusedLinear{kind}Loss", beta=beta, **options)
+    compare(losses, call, (hidden, weight, bias))
+    assert type(losses[0])(beta=beta, compiled=False, **options).compiled is False
 
 
 @pytest.mark.parametrize("name", [name for name in dir(chunked_loss) if name.startswith("LigerFusedLinear")])

@@ -160,8 +160,9 @@ def test_every_divergence_in_float64(name):
     expected = plain(name, hidden, weight, bias, labels, *teacher, 0.0, 1.0, 1.0)
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
     inputs = (hidden, weight, bias)
-    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), rtol=1e-8, atol=1e-10
+    )
 
 
 def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
@@ -184,26 +185,6 @@ def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
     torch.testing.assert_close(*(torch.autograd.grad(x, weight)[0] for x in (both.logp.sum(), -expected * mask.sum())))
 
 
-def test_differentiable_divergences_for_any_loss():
-    hidden, weight, bias, labels, *teacher = problem()
-    found = linear_divergence(
-        hidden, weight, labels, Teacher(*teacher), Divergence.reverse_kl(), logp=True, bias=bias, temperature=1.5
-    )
-    mask = labels != -100
-    student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
-    d = torch.where(mask, formula("reverse KL", student / 1.5, theirs / 1.5), 0.0)
-    logp = student.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
-    torch.testing.assert_close(found.divergence, d)
-    torch.testing.assert_close(found.logp, logp)
-    inputs = (hidden, weight, bias)
-    ours = torch.autograd.grad((found.divergence.square() - 0.3 * found.logp).sum(), inputs)
-    for a, b in zip(ours, torch.autograd.grad((d.square() - 0.3 * logp).sum(), inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-    with torch.no_grad():
-        alone = linear_divergence(hidden, weight, labels, Teacher(*teacher), Divergence.reverse_kl(), bias=bias)
-        assert not alone.divergence.requires_grad
-
-
 @pytest.mark.parametrize(
     "options", [{"logit_scale": 0.7}, {"softcap": 3.0}, {"softcap": 3.0, "logit_scale": 0.7}], ids=str
 )
@@ -223,8 +204,9 @@ def test_transforms_of_both_models(options):
     expected = (soft + F.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum")) / 2 / mask.sum()
     torch.testing.assert_close(value, expected)
     inputs = (hidden, weight, bias)
-    for a, b in zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), rtol=1e-8, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)])
@@ -305,28 +287,6 @@ def test_limits_of_alpha_beta_are_the_kullback_leibler_divergences():
     torch.testing.assert_close(
         value(Divergence.alpha_beta(1 - 1e-6, 1e-6)), value(Divergence.forward_kl()), rtol=1e-4, atol=0
     )
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])
-def test_equals_liger(kind, beta, temperature):
-    peer = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    hidden, weight, bias, labels, *teacher = problem(torch.float32)
-    flat = [hidden.flatten(0, 1), weight, teacher[0].flatten(0, 1), teacher[1], labels.flatten(), bias, teacher[2]]
-    results = []
-    for package in (peer, __import__("liger_losses")):
-        loss = getattr(package, f"LigerFusedLinear{kind}Loss")(
-            0.3, 0.7, beta, -100, temperature, False, 8, return_soft_hard_loss=True
-        )
-        found = loss(*flat)
-        results.append((*found, *torch.autograd.grad(found[0], (hidden, weight, bias))))
-    assert len(results[0]) == len(results[1])
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
-    alone = package.LigerFusedLinearJSDLoss(0.3, 0.7, beta, temperature=temperature)(*flat)
-    assert alone.shape == ()
 
 
 @pytest.mark.peers

@@ -40,5 +40,4 @@ def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
             **inputs,
         )
         results.append([t.cpu() for t in (loss.detach(), *gradients(loss, (hidden, weight, bias)))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)

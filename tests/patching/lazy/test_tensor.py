@@ -82,8 +82,7 @@ def test_losses_never_need_the_values(name, bias):
             loss = LAZY[name](linear(*leaves), labels)
             results.append((loss, *torch.autograd.grad(loss, leaves)))
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "cast" else {"rtol": 1e-9, "atol": 1e-10}
-    for a, c in zip(*results, strict=True):
-        torch.testing.assert_close(c, a, check_dtype=False, **tolerance)
+    torch.testing.assert_close(*results[::-1], check_dtype=False, **tolerance)
 
 
 class Square(torch.autograd.Function):
@@ -157,8 +156,7 @@ def test_what_needs_the_values_gets_them(name):
             # Not a leaf's view: in-place operations are allowed on it.
             loss = EAGER[name](linear(hidden, weight, bias), labels)
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(*results[::-1], rtol=1e-9, atol=1e-10)
 
 
 def test_it_says_once_who_needs_them():
@@ -207,8 +205,7 @@ def test_autocast_is_the_heads():
             logits = linear(hidden, weight, bias)
         loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(*results[::-1], rtol=3e-2, atol=3e-2)
     assert true_values(logits).dtype == torch.bfloat16
 
 
@@ -226,8 +223,7 @@ def test_made_without_gradients_it_has_none():
             old = logits / 0.7
         loss = (chosen(logits, labels) - chosen(old, labels)).square()
         results.append(torch.autograd.grad(loss, leaves))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+    torch.testing.assert_close(*results[::-1])
 
 
 def test_what_it_is_made_of_must_not_change():
@@ -254,8 +250,7 @@ def test_in_place_operations():
         logits.masked_fill_(labels[..., None] == 2, 1.0)
         loss = logits.logsumexp(-1).sum()
         results.append((loss, *torch.autograd.grad(loss, leaves)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+    torch.testing.assert_close(*results[::-1])
     # What shares its memory in torch would have changed as well.
     lazy = both()[-1]
     rows, copy = lazy.view(-1, V), lazy.clone()
@@ -286,8 +281,7 @@ def test_hooks_that_wait_for_their_gradient(loss, twice):
         logits.register_hook(seen.append)
         logits.register_hook(lambda g: (g * 3 + g) / 2)
         results.append(torch.autograd.grad(loss(logits), leaves))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+    torch.testing.assert_close(*results[::-1])
     assert [x.shape for x in seen] == [plain.shape] * 2
     if type(seen[1]) is LazyGradient:
         assert str(seen[1]) == f"LazyGradient(shape=({B}, {T}, {V}), dtype=torch.float64, device=cpu)"
@@ -307,8 +301,7 @@ def test_gradients_of_several_kinds_meet():
         first, passed = chosen(logits, labels), Pass.apply(logits)
         total = first + passed.logsumexp(-1).sum() + Square.apply(logits) + Square.apply(passed)
         results.append(torch.autograd.grad(total, leaves))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+    torch.testing.assert_close(*results[::-1])
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
@@ -344,8 +337,7 @@ def test_a_detached_one_can_be_a_leaf():
             tensor.grad = None
         loss.backward()
         results.append((leaf.grad, *(tensor.grad for tensor in leaves)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+    torch.testing.assert_close(*results[::-1])
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
@@ -458,7 +450,6 @@ def test_ddp_passes_them_on_without_their_values(tmp_path):
                     loss = chosen(found, labels)
                     loss.backward()
                 results.append([loss.detach(), *(p.grad for p in model.parameters())])
-            for expected, found in zip(*results, strict=True):
-                torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(*results[::-1])
     finally:
         dist.destroy_process_group()

@@ -164,7 +164,7 @@ class Row:
 
 #: What the documentation says of each column, and of its values that are no words.
 SAID_OF_COLUMNS = {
-    "asks": "what is asked",
+    "asks": "requested result",
     "weight": "weight of the head",
     "bias": "bias",
     "transform": "scale and soft-cap, and a temperature for each token",
@@ -183,7 +183,7 @@ SAID_OF_COLUMNS = {
 def documentation() -> str:
     """The table of ``docs/support.md``."""
     said = {None: "chosen", False: "no", True: "yes"}
-    lines = ["| of a call | values |", "| --- | --- |"]
+    lines = ["| property of a call | values |", "| --- | --- |"]
     for name, values in COLUMNS.items():
         lines.append(f"| {SAID_OF_COLUMNS[name]} | {'; '.join(said.get(value, str(value)) for value in values)} |")
     return "\n".join(lines)

@@ -111,7 +111,9 @@ def loss_over_columns(
     """
     mask, soft, hard = labels != options.ignore_index, weights["divergence"], weights.get("logp")
     together = hard is not None and _is_one(temperature)
-    inputs = {"soft": soft, "at": torch.arange(labels.numel(), device=labels.device).view(labels.shape)}
+    # Positions count from 1, as calls that drop no token give 0 for the masked ones.
+    positions = torch.arange(1, labels.numel() + 1, device=labels.device).view(labels.shape)
+    inputs = {"soft": soft, "at": positions}
     if hard is not None and together:
         inputs["hard"] = hard
     selected: Any = Largest(top_k or 1)
@@ -125,13 +127,14 @@ def loss_over_columns(
         check_comparison(teacher, which, head, labels.shape)
         if which.form == "cosine" or teacher.vocab_size != head.vocab_size:
             raise ValueError("top_k takes a divergence of softmaxes, and a teacher with the student's columns.")
-    values = torch.zeros(labels.numel(), dtype=soft.dtype, device=labels.device)
+    values = torch.zeros(labels.numel() + 1, dtype=soft.dtype, device=labels.device)
 
     def loss(s: Statistics, labels: Any, soft: Tensor, at: Tensor, hard: Any = None, **known: Any) -> Tensor:
         with torch.no_grad():
             teacher_logps = known.get("teacher_logps")
             if teacher_logps is None:
-                teacher_logps = _logps_of(teacher, at, s.columns, temperature, options).to(s.selected_logps.dtype)
+                rows = (at - 1).clamp(min=0)
+                teacher_logps = _logps_of(teacher, rows, s.columns, temperature, options).to(s.selected_logps.dtype)
         found = sparse_divergence(s.selected_logps, teacher_logps, which, tail, known.get("rest"))
         values[at] = found.detach().to(values.dtype)
         return soft * found if hard is None else soft * found + hard * s.logp
@@ -159,7 +162,7 @@ def loss_over_columns(
     if hard is not None and not together:
         added, others = linear_weighted_loss(hidden, head, labels, {"logp": hard}, options=options)
         total, logp = total + added, others.logp
-    return total, Statistics(logp=logp, divergence=torch.where(mask, values.view(labels.shape), 0.0))
+    return total, Statistics(logp=logp, divergence=torch.where(mask, values[1:].view(labels.shape), 0.0))
 
 
 def _is_one(temperature: float | Tensor) -> bool:

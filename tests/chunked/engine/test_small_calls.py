@@ -13,6 +13,7 @@ from liger_losses import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     Teacher,
+    TeacherTopK,
     linear_logps,
     linear_statistics,
     linear_token_loss,
@@ -292,6 +293,18 @@ def test_what_has_no_signature_is_checked():
         linear_statistics(hidden, weight, labels, [["logp"]])
     with pytest.raises((TypeError, ValueError), match="hidden_states"):
         linear_logps(hidden.detach().flatten(0, 1).to_sparse_csr(), weight, labels.flatten())
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}])
+def test_the_divergence_over_some_columns_is_of_active_tokens(options):
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    states, head = hidden.detach().flip(0), weight.detach().flip(0)
+    sparse = TeacherTopK(*(states @ head.T).log_softmax(-1).topk(4))
+    loss, found = LigerFusedLinearJSDLoss(**options), []
+    for flops in (0.0, 1e30):
+        with small_calls(flops):
+            found.append(loss(weight, hidden, labels, Teacher(states, head) if options else sparse))
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_losses_with_a_teacher_drop_tokens(monkeypatch):

@@ -464,7 +464,8 @@ def test_evaluation_that_needs_logits_has_those_of_the_model(tmp_path, monkeypat
         results.append(predictions)
     assert (results[0] == results[1]).all()
     _, model = both()
-    with torch.no_grad(), computed_rows() as rows:
+    with torch.no_grad(), computed_rows() as rows, warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
         logits = model(**batch()).logits
         probabilities = logits.softmax(-1)
         assert torch.equal(logits.exp() / logits.exp().sum(-1, keepdim=True), logits.exp() / logits.exp().sum(-1, True))

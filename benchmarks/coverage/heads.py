@@ -11,8 +11,8 @@ gradients of their weighted sum. Neither may need the values of the logits. Each
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import multiprocessing
 import pathlib
 import sys
 import warnings
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.coverage import model_zoo
-from benchmarks.coverage.patches import LIMIT, LOSS_TOLERANCE, difference, loss_of
+from benchmarks.coverage.patches import LOSS_TOLERANCE, difference, loss_of
+from benchmarks.coverage.processes import in_processes
 from liger_losses.patching.lazy_head import make_head_lazy, unpatch_head
 from liger_losses.trl.fused_head import add_fused_lm_head
 
@@ -105,35 +106,17 @@ def check_trl(model: Any, inputs: dict[str, Any]) -> str:
     return result if largest <= LOGP_TOLERANCE else f"log-probabilities off by {largest:.1e}"
 
 
-def _in_child(model_type: str, image_text: bool, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        pipe.send(check(model_type, image_text))
-    except Exception as error:  # part of the table
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        pipe.send({"patched": f"broken: {words}", "TRL": "broken"})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="all of them by default")
     parser.add_argument("--image-text", action="store_true", help="image-text models")
     parser.add_argument("--output", type=pathlib.Path, help="writes head_coverage[_image_text].json and .txt there")
     options = parser.parse_args()
-    context, results = multiprocessing.get_context("fork"), {}
-    for model_type in options.types or model_zoo.names(options.image_text):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_child, args=(model_type, options.image_text, sender))
-        process.start()
-        sender.close()
-        try:
-            results[model_type] = (
-                receiver.recv() if receiver.poll(LIMIT) else {"patched": "broken: time", "TRL": "broken"}
-            )
-        except EOFError:
-            results[model_type] = {"patched": "broken: the process died", "TRL": "broken"}
-        process.kill()
-        process.join()
+    importlib.import_module("trl.trainer.utils")  # once for all processes
+    types, results = options.types or model_zoo.names(options.image_text), {}
+    for model_type, result in in_processes(types, lambda name: check(name, options.image_text)):
+        error = result.get("error", "")[:200]
+        results[model_type] = {"patched": f"broken: {error}", "TRL": "broken"} if error else result
         print(f"{model_type:26} {results[model_type]['patched']:60} {results[model_type]['TRL']}", flush=True)
     counts = {kind: sum(result[kind] == "ok" for result in results.values()) for kind in ("patched", "TRL")}
     line = (

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import pathlib
 import sys
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from benchmarks.coverage import model_zoo
+from benchmarks.coverage.processes import in_processes
 from liger_losses.patching.patch import patch, unpatch
 
-#: Seconds for one type.
-LIMIT = 150
 #: Of the loss, relative; of a parameter's gradient, relative to its largest entry, and to the largest of all.
 LOSS_TOLERANCE, GRAD_TOLERANCE, GRAD_FLOOR = 1e-5, 1e-4, 1e-6
 
@@ -105,31 +102,12 @@ def _equal(
     return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], grad) for name, grad in other[1].items())
 
 
-def _in_child(model_type: str, device: str, image_text: bool, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    try:
-        pipe.send(check(model_type, device, image_text))
-    except Exception as error:  # part of the table
-        pipe.send({"status": "broken", "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
-
-
 def sweep(types: Iterable[str], device: str = "cpu", image_text: bool = False) -> dict[str, dict[str, Any]]:
-    """Check types, each in a process of its own with a time limit."""
-    context = multiprocessing.get_context("fork")
+    """Check types."""
     results: dict[str, dict[str, Any]] = {}
-    for model_type in types:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_child, args=(model_type, device, image_text, sender))
-        process.start()
-        sender.close()
-        try:
-            result = receiver.recv() if receiver.poll(LIMIT) else {"status": "broken", "error": f"over {LIMIT} s"}
-        except EOFError:
-            result = {"status": "broken", "error": "the process died"}
-        process.kill()
-        process.join()
-        results[model_type] = result
-        print(row(model_type, result), flush=True)
+    for model_type, result in in_processes(types, lambda name: check(name, device, image_text)):
+        results[model_type] = result if "status" in result else {"status": "broken", **result}
+        print(row(model_type, results[model_type]), flush=True)
     return results
 
 

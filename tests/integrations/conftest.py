@@ -1,10 +1,9 @@
-"""Frameworks that tests write, and integrations that are taken back."""
+"""Frameworks that tests write."""
 
 import importlib
 import sys
 
 import pytest
-import torch.distributed as dist
 
 
 @pytest.fixture
@@ -23,24 +22,3 @@ def framework(tmp_path, monkeypatch):
     yield write
     for name in set(sys.modules) - before:
         del sys.modules[name]
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def installed():
-    """Installs an integration, and takes it back."""
-    done = []
-
-    def install(module):
-        done.append(module)
-        module.install()
-
-    yield install
-    for module in done:
-        module.uninstall()

@@ -9,17 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def signature(names: str, required: int) -> inspect.Signature:
-    """A signature of arguments by position or name; all after the first ``required`` ones are ``None`` by default."""
+def with_arguments(function: Callable[..., Any], names: str, required: int) -> Callable[..., Any]:
+    """Let :func:`inspect.signature` say the names of a function's arguments: liger-kernel's models read them there.
+
+    Those after the first ``required`` are ``None`` by default.
+    """
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    return inspect.Signature(
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, kind, default=empty if i < required else None) for i, n in enumerate(names.split())]
     )
-
-
-def with_arguments(function: Callable[..., Any], names: str, required: int) -> Callable[..., Any]:
-    """Let :func:`inspect.signature` say the names of a function's arguments: liger-kernel's models read them there."""
-    function.__signature__ = signature(names, required)  # type: ignore[attr-defined]
     return function
 
 
@@ -32,11 +30,11 @@ def module_class(name: str, function: Callable[..., Tensor], inputs: str, option
     """A module that calls a function.
 
     Args:
-        function: takes the inputs by position and the options by name.
-        inputs: what the module is called with; a third or fifth one, the labels, may be left out.
+        function: takes the inputs first, maybe by other names, and the options.
+        inputs: the names of what the module is called with.
         options: the arguments of the module's constructor, and its attributes, with the function's defaults.
     """
-    called = signature(inputs, len(inputs.split()) // 2 * 2)
+    names = dict(zip(inputs.split(), inspect.signature(function).parameters, strict=False))
     made = inspect.Signature([inspect.signature(function).parameters[name] for name in options.split()])
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
@@ -46,8 +44,8 @@ def module_class(name: str, function: Callable[..., Tensor], inputs: str, option
         vars(self).update(given.arguments)
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Tensor:
-        given = called.bind(*arguments, **named).arguments.values()
-        return function(*given, **{name: getattr(self, name) for name in made.parameters})
+        given = {names.get(name, name): value for name, value in named.items()}
+        return function(*arguments, **given, **{name: getattr(self, name) for name in made.parameters})
 
     members = {"__init__": __init__, "forward": forward, "__doc__": function.__doc__, "__module__": function.__module__}
     return type(name, (nn.Module,), members)

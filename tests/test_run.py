@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import liger_losses
-from liger_losses.integrations import loading, replacements
+from liger_losses.integrations import loading
+from liger_losses.kernels import imports
 from tests.integrations.models import llama
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
@@ -77,7 +78,7 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
-    monkeypatch.setattr(replacements, "_waiting", {})
+    monkeypatch.setattr(imports, "_waiting", {})
     enabled = []
     monkeypatch.setattr(liger_losses.trl, "enable", lambda: enabled.append("trl" in sys.modules))
     (tmp_path / "trl.py").write_text("")
@@ -91,7 +92,7 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("trl", None)
     assert enabled == [True]
-    assert list(replacements._waiting) == ["transformers.modeling_utils"]
+    assert list(imports._waiting) == ["transformers.modeling_utils"]
 
 
 def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):

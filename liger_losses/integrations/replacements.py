@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.metadata
 import logging
-import sys
 import warnings
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
+from liger_losses.kernels.imports import forget, when_imported
 from liger_losses.places import Missing, Place, Replaced
 
 _LOG = logging.getLogger("liger_losses")
@@ -70,8 +66,7 @@ class Replacements:
         """Put back what was replaced, and replace nothing from now on."""
         self._installed = False
         for module in self._places:
-            if self._replace in _waiting.get(module, ()):
-                _waiting[module].remove(self._replace)
+            forget(module, self._replace)
         self._replaced.restore()
 
     def _replace(self, module: ModuleType) -> None:
@@ -85,42 +80,3 @@ class Replacements:
             )
             return
         self._replaced.add(found)
-
-
-_waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}
-
-
-def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
-    """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
-    if name in sys.modules:
-        function(sys.modules[name])
-        return
-    _waiting.setdefault(name, []).append(function)
-    if _FINDER not in _FINDERS:
-        _FINDERS.insert(0, _FINDER)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find; modules that somebody waits for run what waits when they are there."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not _waiting.get(name):
-            return None
-        specs = (finder.find_spec(name, path, target) for finder in _FINDERS if finder is not self)
-        spec = next((spec for spec in specs if spec is not None), None)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            own = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                del loader.exec_module
-                own(module)
-                for function in _waiting.pop(name, []):
-                    function(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-_FINDERS: list[Any] = sys.meta_path
-_FINDER = _Finder()

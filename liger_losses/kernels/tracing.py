@@ -6,51 +6,30 @@ Decorators such as ``torch.compiler.disable`` import the compiler. Here they wai
 
 from __future__ import annotations
 
-import importlib.abc
+import functools
 import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from liger_losses.kernels.imports import when_imported
+
 #: What ``torch.compile`` imports. If a version of torch has no such module, marks are set at once.
 COMPILER = "torch._dynamo"
-_waiting: list[Callable[[], None]] = []
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the compiler as the other finders do, and sets the marks once it is imported."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != COMPILER:
-            return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_mark(module: ModuleType) -> None:
-            execute(module)
-            sys.meta_path.remove(self)
-            while _waiting:
-                _waiting.pop(0)()
-
-        spec.loader.exec_module = execute_and_mark  # type: ignore[method-assign]
-        return spec
+@functools.cache
+def _has_compiler() -> bool:
+    return importlib.util.find_spec(COMPILER) is not None
 
 
 def when_compiling(mark: Callable[[], Any]) -> None:
     """Call ``mark`` once the compiler is imported: now, if it is already."""
-    if not _waiting:
-        if COMPILER in sys.modules or importlib.util.find_spec(COMPILER) is None:
-            mark()
-            return
-        sys.meta_path.insert(0, _Finder())
-    _waiting.append(mark)
+    if _has_compiler():
+        when_imported(COMPILER, lambda module: mark())
+    else:
+        mark()
 
 
 def outside_graphs(owner: Any, name: str) -> None:

@@ -1,7 +1,7 @@
 """The k largest entries of each row. R rows, C columns.
 
 The k largest are all in the k groups of columns whose maxima are largest: one pass over the rows finds the maxima of
-groups, and sorting is left to R x (C / 64) maxima and R x 64 k entries.
+groups, and choosing is left to R x (C / 64) maxima and R x 64 k entries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 #: Columns of a group, and groups that a program reads at a time.
 GROUP = 64
 _GROUPS = 32
-#: Entries that are gathered and sorted at a time.
+#: Entries that are gathered and sorted at a time; and those of a row among which one program of the kernels chooses.
 _SORTED = 2**21
+_MOST = 2**14
 
 
 def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = None) -> Tensor:
@@ -51,6 +52,9 @@ def largest(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None =
         k: at most C.
     """
     rows, columns = projected.shape
+    on_triton = choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton"
+    if on_triton and rows and columns > 4 * GROUP * k and GROUP * triton.next_power_of_2(k) <= _MOST:
+        return _largest_triton(projected, epilogue, k)
     size = max(1, _SORTED // (GROUP * k))
     if rows > size:
         parts = [slice(start, start + size) for start in range(0, rows, size)]
@@ -65,6 +69,77 @@ def largest(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None =
     logits = epilogue.transform(projected.gather(1, ids), bias).masked_fill(~inside, -torch.inf)
     values, at = logits.topk(k, -1)
     return values, ids.gather(1, at)
+
+
+def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
+    (rows, columns), device = projected.shape, projected.device
+    maxima = group_maxima(projected, epilogue, "triton")
+    groups = torch.empty(rows, k, dtype=torch.int32, device=device)
+    _largest_groups_kernel[(rows,)](
+        groups, maxima, maxima.shape[1], k, BLOCK=triton.next_power_of_2(maxima.shape[1]), num_warps=4
+    )
+    values, ids = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
+    _largest_of_groups_kernel[(rows,)](
+        values, ids, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel(), groups, columns, k,
+        GROUP=GROUP, GROUPS=triton.next_power_of_2(k), num_warps=4 if k <= 32 else 8 if k <= 64 else 16,
+    )  # fmt: skip
+    values, order = values.sort(-1, descending=True)
+    return values, ids.gather(1, order)
+
+
+@jit
+def _ordered(x, inside):
+    """Integers in the order of fp32 numbers; the smallest outside."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000).to(tl.int32)
+
+
+@jit
+def _places_of_largest(key, k):
+    """Which entries are the k largest, the first ones of equal ones, and the place of each among them, in their order.
+
+    The k-th largest is found bit by bit, from the highest.
+    """
+    threshold = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, -0x80000000).to(tl.int32)
+    bit = 0x40000000
+    while bit > 0:
+        higher = threshold + bit
+        threshold = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= k, higher, threshold)
+        bit = bit // 2
+    above = key > threshold
+    equal = (key == threshold).to(tl.int32)
+    taken = above | ((equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(above.to(tl.int32), 0)))
+    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+
+
+@jit(do_not_specialize=["groups", "k"])
+def _largest_groups_kernel(out, maxima, groups, k, BLOCK: tl.constexpr):
+    """One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < groups
+    key = _ordered(tl.load(maxima + row * groups + at, mask=inside, other=0.0), inside)
+    taken, place = _places_of_largest(key, k)
+    tl.store(out + row * k + place, at, mask=taken & inside)
+
+
+@jit(do_not_specialize=["k"])
+def _largest_of_groups_kernel(
+    values, ids, projected, stride, bias, transform, chosen, columns, k, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):
+    """One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, GROUPS * GROUP)
+    inside = slot // GROUP < k
+    at = tl.load(chosen + row * k + slot // GROUP, mask=inside, other=0) * GROUP + slot % GROUP
+    inside = inside & (at < columns)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, row, True, 0)
+    z = load_logits(projected + row * stride, bias, at, inside, transform, inverse)
+    taken, place = _places_of_largest(_ordered(z, inside), k)
+    tl.store(values + row * k + place, z, mask=taken & inside)
+    tl.store(ids + row * k + place, at.to(tl.int64), mask=taken & inside)
 
 
 @jit

@@ -19,7 +19,7 @@ from tests.reference import assert_as_exact_as_plain, double, plain_logits, prob
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61)])
+@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (18000, 65)])
 def test_largest_of_rows(columns, k, backend):
     g = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +31,11 @@ def test_largest_of_rows(columns, k, backend):
     exact = (4 * torch.tanh((rows + bias) / 4) / torch.linspace(0.5, 2, 5, device=device)[:, None]).topk(k, -1)
     torch.testing.assert_close(values, exact.values)
     assert torch.equal(ids, exact.indices)
+    rows[:, ::7] = 3.0  # many are equal, with or without bias
+    values, ids = largest.largest(rows, Epilogue(), k, backend)
+    torch.testing.assert_close(values, rows.topk(k, -1).values)
+    assert torch.equal(rows.gather(1, ids), values)
+    assert all(len(row.unique()) == k for row in ids)
     if k < 4:
         maxima = largest.group_maxima(rows, epilogue, backend)
         torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
